@@ -1,0 +1,177 @@
+"""Configurations: frozen, complete, free of files. Each is built from a Hugging Face `config.json` dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fledge.errors import ModelError
+
+# Architectures the decoder serves, with what sets each apart from Llama.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
+    "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched past the trained length."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: 0.1 ln(factor) + 1
+    mscale: float | None = None  # yarn, DeepSeek's variant
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # yarn
+
+    KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
+        """Reads both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`."""
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
+        if kind not in cls.KINDS:
+            raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(cls.KINDS)}")
+        if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ModelError("partial rotary embeddings (partial_rotary_factor < 1) are not supported")
+        original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        return cls(
+            theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            kind=kind,
+            factor=float(scaling.get("factor") or 1.0),
+            original_max_positions=int(original or config.get("max_position_embeddings") or 2048),
+            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            attention_factor=scaling.get("attention_factor"),
+            mscale=scaling.get("mscale"),
+            mscale_all_dim=scaling.get("mscale_all_dim"),
+            truncate=bool(scaling.get("truncate", True)),
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-like decoder-only target."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window per layer; None: full attention
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], *, name: str = "the model") -> ModelConfig:
+        architecture = (config.get("architectures") or ["(none named)"])[0]
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise ModelError(f"{name}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}")
+        if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise ModelError(f"{name}: activation {activation!r} is not supported; supported: silu")
+        if config.get("quantization_config"):
+            raise ModelError(f"{name}: pre-quantised Hugging Face weights are not supported; use the plain checkpoint")
+        try:
+            num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+            hidden_size = int(config["hidden_size"])
+            eos = config.get("eos_token_id")
+            return cls(
+                architecture=architecture,
+                vocab_size=int(config["vocab_size"]),
+                hidden_size=hidden_size,
+                intermediate_size=int(config["intermediate_size"]),
+                num_layers=num_layers,
+                num_heads=num_heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+                head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+                max_positions=int(config.get("max_position_embeddings") or 2048),
+                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                rope=RopeConfig.from_hf(config),
+                qkv_bias=bool(family.get("qkv_bias") or config.get("attention_bias", False)),
+                output_bias=bool(config.get("attention_bias", False)) and architecture != "Qwen2ForCausalLM",
+                mlp_bias=bool(config.get("mlp_bias", False)),
+                qk_norm=bool(family.get("qk_norm", False)),
+                tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+                windows=_windows(config, num_layers) if family.get("sliding_window") else (None,) * num_layers,
+                eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (int(eos),)),
+                bos_token_id=config.get("bos_token_id"),
+            )
+        except KeyError as missing:
+            raise ModelError(f"{name}: config.json lacks {missing}") from None
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window per layer: Mistral has one for all, Qwen switches it on by flag and from a layer upwards."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    if kinds := config.get("layer_types"):
+        return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
+    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """An EAGLE drafter. EAGLE 3 and 3.1 differ by `fc_norm` and `norm_output`, nothing else."""
+
+    vocab_size: int  # the target's
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    aux_layer_ids: tuple[int, ...]  # target layers whose outputs are tapped; 0 = the embeddings
+    num_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_norm: bool = False  # 3.1: one RMSNorm per tapped state, before fc
+    norm_output: bool = False  # 3.1: the state fed back is the one after the final norm
+    norm_before_fc: bool = False  # one RMSNorm over the concatenated taps
+    norm_before_residual: bool = False
+    window: int | None = None  # the drafter attends to the last `window` tokens only
+    own_embedding: bool = False  # False: the target's embedding is shared
+    own_head: bool = True  # False: the target's head is shared
+
+    @property
+    def version(self) -> str:
+        if self.fc_norm and self.norm_output:
+            return "3.1"
+        if not self.fc_norm and not self.norm_output:
+            return "3"
+        return "3 + fc_norm" if self.fc_norm else "3 + norm_output"
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """What vLLM and SGLang tap when a checkpoint is silent: low, middle, high."""
+    return (2, num_layers // 2, num_layers - 3)

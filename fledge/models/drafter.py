@@ -1,0 +1,121 @@
+"""The EAGLE drafter: one network for EAGLE 3, 3.1 and what lies between. The flags are in `DrafterConfig`.
+
+aux_i[t]  the target's residual stream after i layers
+g_t = fc(concat_i fc_norm_i(input_norm(aux)_i[t]))         `fuse`, once per target position
+step 0 pairs token x_{t+1} with g_t at position t; later steps pair a drafted token with the fed-back state
+post = norm(pre);  logits = lm_head(post);  fed back: post if norm_output else pre
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fledge.config import DrafterConfig
+from fledge.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+
+
+class DrafterOutput(NamedTuple):
+    hidden_ND: Tensor  # after the final norm: what the head reads
+    feedback_ND: Tensor  # the state that the next draft step takes
+
+
+class DrafterLayer(nn.Module):
+    """Layer 0 attends over [embedding ; state] (twice the hidden size); further layers are plain decoder layers."""
+
+    def __init__(self, config: DrafterConfig, layer: int) -> None:
+        super().__init__()
+        eps, size = config.rms_norm_eps, config.hidden_size
+        self.first = layer == 0
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps) if self.first else None
+        self.self_attn = Attention(
+            layer,
+            2 * size if self.first else size,
+            size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            window=config.window,
+        )
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, embedded: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.first:
+            normed = self.hidden_norm(h)
+            residual = normed if self.norm_before_residual else h
+            x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        else:
+            residual, x = h, self.input_layernorm(h)
+        r = residual + self.self_attn(x, cos, sin, attend)
+        return r + self.mlp(self.post_attention_layernorm(r))
+
+
+class EagleDrafter(nn.Module):
+    """Without an own embedding or head, `share` lends it the target's before use."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.aux_layer_ids)
+        self.input_norm = RMSNorm(num_taps * config.target_hidden_size, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(num_taps)) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(num_taps * config.target_hidden_size, size, bias=False)
+        self.layers = nn.ModuleList(DrafterLayer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+        # target id = draft id + d2t[draft id]; the identity when the vocabularies are the same
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def share(self, embedding: nn.Module, head: nn.Module) -> EagleDrafter:
+        """Lends the target's embedding and head to a drafter that has none, without registering them as its own."""
+        if self.embed_tokens is None:
+            object.__setattr__(self, "embed_tokens", embedding)
+        if self.lm_head is None:
+            object.__setattr__(self, "lm_head", head)
+        return self
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """g: the tapped target states of each position as one state of the drafter's size."""
+        fused = torch.cat(tuple(taps), -1).to(self.norm.weight.dtype)
+        if self.input_norm is not None:
+            fused = self.input_norm(fused)
+        if self.fc_norm is not None:
+            chunks = fused.chunk(len(self.fc_norm), -1)
+            fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(fused)
+
+    def forward(
+        self,
+        tokens_N: Tensor,
+        h_ND: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        highest_position: int | None = None,
+    ) -> DrafterOutput:
+        """One draft step: tokens (target ids) with the states they are paired with."""
+        embedded = self.embed_tokens(tokens_N).to(h_ND.dtype)
+        cos, sin = self.rotary(positions_N, highest_position)
+        h = h_ND
+        for layer in self.layers:
+            h = layer(embedded, h, cos, sin, attend)
+        post = self.norm(h)
+        return DrafterOutput(post, post if self.config.norm_output else h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft vocabulary."""
+        return self.lm_head(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]

@@ -1,0 +1,160 @@
+"""Norm, rotary embedding, attention projections and MLP, shared by targets and drafters.
+
+Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.config import RopeConfig
+
+
+class Attend(Protocol):
+    """Attention over whatever the caller keeps: a paged cache when serving, packed documents when training."""
+
+    def __call__(self, layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+        """Returns the attention output [N, H, E]; scores are scaled by 1/sqrt(E)."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines by position, half-split layout (the first half of a head pairs with the second)."""
+
+    def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig) -> None:
+        super().__init__()
+        self.head_dim, self.max_positions, self.rope = head_dim, max_positions, rope
+        inverse_frequencies, self.attention_factor = _inverse_frequencies(head_dim, max_positions, rope)
+        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
+
+    def reserve(self, num_positions: int) -> None:
+        """Grows the table; call before capturing a graph, which must not allocate."""
+        if num_positions <= self.table.shape[1]:
+            return
+        num_positions = max(num_positions, min(2 * self.table.shape[1], self.max_positions), 512)
+        inverse = self.inverse_frequencies
+        angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse.float()
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        # The sign of the rotation is folded into the sine, so that rotating is one `roll` by half a head.
+        self.table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+
+    def forward(self, positions_N: Tensor, highest: int | None = None) -> tuple[Tensor, Tensor]:
+        """`highest` spares a device synchronisation where the caller knows the highest position."""
+        if positions_N.numel():
+            self.reserve((int(positions_N.max()) if highest is None else highest) + 1)
+        cos, sin = self.table[:, positions_N].unsqueeze(-2).unbind(0)
+        return cos, sin
+
+
+def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x_NHE.shape[-1] // 2
+    return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
+
+
+def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) -> tuple[Tensor, float]:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    inverse = 1.0 / rope.theta**exponents
+    original = rope.original_max_positions or max_positions
+    if rope.kind == "linear":
+        inverse = inverse / rope.factor
+    elif rope.kind == "dynamic" and max_positions > original:
+        # NTK by the configured length, not by the running one: the cache keeps rotated keys.
+        stretch = rope.factor * max_positions / original - (rope.factor - 1)
+        inverse = 1.0 / (rope.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents
+    elif rope.kind == "llama3":
+        wavelengths = 2 * math.pi / inverse
+        smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        inverse = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    elif rope.kind == "yarn":
+        return _yarn(head_dim, rope, inverse, original)
+    return inverse.float(), 1.0
+
+
+def _yarn(head_dim: int, rope: RopeConfig, inverse: Tensor, original: int) -> tuple[Tensor, float]:
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    stretched = ramp.clamp(0, 1)
+    inverse = inverse / rope.factor * stretched + inverse * (1 - stretched)
+    factor = rope.attention_factor
+    if factor is None:
+        if rope.mscale and rope.mscale_all_dim:
+            factor = magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
+        else:
+            factor = magnitude(rope.factor)
+    return inverse.float(), float(factor)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. `input_size` differs from the output size in a drafter's first layer only."""
+
+    def __init__(
+        self,
+        layer: int,
+        input_size: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.window = layer, window
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.qkv_proj = nn.Linear(input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+
+    def qkv(self, x_ND: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.qkv_proj(x_ND).unflatten(-1, (-1, self.head_dim))
+        num_qk = self.num_heads + self.num_kv_heads
+        qk, v = heads[..., :num_qk, :], heads[..., num_qk:, :]
+        if self.q_norm is not None:
+            q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
+        qk = rotate(qk, cos, sin)
+        return qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], v
+
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(x_ND, cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
