@@ -1,0 +1,84 @@
+"""Tiny random networks for tests: small enough for milliseconds, wild enough that greedy output is varied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fledge.config import FAMILIES, DrafterConfig, ModelConfig
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import RMSNorm
+
+
+def tiny_model_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> ModelConfig:
+    family = FAMILIES[architecture]
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 512,
+        "qkv_bias": bool(family.get("qkv_bias")),
+        "qk_norm": bool(family.get("qk_norm")),
+    } | overrides
+    settings.setdefault("windows", (None,) * settings["num_layers"])
+    return ModelConfig(architecture=architecture, **settings)
+
+
+def tiny_decoder(seed: int = 0, architecture: str = "LlamaForCausalLM", **overrides: Any) -> Decoder:
+    return _randomised(Decoder(tiny_model_config(architecture, **overrides)), seed)
+
+
+def tiny_drafter_config(target: ModelConfig | None = None, **overrides: Any) -> DrafterConfig:
+    """A drafter that fits `target` (the default tiny model when not given)."""
+    target = target or tiny_model_config()
+    settings: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": 2 * target.hidden_size,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "max_positions": target.max_positions,
+        "aux_layer_ids": (1, 2, 3),
+    } | overrides
+    return DrafterConfig(**settings)
+
+
+def tiny_drafter(config: DrafterConfig | None = None, seed: int = 1) -> EagleDrafter:
+    """Random weights. A smaller draft vocabulary gets a random ascending choice of target ids as `d2t`."""
+    config = config or tiny_drafter_config()
+    drafter = _randomised(EagleDrafter(config), seed)
+    if config.draft_vocab_size < config.vocab_size:
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+        drafter.d2t.copy_(chosen - torch.arange(config.draft_vocab_size))
+    return drafter
+
+
+@torch.no_grad()
+def _randomised(network: nn.Module, seed: int) -> nn.Module:
+    """Weights far larger than a trained model's, so that the gap between the two best tokens is comfortable."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(parameter: nn.Parameter, mean: float, std: float) -> None:
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            fill(module.weight, 0.0, 1.0)
+        elif isinstance(module, RMSNorm):
+            fill(module.weight, 1.0, 0.1)
+        elif isinstance(module, nn.Linear):
+            fill(module.weight, 0.0, 0.4)
+            if module.bias is not None:
+                fill(module.bias, 0.0, 0.3)
+    return network.eval().requires_grad_(False)
