@@ -1,0 +1,166 @@
+"""The tokenizer that a GGUF file describes, as `tokenizer.json` and `tokenizer_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from fledge.checkpoints.tensors import write_json
+from fledge.errors import ModelError
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+SPACE = "\u2581"  # how sentencepiece spells a space
+
+# Words as GPT-4 and its successors split them; the models differ in how many digits stay together.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "qwen2": WORDS.replace("DIGITS", r"\p{N}"),
+    "llama-bpe": WORDS.replace("DIGITS", r"\p{N}{1,3}"),
+    "tekken": TEKKEN,
+}
+# `tokenizer.ggml.pre` -> the way of splitting; names of one line mean the same
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    **dict.fromkeys(("gpt-2", "gpt2", "default"), "gpt-2"),
+    "tekken": "tekken",
+}
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
+    """`metadata`: the file's key-value pairs."""
+    pieces = metadata.get("tokenizer.ggml.tokens")
+    if not pieces:
+        raise ModelError(f"{source}: no tokenizer in the file")
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata, source)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(metadata, source), True
+    else:
+        raise ModelError(f"{source}: tokenizer type {model!r} is not supported; supported: gpt2, llama")
+
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(pieces)
+    for kind, is_special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
+        added = [
+            AddedToken(piece, special=is_special, normalized=False)
+            for piece, its in zip(pieces, kinds, strict=True)
+            if its == kind
+        ]
+        tokenizer.add_tokens(added)
+
+    named = {
+        key: pieces[token_id]
+        for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if (token_id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and token_id < len(pieces)
+    }
+    _surround(
+        tokenizer,
+        named.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
+        named.get("eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
+        **{f"{key}_token": piece for key, piece in named.items()},
+    }
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether it puts the first-token mark before a text unless the file says otherwise."""
+    name = metadata.get("tokenizer.ggml.pre")
+    if name is None:  # files older than the key: the family says how its tokenizer splits
+        name = "qwen2" if metadata.get("general.architecture") in ("qwen2", "qwen3") else "default"
+    kind = PRE_TOKENIZERS.get(name)
+    if kind is None:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise ModelError(f"{source}: pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported: {known}")
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    # Llama 3 and Tekken take a word that is a token as it is, even where no merges lead to it.
+    whole_words_first = kind in ("llama-bpe", "tekken")
+    tokenizer = _bpe(metadata, source, merges, ignore_merges=whole_words_first)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
+    if kind in SPLITS:
+        split = pre_tokenizers.Split(Regex(SPLITS[kind]), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    elif kind == "digits":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    else:
+        tokenizer.pre_tokenizer = byte_level
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, kind == "llama-bpe"
+
+
+def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """Sentencepiece's BPE: of all neighbours, the pair that makes the highest-scored piece is merged first."""
+    pieces, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
+    if not scores:
+        raise ModelError(f"{source}: the tokenizer's scores (tokenizer.ggml.scores) are missing")
+    unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = _bpe(
+        metadata, source, _merges_by_score(pieces, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    spaces = normalizers.Replace(" ", SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_by_score(pieces: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    ids = {piece: token_id for token_id, piece in enumerate(pieces)}
+    ranked = []
+    for piece, score in zip(pieces, scores, strict=True):
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                ranked.append((-score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _bpe(metadata: Mapping[str, Any], source: str, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    vocab: dict[str, int] = {}
+    for token_id, piece in enumerate(metadata["tokenizer.ggml.tokens"]):
+        vocab.setdefault(piece, token_id)
+    try:
+        return Tokenizer(BPE(vocab, merges, **options))
+    except Exception as error:  # tokenizers raises its own untyped errors
+        raise ModelError(f"{source}: its tokenizer is inconsistent ({error})") from None
+
+
+def _surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Marks that every text begins or ends with."""
+    if bos is None and eos is None:
+        return
+    marks = [mark for mark in (bos, eos) if mark is not None]
+    before, after = [bos] if bos else [], [eos] if eos else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{mark}:1" for mark in before), "$B:1", *(f"{mark}:1" for mark in after)],
+        special_tokens=[(mark, tokenizer.token_to_id(mark)) for mark in dict.fromkeys(marks)],
+    )

@@ -1,0 +1,132 @@
+"""Tensors in a folder: safetensors files, one or sharded with an index, and the JSON files beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fledge.errors import ModelError
+
+SHARD_BYTES = 2 << 30  # also what writing needs of memory
+
+
+class TensorReader:
+    """The tensors of all safetensors files of a folder, read one by one from mapped files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._owners: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __enter__(self) -> TensorReader:
+        try:
+            for file, wanted in self._files():
+                self._open(file, wanted)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        try:
+            return self._owners[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
+
+    def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
+        """Each file with the tensors the index expects in it (None: whatever it holds)."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ModelError(f"{index}: no weight_map in it; fetch the model again")
+            by_file: dict[str, list[str]] = {}
+            for name, file in weight_map.items():
+                by_file.setdefault(str(file), []).append(name)
+            yield from ((self.folder / file, names) for file, names in sorted(by_file.items()))
+            return
+        single = self.folder / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.folder.glob("*.safetensors"))
+        files = [file for file in files if not file.name.startswith("consolidated")]  # Mistral's own second copy
+        if not files:
+            pickled = any(self.folder.glob("pytorch_model*.bin"))
+            hint = "it has only pickled weights: convert them to safetensors" if pickled else "fetch the model again"
+            raise ModelError(f"{self.folder}: no .safetensors file in it; {hint}")
+        yield from ((file, None) for file in files)
+
+    def _open(self, file: Path, wanted: Sequence[str] | None) -> None:
+        if not file.exists():
+            raise ModelError(f"{file}: named by the index but missing; fetch the model again")
+        try:
+            opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            names = list(opened.keys())
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelError(f"{file}: damaged or truncated ({error}); fetch the model again") from None
+        if lacking := [name for name in wanted or () if name not in shapes]:
+            raise ModelError(f"{file}: the index names tensors that it lacks: {listed(lacking)}")
+        self.shapes.update(shapes)
+        self._owners.update(dict.fromkeys(names, opened))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent}: no {path.name} in it; give a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds no JSON object; fetch the model again")
+    return content
+
+
+def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes as the tensors come: one `model.safetensors`, or shards with an index. The index (or file) goes last."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = 0
+
+    def write_shard() -> None:
+        save_file(pending, folder / f"model.{len(shards)}.partial", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > shard_bytes:
+            write_shard()
+        pending[name] = tensor.contiguous()
+        total += size
+    write_shard()
+    if len(shards) == 1:
+        os.replace(folder / "model.0.partial", folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        os.replace(folder / f"model.{number}.partial", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

