@@ -1,0 +1,163 @@
+"""Training-time test: the drafter unrolled over K draft steps for every position of packed documents at once.
+
+Row t at step j, within one document:
+
+    step        token        state                position   is scored against the target at
+    0           x_{t+1}      g_t                  t          t+1      (predicts x_{t+2})
+    j           x_{t+1+j}    step j−1 of row t    t+j        t+1+j    (predicts x_{t+2+j})
+
+Its attention sees the step-0 keys of rows ≤ t and its own keys of steps 1…j: the former is ordinary causal attention, the
+latter j dot products, and the two are joined exactly by their log-sum-exps. No mask grows with K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import Attend
+from fledge.training.attention import Mask, attention_with_lse, document_starts, packed_mask
+
+
+class UnrollAttention:
+    """The `attend` of one unroll: keeps every layer's step-0 keys and each row's own later ones."""
+
+    def __init__(self, masks: Sequence[Mask], length: int) -> None:
+        self.masks, self.length = masks, length  # one mask per step: a window moves with the query
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, step): keys and values
+
+    def at(self, step: int) -> Attend:
+        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+            self.kept[layer, step] = (k_NKE, v_NKE)
+            out, lse = attention_with_lse(q_NHE, *self.kept[layer, 0], self.masks[step], self.length)
+            return merge_own(q_NHE, out, lse, *self.own(layer, step)) if step else out
+
+        return attend
+
+    def own(self, layer: int, step: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of steps 1…step: [N, K, step, E] each."""
+        keys, values = zip(*(self.kept[layer, j] for j in range(1, step + 1)), strict=True)
+        return torch.stack(keys, 2), torch.stack(values, 2)
+
+
+def merge_own(q_NHE: Tensor, out_NHE: Tensor, lse_NH: Tensor, keys_NKJE: Tensor, values_NKJE: Tensor) -> Tensor:
+    """Softmax over the context (given by its output and log-sum-exp) and each row's own J keys together."""
+    context, own = own_shares(q_NHE, lse_NH, keys_NKJE)
+    own = own.unflatten(1, (keys_NKJE.shape[1], -1)).to(values_NKJE.dtype)  # [N, K, group, J]
+    drafted = (own[..., None] * values_NKJE[:, :, None]).sum(-2).flatten(1, 2)
+    return (context[..., None] * out_NHE + drafted).to(q_NHE.dtype)
+
+
+def own_shares(q_NHE: Tensor, lse_NH: Tensor, keys_NKJE: Tensor) -> tuple[Tensor, Tensor]:
+    """The share of attention on the context [N, H] and on each own key [N, H, J]; together they make one."""
+    grouped = q_NHE.unflatten(1, (keys_NKJE.shape[1], -1))  # [N, K, group, E]
+    scores = (grouped[:, :, :, None].to(lse_NH.dtype) * keys_NKJE[:, :, None]).sum(-1).flatten(1, 2)
+    scores = scores * q_NHE.shape[-1] ** -0.5
+    total = torch.logaddexp(lse_NH, scores.logsumexp(-1))
+    return (lse_NH - total).exp(), (scores - total[..., None]).exp()
+
+
+def step_masks(start_BT: Tensor, steps: int, window: int | None, *, flex: bool) -> list[Mask]:
+    if window is None:
+        return [packed_mask(start_BT, flex=flex)] * steps
+    return [packed_mask(start_BT, window, ahead, flex=flex) for ahead in range(steps)]
+
+
+class Unroll(nn.Module):
+    """K steps of a drafter (K: the number of masks); its parameters are the drafter's.
+
+    `compute_dtype`: the weights are cast to it anew at each step, so that the gradients of the steps add up in the weights'
+    own type (fp32). `recompute` keeps one state per step instead of all activations.
+    """
+
+    def __init__(
+        self, drafter: EagleDrafter, compute_dtype: torch.dtype | None = None, *, recompute: bool = False
+    ) -> None:
+        super().__init__()
+        self.network = _Network(drafter)
+        self.compute_dtype, self.recompute = compute_dtype, recompute
+
+    def forward(
+        self, taps: Sequence[Tensor], tokens_BT: Tensor, positions_BT: Tensor, masks: Sequence[Mask]
+    ) -> list[Tensor]:
+        """What the head reads at each step: [N, D]. The rotary table must already reach the highest position + K."""
+        attention = UnrollAttention(masks, tokens_BT.shape[1])
+        state, hidden = self._call("fuse", taps), []
+        for step in range(len(masks)):
+            # What wraps round the row's end belongs to rows that carry no loss at this step.
+            tokens = tokens_BT.roll(-1 - step, 1).flatten()
+            inputs = (tokens, state, positions_BT.flatten() + step, attention.at(step), 0)
+            if self.recompute:
+                output = checkpoint(self._call, "forward", *inputs, use_reentrant=False)
+            else:
+                output = self._call("forward", *inputs)
+            hidden.append(output.hidden_ND)
+            state = output.feedback_ND
+        return hidden
+
+    def _call(self, method: str, *inputs: Any) -> Any:
+        if self.compute_dtype is None:
+            return self.network(method, *inputs)
+        cast = {name: weight.to(self.compute_dtype) for name, weight in self.network.named_parameters()}
+        return functional_call(self.network, cast, (method, *inputs))
+
+
+class _Network(nn.Module):
+    """The drafter's methods behind one `forward`, which is what `functional_call` calls."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, method: str, *inputs: Any) -> Any:
+        return self.drafter.fuse(*inputs) if method == "fuse" else self.drafter(*inputs)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """A packed batch and which of its rows are scored where. Everything is known on the host: no step waits for the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    start_BT: Tensor  # int32, see `attention.document_starts`
+    scored_R: Tensor  # flat index s of the target positions whose next token carries loss; padded to a multiple
+    valid_KR: Tensor  # bool: whether row s−1−j lies in the document, so that step j is scored at s
+    num_valid_K: Tensor  # fp32
+
+    @classmethod
+    def plan(
+        cls, tokens_BT: Tensor, positions_BT: Tensor, document_BT: Tensor, loss_BT: Tensor, steps: int, multiple: int
+    ) -> TrainBatch:
+        """From CPU tensors. `multiple`: the padded number of scored positions is one of it, so that shapes repeat."""
+        start = document_starts(document_BT)
+        length = tokens_BT.shape[1]
+        column = torch.arange(length)
+        has_next = torch.zeros_like(loss_BT, dtype=torch.bool)
+        has_next[:, :-1] = (
+            loss_BT[:, 1:].bool() & (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] > 0)
+        )
+        scored = has_next.flatten().nonzero().flatten()
+        steps_before = (column - start).flatten()[scored]  # how many rows of the document lie before s
+        valid = steps_before[None, :] >= 1 + torch.arange(steps)[:, None]
+        padding = -len(scored) % multiple if len(scored) else multiple
+        return cls(
+            tokens_BT=tokens_BT,
+            positions_BT=positions_BT,
+            start_BT=start,
+            scored_R=torch.cat([scored, scored.new_zeros(padding)]),
+            valid_KR=torch.cat([valid, valid.new_zeros(steps, padding)], 1),
+            num_valid_K=valid.sum(1).float(),
+        )
+
+    def to(self, device: torch.device) -> TrainBatch:
+        tensors = [getattr(self, f.name) for f in fields(self)]
+        if device.type == "cuda":
+            tensors = [x.pin_memory() for x in tensors]
+        return TrainBatch(*(x.to(device, non_blocking=True) for x in tensors))
