@@ -1,0 +1,3 @@
+from fledge.cli.main import main
+
+main()

@@ -1,0 +1,72 @@
+"""`fledge generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from fledge.cli import options
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The user's message; '-' reads it from standard input.")],
+    model: options.Model = "smollm2-135m",
+    drafter: options.DrafterName = "auto",
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    seed: options.Seed = None,
+    depth: options.Depth = "5",
+    tree: options.Tree = False,
+    tree_width: options.TreeWidth = 4,
+    tree_nodes: options.TreeNodes = 12,
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Answer one prompt, streaming it; drafted tokens that were accepted are shown in green."""
+    from fledge.cli.render import figures, print_delta
+    from fledge.errors import RequestError
+    from fledge.sampling import SamplingParams
+
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise RequestError("the prompt is empty; give at least one character")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=stop or (),
+        seed=seed,
+    )
+    llm = options.load(
+        model, drafter, depth, tree=tree, tree_width=tree_width, tree_nodes=tree_nodes, dtype=dtype, device=device
+    )
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    templated = not raw and llm.tokenizer.has_chat_template
+    tokens = llm.chat_prompt(messages) if templated else llm.tokenizer.encode(prompt)
+    completion = llm.generate([tokens], params, on_delta=None if as_json else print_delta)[0]
+    if as_json:
+        settings = {"model": model, "drafter": drafter, "depth": depth, "tree": tree, "dtype": llm.engine.config.dtype}
+        print(json.dumps(completion.to_dict() | settings, ensure_ascii=False))
+    else:
+        print()
+        print(figures(completion), file=sys.stderr)

@@ -1,0 +1,55 @@
+"""The `fledge` command: one file per sub-command, imported when it is called."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+app = typer.Typer(
+    name="fledge",
+    help="EAGLE 3.1 speculative decoding: serve losslessly, train drafters, see why they drift.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _register() -> None:
+    from fledge.cli import chat, demo, generate, models
+
+    app.command()(demo.demo)
+    app.command()(generate.generate)
+    app.command()(chat.chat)
+    app.command()(models.models)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from fledge import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """A user's mistake is one line on standard error and exit code 1; anything else is a bug and shows its traceback."""
+    from fledge.errors import UserError
+
+    # The progress bars and warnings of libraries would drown our own output.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        _register()
+        app()
+    except UserError as error:
+        print(f"fledge: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("fledge: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)

@@ -1,0 +1,46 @@
+"""Options that several commands share, so that a name means the same everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fledge.llm import LLM
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, folder, GGUF file or hub id.")]
+DrafterName = Annotated[
+    str, typer.Option("--drafter", "-d", help="auto, none, ngram, a shipped drafter's name, a folder or a hub id.")
+]
+Depth = Annotated[str, typer.Option(help="Tokens drafted a step: a number, or 'auto' to stop when confidence falls.")]
+Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a chain.")]
+TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expanded a level.")]
+TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
+TopK = Annotated[int, typer.Option(help="0: off.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
+
+
+def load(
+    model: str,
+    drafter: str,
+    depth: str,
+    *,
+    tree: bool = False,
+    tree_width: int = 4,
+    tree_nodes: int = 12,
+    dtype: str = "auto",
+    device: str = "auto",
+    **config: int,
+) -> LLM:
+    from fledge.llm import LLM
+    from fledge.speculation.depth import TreeShape
+
+    shape = TreeShape(tree_width, tree_nodes) if tree else None
+    return LLM(model, drafter, depth=depth, tree=shape, dtype=dtype, device=device, **config)

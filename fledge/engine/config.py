@@ -1,0 +1,84 @@
+"""How an engine runs. `auto` values are resolved once, against the model and the machine, into a new object."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from fledge.config import ModelConfig
+from fledge.errors import UserError
+from fledge.kernels.packed_linear import packing_supported
+from fledge.kernels.paged_attention import PagedKV
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    device: str = "auto"  # cpu | cuda | cuda:1 …
+    dtype: str = "auto"  # of the weights: auto | float32 | float16 | bfloat16
+    max_model_len: int = 0  # longest prompt + answer; 0: the model's own limit
+    max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
+    max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
+    kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
+    page_size: int = 16
+    threads: int = 0  # CPU threads; 0: torch's choice
+
+    def resolve(self, model: ModelConfig) -> EngineConfig:
+        device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            kind = torch.device(device).type
+        except RuntimeError:
+            raise UserError(f"device {device!r} is not one; use cpu, cuda or auto") from None
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UserError("no CUDA device is available; use --device cpu")
+        if self.dtype not in ("auto", *DTYPES):
+            raise UserError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if kind == "cuda" else ("float16" if packing_supported() else "float32")
+        if kind == "cpu" and dtype == "bfloat16":
+            raise UserError("bfloat16 is not supported on CPU; use --dtype float16 (packed weights) or float32")
+        if kind == "cpu" and dtype == "float16" and not packing_supported():
+            raise UserError("float16 needs packed CPU weights, which this machine lacks; use --dtype float32")
+        longest = self.max_model_len or model.max_positions
+        if longest > model.max_positions:
+            raise UserError(
+                f"max_model_len {longest} is beyond the model's {model.max_positions} positions; "
+                "lower it, or set rope scaling in the model's config.json"
+            )
+        resolved = replace(
+            self,
+            device=device,
+            dtype=dtype,
+            max_model_len=longest,
+            max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
+            max_batched_tokens=self.max_batched_tokens or (512 if kind == "cpu" else 8192),
+        )
+        return replace(resolved, kv_cache_tokens=self.kv_cache_tokens or resolved._cache_tokens(model))
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
+        return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
+
+    def _cache_tokens(self, model: ModelConfig) -> int:
+        per_token = PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, self.activation_dtype)
+        if torch.device(self.device).type == "cpu":
+            # Untouched pages cost nothing: the memory is taken from the system as it is first written.
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        else:
+            memory = int(torch.cuda.mem_get_info(self.device)[0] * 0.7)
+        tokens = min(self.max_num_seqs * self.max_model_len, memory // per_token)
+        if tokens < self.max_model_len:
+            raise UserError(
+                f"a request of {self.max_model_len} tokens needs {self.max_model_len * per_token / 2**30:.1f} GiB of cache "
+                f"and {memory / 2**30:.1f} GiB are there; lower --max-model-len to {tokens} or less"
+            )
+        return tokens

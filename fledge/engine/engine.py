@@ -1,0 +1,213 @@
+"""The loop: schedule, verify, accept, synchronise and draft, commit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.config import ModelConfig
+from fledge.engine.config import EngineConfig
+from fledge.engine.kv_cache import PagePool
+from fledge.engine.request import Delta, Request, TokenLogprob
+from fledge.engine.runner import Runner, Verified
+from fledge.engine.scheduler import Scheduled, Scheduler
+from fledge.errors import RequestError
+from fledge.kernels.paged_attention import PagedKV
+from fledge.models.decoder import Decoder
+from fledge.sampling import SamplingParams
+from fledge.speculation.distribution import adjust, probabilities
+from fledge.speculation.drafting import Drafter, Settled
+from fledge.speculation.stats import AcceptanceStats
+from fledge.speculation.verification import Draft, Verdict, verify_greedy, verify_sampled
+from fledge.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class Engine:
+    """Requests in, tokens out. Holds no text of its own: a request carries everything it needs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+        pool: PagePool | None = None,
+    ) -> None:
+        self.config, self.drafter, self.tokenizer = config, drafter, tokenizer
+        self.model: ModelConfig = decoder.config
+        lookahead = drafter.lookahead if drafter is not None else 1
+        self.pool = pool or page_pool(config)
+        self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batched_tokens, config.max_model_len, lookahead)
+        self.cache = paged_kv(config, self.pool, self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)
+        self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else ())
+        self.requests: dict[str, Request] = {}
+        self.stats = AcceptanceStats()
+        self._ids = itertools.count()
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+    ) -> Request:
+        bad = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {self.model.vocab_size}")
+        foreign = [token for token in params.logit_bias or () if not 0 <= token < self.model.vocab_size]
+        if foreign:
+            raise RequestError(f"logit_bias names token {foreign[0]}, outside the vocabulary of {self.model.vocab_size}")
+        request_id = request_id or f"request-{next(self._ids)}"
+        if request_id in self.requests:
+            raise RequestError(f"a request {request_id!r} is already running")
+        request = Request(
+            request_id,
+            list(prompt),
+            params,
+            frozenset(self.model.eos_token_ids),
+            IncrementalDecoder(self.tokenizer, params.skip_special_tokens) if self.tokenizer is not None else None,
+            speculate,
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Frees a request's pages at once; its text so far stays with it."""
+        if not request.finished:
+            request.finish("abort")
+            self._leave(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        batch = self.scheduler.schedule()
+        if not batch:
+            return []
+        verified = self.runner.verify(batch)
+        verdicts = self.accept(batch, verified)
+        deltas, settled = self.commit(batch, verified, verdicts)
+        if settled:
+            for item, draft in zip(settled, self.drafter.draft(settled, verified.taps), strict=True):
+                item.sequence.draft = draft
+        return deltas
+
+    def accept(self, batch: list[Scheduled], verified: Verified) -> list[Verdict | None]:
+        """The verdict on every item whose pass reached the end of its text."""
+        best = None
+        verdicts: list[Verdict | None] = []
+        for item, first in zip(batch, verified.logits_start, strict=True):
+            params = item.request.params
+            if first is None:
+                verdicts.append(None)
+            elif params.greedy and not params.adjusts_logits:
+                best = verified.logits.argmax(-1).tolist() if best is None else best
+                verdicts.append(verify_greedy(best[first : first + 1 + len(item.draft)], item.draft))
+            else:
+                verdicts.append(self._accept_lazily(item.request, item.draft, verified.logits[first:]))
+        return verdicts
+
+    def _accept_lazily(self, request: Request, draft: Draft, logits: Tensor) -> Verdict:
+        """Rows are turned into distributions only as the walk reaches them: penalties depend on the path taken."""
+        params = request.params
+
+        def adjusted(row: int, path: list[int]) -> Tensor:
+            if not params.adjusts_logits:
+                return logits[row].float()
+            return adjust(logits[row], params, request.prompt, request.answer + path, sorted(request.end_token_ids))
+
+        if params.greedy:
+            best = _LazyBest(adjusted, draft)
+            return verify_greedy(best, draft)
+        return verify_sampled(lambda row, path: probabilities(adjusted(row, path), params).cpu(), draft, request.generator)
+
+    def commit(
+        self, batch: list[Scheduled], verified: Verified, verdicts: list[Verdict | None]
+    ) -> tuple[list[Delta], list[Settled]]:
+        """Appends what stands; returns what each request gained, and what the drafter must take in."""
+        deltas: list[Delta] = []
+        settled: list[Settled] = []
+        for index, (item, verdict) in enumerate(zip(batch, verdicts, strict=True)):
+            request, first_row = item.request, verified.rows_start[index]
+            rows = list(range(first_row, first_row + item.num_tokens))
+            request.draft = Draft()
+            if verdict is not None:
+                delta = self._append(item, verdict, verified, index)
+                deltas.append(delta)
+                if request.finished:
+                    self._leave(request)
+                    continue
+                if not item.draft.is_chain:
+                    self.runner.keep_path(item, verdict.accepted)
+                rows += [first_row + item.num_tokens + node for node in verdict.accepted]
+            request.num_computed = item.start + len(rows)
+            if self.drafter is not None and request.speculate:
+                settled.append(Settled(request, item.start, rows, self._room(request) if verdict is not None else 0))
+        return deltas, settled
+
+    def _append(self, item: Scheduled, verdict: Verdict, verified: Verified, index: int) -> Delta:
+        request, draft = item.request, item.draft
+        tokens = [draft.tokens[node] for node in verdict.accepted] + [verdict.next_token]
+        drafted = [True] * len(verdict.accepted) + [False]
+        delta = request.append(tokens, drafted, self.config.max_model_len)
+        if len(draft):
+            accepted = sum(delta.drafted)
+            for stats in (request.stats, self.stats):
+                stats.add_step(len(draft), draft.depth, accepted, len(delta.tokens))
+        if request.params.logprobs is not None:
+            first = verified.logits_start[index]
+            nodes = [-1, *verdict.accepted][: len(delta.tokens)]
+            rows = verified.logits[[first + 1 + node for node in nodes]].float().log_softmax(-1)
+            request.logprobs += [_logprob(row, token, request.params.logprobs) for row, token in zip(rows, delta.tokens, strict=False)]
+        return delta
+
+    def _room(self, request: Request) -> int:
+        """How deep a draft may be: the pending token and the draft stay inside the context."""
+        return max(0, self.config.max_model_len - len(request.tokens))
+
+    def _leave(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.requests.pop(request.id, None)
+        if self.drafter is not None:
+            self.drafter.forget(request)
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+
+class _LazyBest(Sequence[int]):
+    """The target's choice after each row, worked out when the walk gets there."""
+
+    def __init__(self, adjusted, draft: Draft) -> None:
+        self.adjusted, self.draft = adjusted, draft
+
+    def __len__(self) -> int:
+        return len(self.draft) + 1
+
+    def __getitem__(self, row: int) -> int:
+        path, node = [], row - 1
+        while node >= 0:
+            path.append(self.draft.tokens[node])
+            node = self.draft.parents[node]
+        return int(self.adjusted(row, path[::-1]).argmax())
+
+
+def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:
+    top = row.topk(count) if count else None
+    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else []
+    return TokenLogprob(token, float(row[token]), pairs)
+
+
+def page_pool(config: EngineConfig) -> PagePool:
+    return PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
+
+
+def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
+    return PagedKV(num_layers, num_kv_heads, head_dim, pool.num_pages, pool.page_size, config.activation_dtype, config.device)

@@ -1,0 +1,159 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from fledge.sampling import SamplingParams
+from fledge.speculation.stats import AcceptanceStats
+from fledge.speculation.verification import Draft
+from fledge.tokenizer import IncrementalDecoder
+
+
+class TokenLogprob(NamedTuple):
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the most likely tokens with their log-probabilities
+
+
+class Delta(NamedTuple):
+    """What one step added to a request."""
+
+    request: Request
+    tokens: list[int]
+    drafted: list[bool]  # per token: it came from the drafter
+    text: str
+    finished: bool
+    spans: list[tuple[str, bool]]  # `text` in pieces, with whether the drafter proposed them
+
+
+@dataclass(eq=False)
+class Request:
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    decoder: IncrementalDecoder | None = None
+    speculate: bool = True
+    arrival: float = field(default_factory=time.perf_counter)
+
+    tokens: list[int] = field(init=False)  # prompt and answer; appended by `append`
+    pages: list[int] = field(default_factory=list)  # set by the scheduler
+    num_computed: int = 0  # tokens whose keys are in the cache; set by the engine
+    draft: Draft = field(default_factory=Draft)  # to verify at the next step; set by the engine
+    finish_reason: str | None = None  # stop | length | abort
+    stop_reason: str | int | None = None  # the stop string or id that ended it
+    text: str = ""
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_preemptions: int = 0
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        if not self.params.greedy:
+            self.generator = torch.Generator()
+            if self.params.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(self.params.seed)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_answer(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
+
+    def append(self, tokens: list[int], drafted: list[bool], max_len: int) -> Delta:
+        """Takes tokens until one of them ends the request; what follows is dropped and not counted."""
+        if self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        before = len(self.text)
+        taken, spans = 0, []
+        for token, from_draft in zip(tokens, drafted, strict=True):
+            self.tokens.append(token)
+            taken += 1
+            ends = token in self.end_token_ids and self.num_answer >= max(self.params.min_tokens, 1)
+            piece = self._decode(token, ends)
+            spans.append((piece, from_draft))
+            if ends:
+                self.finish("stop", None if token in self.eos_token_ids else token)
+            elif (found := self._stop_string()) is not None:
+                self.finish("stop", found)
+            elif self.num_answer >= self.params.max_tokens or len(self.tokens) >= max_len:
+                self.finish("length")
+            if self.finished:
+                break
+        return Delta(self, tokens[:taken], drafted[:taken], self.text[before:], self.finished, _clip(spans, before, self))
+
+    def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
+        if self.finished:
+            return
+        if self.decoder is not None and reason != "stop":
+            self.text += self.decoder.flush()
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finish_time = time.perf_counter()
+        self.draft = Draft()
+
+    def _decode(self, token: int, ends: bool) -> str:
+        if self.decoder is None:
+            return ""
+        if ends and not self.params.include_stop_str_in_output:
+            piece = self.decoder.flush()
+        else:
+            piece = self.decoder.push(token)
+        self.text += piece
+        return piece
+
+    def _stop_string(self) -> str | None:
+        """The stop string the text now holds, cut off the text unless it was asked for."""
+        for stop in self.params.stop:
+            # Only the end is new: earlier text was searched when it came.
+            at = self.text.find(stop, max(0, len(self.text) - len(stop) - MAX_PIECE))
+            if at >= 0:
+                self.text = self.text[: at + len(stop) if self.params.include_stop_str_in_output else at]
+                return stop
+        return None
+
+    def held_back(self) -> int:
+        """Characters at the text's end that may turn out to be the start of a stop string: not to be streamed yet."""
+        if self.finished:
+            return 0
+        longest = 0
+        for stop in self.params.stop:
+            for size in range(min(len(stop) - 1, len(self.text)), 0, -1):
+                if self.text.endswith(stop[:size]):
+                    longest = max(longest, size)
+                    break
+        return longest
+
+
+# No token's text is longer than this.
+MAX_PIECE = 256
+
+
+def _clip(spans: list[tuple[str, bool]], before: int, request: Request) -> list[tuple[str, bool]]:
+    """Spans of the text that stayed, after a stop string was cut off."""
+    left, kept = len(request.text) - before, []
+    for piece, drafted in spans:
+        kept.append((piece[: max(left, 0)], drafted))
+        left -= len(piece)
+    if left > 0 and kept:  # flushed at the end
+        kept[-1] = (kept[-1][0] + request.text[len(request.text) - left :], kept[-1][1])
+    return [(piece, drafted) for piece, drafted in kept if piece]

@@ -1,0 +1,116 @@
+"""Which requests take part in the next step, and with how many tokens.
+
+Running requests come first, in order of arrival; then waiting ones join while there is room. A prompt longer than the
+step's token budget is read in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text
+kept, and it starts over from there, before any newcomer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fledge.engine.kv_cache import PagePool
+from fledge.engine.request import Request
+from fledge.errors import RequestError
+from fledge.speculation.verification import Draft
+
+
+@dataclass
+class Scheduled:
+    """One request's part of a step: `num_tokens` of its text from `start`, then its draft."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    draft: Draft
+
+    @property
+    def completes(self) -> bool:
+        """Whether this pass reaches the end of the text, so that a token follows."""
+        return self.start + self.num_tokens == len(self.request.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+    def tokens(self) -> list[int]:
+        return self.request.tokens[self.start : self.start + self.num_tokens] + self.draft.tokens
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_batched_tokens: int, max_len: int, lookahead: int) -> None:
+        self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
+        self.max_len, self.lookahead = max_len, lookahead
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        length = len(request.prompt)
+        if not length:
+            raise RequestError("the prompt is empty; give at least one token")
+        if length >= self.max_len:
+            raise RequestError(
+                f"the prompt has {length} tokens and the context holds {self.max_len}, answer included; shorten the prompt"
+            )
+        longest = min(length + request.params.max_tokens, self.max_len) + self.lookahead
+        capacity = self.pool.num_pages * self.pool.page_size
+        if self.pool.pages_for(longest) > self.pool.num_pages:
+            raise RequestError(
+                f"the request may need {longest} tokens of cache (prompt {length}, answer up to {request.params.max_tokens}, "
+                f"draft {self.lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> list[Scheduled]:
+        budget = self.max_batched_tokens
+        batch: list[Scheduled] = []
+        preempted: list[Request] = []
+        for request in list(self.running):
+            if request in preempted or budget <= 0:
+                continue
+            item = self._fit(request, budget)
+            while not self.pool.grow(request.pages, item.start + item.num_rows + self.lookahead):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is request:
+                    break
+                batch = [other for other in batch if other.request is not victim]
+            if request not in preempted:
+                batch.append(item)
+                budget -= item.num_rows
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            item = self._fit(request, budget)
+            if not self.pool.grow(request.pages, item.start + item.num_rows + self.lookahead):
+                break
+            self.running.append(self.waiting.popleft())
+            batch.append(item)
+            budget -= item.num_rows
+        return batch
+
+    def _fit(self, request: Request, budget: int) -> Scheduled:
+        num_tokens = min(len(request.tokens) - request.num_computed, budget)
+        draft = request.draft if num_tokens + len(request.draft) <= budget else Draft()
+        return Scheduled(request, request.num_computed, num_tokens, draft)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.pages)
+        request.num_computed, request.draft = 0, Draft()
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """A finished or cancelled request leaves; its pages are free at once."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self.pool.release(request.pages)
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity([request.pages for request in [*self.running, *self.waiting]])

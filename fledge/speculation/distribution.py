@@ -1,0 +1,57 @@
+"""From logits to the distribution a request samples from. The target's p and the drafter's q go through the same maths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.sampling import SamplingParams
+
+
+def adjust(
+    logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], banned: Sequence[int] = ()
+) -> Tensor:
+    """Penalties, bias, bans and processors for the token that follows `prompt + answer`.
+
+    `banned`: ids that may not come yet (end tokens before `min_tokens`).
+    """
+    logits = logits_V.float().clone()
+    device = logits.device
+    if params.repetition_penalty != 1 and (prompt or answer):
+        seen = torch.tensor(sorted({*prompt, *answer}), device=device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and answer:
+        ids, counts = torch.tensor(answer, device=device).unique(return_counts=True)
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=device, dtype=logits.dtype)
+    if banned and len(answer) < params.min_tokens:
+        logits[torch.tensor(list(banned), device=device)] = -torch.inf
+    for process in params.logits_processors:
+        logits = process(answer, logits)
+    return logits
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, min-p, top-k and top-p over the last dimension. Not for temperature 0."""
+    probs = torch.softmax(logits.float() / params.temperature, -1)
+    keep = None
+    if params.min_p > 0:
+        keep = probs >= params.min_p * probs.amax(-1, keepdim=True)
+    if 0 < params.top_k < probs.shape[-1]:
+        kth = probs.topk(params.top_k, -1).values[..., -1:]
+        keep = probs >= kth if keep is None else keep & (probs >= kth)
+    if keep is not None:
+        probs = probs * keep
+        probs = probs / probs.sum(-1, keepdim=True)
+    if params.top_p < 1:
+        ordered, order = probs.sort(-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # mass ahead of each token: the first is always kept
+        ordered = ordered.masked_fill(before >= params.top_p, 0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs

@@ -1,0 +1,250 @@
+"""What every drafter offers the engine, and the EAGLE drafter's way of doing it: synchronise, then draft a chain or a tree.
+
+Worked example. The target has settled x0 … x4 and its pass covered x2 x3 x4 (positions 2, 3, 4), after which it chose x5:
+    pairs (x3, g2) (x4, g3) (x5, g4)  at positions 2 3 4      `sync`: the drafter's cache is rebuilt from the target's states
+    the last output drafts x6'; then (x6', state) at 5 drafts x7', …
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.models.drafter import EagleDrafter
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import DepthPolicy, TreeShape
+from fledge.speculation.distribution import probabilities
+from fledge.speculation.verification import Draft
+
+
+class DraftedSequence(Protocol):
+    """What a drafter may know of a request."""
+
+    tokens: list[int]  # prompt and answer, all settled
+    pages: list[int]  # shared by the target's cache and the drafter's
+    params: SamplingParams
+    generator: torch.Generator | None
+
+
+@dataclass
+class Settled:
+    """One sequence after a target pass: which rows of the pass are now its text, and how far it may be drafted."""
+
+    sequence: DraftedSequence
+    start: int  # position of the first row
+    rows: list[int]  # rows of the pass, the states of positions start, start + 1, …
+    room: int  # tokens that may be drafted; 0: none wanted (a prompt still being read)
+
+
+class Drafter(Protocol):
+    taps: tuple[int, ...]  # target layers whose outputs it reads
+    lookahead: int  # cache slots it and its verification need past the settled text
+
+    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+        """One draft per settled sequence; empty where there is no room or nothing to propose."""
+
+    def forget(self, sequence: DraftedSequence) -> None:
+        """The sequence is done with (finished, cancelled) or starts over (preempted)."""
+
+
+class EagleSpeculator:
+    """Drafts with an EAGLE network. Its cache shares the target's pages: the pair at position t lies in slot t."""
+
+    def __init__(self, network: EagleDrafter, cache: PagedKV, depth: DepthPolicy, tree: TreeShape | None = None) -> None:
+        self.network, self.cache, self.depth, self.tree = network, cache, depth, tree
+        self.taps = network.config.aux_layer_ids
+        self.device = cache.keys.device
+        self.lookahead = lookahead(depth, tree)
+        ids = torch.arange(network.config.draft_vocab_size, device=self.device)
+        self.target_ids = network.target_ids(ids)
+
+    def forget(self, sequence: DraftedSequence) -> None:
+        """All state lies in the sequence's pages."""
+
+    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+        hidden, feedback = self.sync(settled, taps)
+        drafts = [Draft() for _ in settled]
+        wanted = [index for index, item in enumerate(settled) if item.room > 0]
+        if wanted:
+            ends = torch.tensor([len(item.rows) for item in settled], device=self.device).cumsum(0) - 1
+            last = ends[torch.tensor(wanted, device=self.device)]
+            items, logits = [settled[index] for index in wanted], self.network.logits(hidden[last])
+            grow = self.grow_chains if self.tree is None else self.grow_trees
+            for index, draft in zip(wanted, grow(items, logits, feedback[last]), strict=True):
+                drafts[index] = draft
+        return drafts
+
+    def sync(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rebuilds the drafter's cache for the settled rows from the target's states."""
+        rows = [row for item in settled for row in item.rows]
+        if rows != list(range(taps[0].shape[0])):
+            chosen = torch.tensor(rows, device=self.device)
+            taps = [tap[chosen] for tap in taps]
+        tokens, positions, layouts = [], [], []
+        for item in settled:
+            end = item.start + len(item.rows)
+            tokens.extend(item.sequence.tokens[item.start + 1 : end + 1])
+            positions.extend(range(item.start, end))
+            layouts.append(SequenceLayout(item.sequence.pages, len(item.rows), end))
+        return self.step(tokens, self.network.fuse(taps), positions, layouts)
+
+    def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
+        tensors = torch.tensor([tokens, positions], device=self.device)
+        attend = PagedAttend(self.cache, layouts)
+        return self.network(tensors[0], h, tensors[1], attend, max(positions))
+
+    def grow_chains(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
+        drafts = [Draft(probs=None if item.sequence.params.greedy else []) for item in items]
+        joint = [1.0] * len(items)
+        active = list(range(len(items)))
+        depth = 0
+        while True:
+            chosen, confidence = self.choose(logits, [items[index] for index in active], [drafts[i] for i in active])
+            for index, token, sure in zip(active, chosen, confidence, strict=True):
+                drafts[index].tokens.append(token)
+                drafts[index].parents.append(depth - 1)
+                drafts[index].confidences.append(sure)
+                joint[index] *= sure
+            depth += 1
+            kept = [
+                place
+                for place, index in enumerate(active)
+                if depth < items[index].room and self.depth.goes_on(depth, joint[index])
+            ]
+            if not kept:
+                return drafts
+            if len(kept) < len(active):
+                h = h[torch.tensor(kept, device=self.device)]
+                active = [active[place] for place in kept]
+            ends = [items[index].start + len(items[index].rows) + depth for index in active]
+            layouts = [SequenceLayout(items[index].sequence.pages, 1, end) for index, end in zip(active, ends, strict=True)]
+            tokens = [drafts[index].tokens[-1] for index in active]
+            hidden, h = self.step(tokens, h, [end - 1 for end in ends], layouts)
+            logits = self.network.logits(hidden)
+
+    def choose(self, logits: Tensor, items: list[Settled], drafts: list[Draft]) -> tuple[list[int], list[float]]:
+        """The next token of each chain: the likeliest when greedy, else drawn from q, which the draft keeps."""
+        logits = logits.float()
+        best = logits.max(-1)
+        confidence = (best.values - logits.logsumexp(-1)).exp().tolist()
+        chosen = self.target_ids[best.indices].tolist()
+        for place, (item, draft) in enumerate(zip(items, drafts, strict=True)):
+            if draft.probs is None:
+                continue
+            q = probabilities(logits[place], item.sequence.params)
+            drawn = int(torch.multinomial(q.cpu(), 1, generator=item.sequence.generator))
+            confidence[place], chosen[place] = float(q[drawn]), int(self.target_ids[drawn])
+            draft.probs.append(self.over_target_vocabulary(q))
+        return chosen, confidence
+
+    def over_target_vocabulary(self, q: Tensor) -> Tensor:
+        if len(q) == self.network.config.vocab_size:
+            return q
+        return q.new_zeros(self.network.config.vocab_size).index_copy_(0, self.target_ids, q)
+
+    def grow_trees(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
+        """EAGLE-2: each level expands the `width` most likely nodes; of all nodes the most likely `nodes` are kept."""
+        width = min(self.tree.width, logits.shape[-1])
+        trees = [_GrowingTree(item, width) for item in items]
+        active = trees
+        parents_h = h
+        fan_out = [1] * len(active)
+        depth = 0
+        while True:
+            log_probs, ids = logits.float().log_softmax(-1).topk(width, -1)
+            log_probs, tokens = log_probs.tolist(), self.target_ids[ids].tolist()
+            row, frontier_rows = 0, []
+            for tree, rows in zip(active, fan_out, strict=True):
+                chosen = tree.add_level(log_probs[row : row + rows], tokens[row : row + rows])
+                frontier_rows.append([row + parent for parent in chosen])
+                row += rows
+            depth += 1
+            kept = [
+                place
+                for place, tree in enumerate(active)
+                if depth < tree.item.room and self.depth.goes_on(depth, math.exp(tree.best_of_frontier))
+            ]
+            if not kept:
+                return [tree.draft(self.tree.nodes) for tree in trees]
+            parents = [parent for place in kept for parent in frontier_rows[place]]
+            parents_h = parents_h[torch.tensor(parents, device=self.device)]
+            active = [active[place] for place in kept]
+            fan_out = [len(tree.frontier) for tree in active]
+            level = [tree.expand_frontier(depth) for tree in active]
+            hidden, parents_h = self.step(
+                [token for tokens, _, _ in level for token in tokens],
+                parents_h,
+                [position for _, positions, _ in level for position in positions],
+                [layout for _, _, layout in level],
+            )
+            logits = self.network.logits(hidden)
+
+
+class _GrowingTree:
+    def __init__(self, item: Settled, width: int) -> None:
+        self.item, self.width = item, width
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []  # joint log-probability
+        self.frontier: list[int] = []  # nodes of the last level that are expanded next
+        self.visible: dict[int, list[int]] = {}  # node -> cache slots (from the settled text's end) of its path
+        self.num_slots = 0
+
+    def add_level(self, log_probs: list[list[float]], tokens: list[list[int]]) -> list[int]:
+        """Children of every frontier node; returns, for each node of the new frontier, the row of its parent."""
+        expanded = self.frontier or [-1]
+        first = len(self.tokens)
+        rows = []
+        for row, parent in enumerate(expanded):
+            base = self.scores[parent] if parent >= 0 else 0.0
+            for log_prob, token in zip(log_probs[row], tokens[row], strict=True):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.scores.append(base + log_prob)
+                rows.append(row)
+        level = sorted(range(first, len(self.tokens)), key=lambda node: -self.scores[node])
+        self.frontier = level[: self.width]
+        return [rows[node - first] for node in self.frontier]
+
+    @property
+    def best_of_frontier(self) -> float:
+        return self.scores[self.frontier[0]]
+
+    def expand_frontier(self, depth: int) -> tuple[list[int], list[int], SequenceLayout]:
+        """Tokens, positions and layout of the pass that gives the frontier's children; its nodes take the next slots."""
+        settled = self.item.start + len(self.item.rows)
+        for node in self.frontier:
+            self.visible[node] = [*self.visible.get(self.parents[node], []), self.num_slots]
+            self.num_slots += 1
+        mask = torch.zeros(len(self.frontier), self.num_slots, dtype=torch.bool)
+        for row, node in enumerate(self.frontier):
+            mask[row, self.visible[node]] = True
+        layout = SequenceLayout(self.item.sequence.pages, len(self.frontier), settled + self.num_slots, mask)
+        return [self.tokens[node] for node in self.frontier], [settled + depth - 1] * len(self.frontier), layout
+
+    def draft(self, num_nodes: int) -> Draft:
+        # A child's score is never above its parent's and the sort is stable, so every kept node's parent is kept too.
+        best = sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:num_nodes]
+        best.sort()
+        place = {node: index for index, node in enumerate(best)} | {-1: -1}
+        return Draft(
+            tokens=[self.tokens[node] for node in best],
+            parents=[place[self.parents[node]] for node in best],
+            confidences=[
+                math.exp(self.scores[node] - (self.scores[self.parents[node]] if self.parents[node] >= 0 else 0.0))
+                for node in best
+            ],
+        )
+
+
+def lookahead(depth: DepthPolicy, tree: TreeShape | None) -> int:
+    """Slots past the settled text: the pass that verifies holds the pending token and the draft, drafting holds its nodes."""
+    if tree is None:
+        return depth.limit + 1
+    return max(tree.nodes + 1, tree.width * depth.limit)

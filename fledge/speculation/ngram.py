@@ -1,0 +1,59 @@
+"""Drafting by looking up what followed the last few tokens before: no network, good for text that repeats its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fledge.speculation.depth import DepthPolicy
+from fledge.speculation.drafting import DraftedSequence, Settled
+from fledge.speculation.verification import Draft
+
+
+class NgramSpeculator:
+    """Proposes what followed the most recent earlier occurrence of the last n tokens, longest n first."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, depth: DepthPolicy, longest: int = 4, shortest: int = 2) -> None:
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+        self.lookahead = depth.limit + 1
+        self.indexes: dict[int, _NgramIndex] = {}
+
+    def forget(self, sequence: DraftedSequence) -> None:
+        self.indexes.pop(id(sequence), None)
+
+    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+        drafts = []
+        for item in settled:
+            draft = Draft()
+            if item.room > 0:
+                index = self.indexes.setdefault(id(item.sequence), _NgramIndex(self.longest, self.shortest))
+                tokens = index.lookup(item.sequence.tokens, min(item.room, self.depth.limit))
+                # A look-up has no probability to offer: the drafts count as sure, so that `auto` depth drafts to the limit.
+                draft = Draft(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens))
+            drafts.append(draft)
+        return drafts
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing text last ended, kept up to date as the text grows."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self.last_end: dict[tuple[int, ...], int] = {}
+        self.num_indexed = 0  # n-grams that end before this place are in
+
+    def lookup(self, tokens: list[int], count: int) -> list[int]:
+        # The n-gram at the very end is looked up before it is indexed, so that it never finds itself.
+        for end in range(self.num_indexed, len(tokens)):
+            for size in self.sizes:
+                if end >= size:
+                    self.last_end[tuple(tokens[end - size : end])] = end
+        self.num_indexed = len(tokens)
+        for size in self.sizes:
+            end = self.last_end.get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if end is not None:
+                return tokens[end : end + count]
+        return []

@@ -1,0 +1,76 @@
+"""Acceptance, by every definition in use, each under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class AcceptanceStats:
+    """Counts over speculative steps. Tokens beyond a stop were never emitted and are not counted."""
+
+    steps: int = 0  # verification passes that carried a draft
+    drafted: int = 0  # draft nodes verified
+    accepted: int = 0  # drafted tokens that were emitted
+    emitted: int = 0  # all tokens emitted by those steps
+    drafted_at: list[int] = field(default_factory=list)  # [d]: steps whose draft reached depth d + 1
+    accepted_at: list[int] = field(default_factory=list)  # [d]: steps that accepted at depth d + 1
+
+    def add_step(self, nodes: int, depth: int, accepted: int, emitted: int) -> None:
+        self.steps += 1
+        self.drafted += nodes
+        self.accepted += accepted
+        self.emitted += emitted
+        for counts, reached in ((self.drafted_at, depth), (self.accepted_at, accepted)):
+            counts.extend([0] * (max(depth, accepted) - len(counts)))
+            for position in range(reached):
+                counts[position] += 1
+
+    def merge(self, other: AcceptanceStats) -> None:
+        for name in ("steps", "drafted", "accepted", "emitted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("drafted_at", "accepted_at"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for position, count in enumerate(theirs):
+                mine[position] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        """Micro: 1 + accepted / steps, as vLLM reports it."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    @property
+    def unconditional_rates(self) -> list[float]:
+        """[d]: share of all steps that accepted at depth d + 1 (vLLM's per-position acceptance)."""
+        return [count / self.steps for count in self.accepted_at] if self.steps else []
+
+    @property
+    def conditional_rates(self) -> list[float]:
+        """[d]: share of the steps that accepted at depth d (or drafted at all) which also accepted at depth d + 1."""
+        before = [self.steps, *self.accepted_at[:-1]] if self.accepted_at else []
+        return [count / base if base else 0.0 for count, base in zip(self.accepted_at, before, strict=True)]
+
+    @classmethod
+    def total(cls, parts: Iterable[AcceptanceStats]) -> AcceptanceStats:
+        whole = cls()
+        for part in parts:
+            whole.merge(part)
+        return whole
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "steps": self.steps,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_by_position": self.unconditional_rates,
+            "acceptance_by_position_conditional": self.conditional_rates,
+        }
+
+
+def macro_acceptance_length(parts: Iterable[AcceptanceStats]) -> float:
+    """Tokens per step of each request, then averaged over requests (SPEED-Bench's definition)."""
+    lengths = [part.acceptance_length for part in parts if part.steps]
+    return sum(lengths) / len(lengths) if lengths else 1.0
