@@ -109,8 +109,8 @@ def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), BUILT_INS, n=1, cutoff=0.4)
     suggestion = f" Did you mean {near[0]}?" if near else ""
     return (
-        f"no model {name!r}: no such file or folder, and not a built-in name.{suggestion} Possible: a Hugging Face folder, "
-        f"a .gguf file, a hub id (org/name), or one of: {', '.join(BUILT_INS)}"
+        f"no model {name!r}: no such file or folder, and not a built-in name.{suggestion} Possible: "
+        f"a Hugging Face folder, a .gguf file, a hub id (org/name), or one of: {', '.join(BUILT_INS)}"
     )
 
 
@@ -162,9 +162,7 @@ def _making(target: Path) -> Iterator[Path | None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ModelError(
-                f"the cache folder {cache} cannot be used ({error}); set FLEDGE_CACHE to another"
-            ) from None
+            raise ModelError(f"the cache folder {cache} cannot be used ({error}); set FLEDGE_CACHE") from None
     with FileLock(cache / "locks" / f"{target.name}.lock"):
         if target.exists():
             yield None

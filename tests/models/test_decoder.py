@@ -1,0 +1,175 @@
+"""The decoder against transformers: every family, every rope, on tiny random models; and the real default model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from fledge.checkpoints.hf import load_decoder
+from fledge.errors import ModelError
+from fledge.models.decoder import Decoder, causal_attend
+from fledge.tokenizer import Tokenizer
+from tests.tiny import tiny_decoder
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+CASES = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-no-grouping": ("Llama", {"num_key_value_heads": 4}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("Llama", {"head_dim": 16}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}}),
+    "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", QWEN_WINDOW),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-window": ("Qwen3", QWEN_WINDOW),
+}
+
+
+def reference_model(family: str, **settings: object) -> transformers.PreTrainedModel:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, "tie_word_embeddings": False, **settings})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name else 0.0
+            parameter.copy_(mean + 0.3 * torch.randn(parameter.shape))
+    return model
+
+
+def logits_of(decoder: Decoder, sequences: list[list[int]]) -> torch.Tensor:
+    lengths = [len(sequence) for sequence in sequences]
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return decoder.logits(decoder(tokens, positions, causal_attend(lengths)).hidden_ND)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_equals_transformers(case: str, tmp_path: Path) -> None:
+    """Logits and every tap, over several sequences of different lengths at once, longer than any window."""
+    family, settings = CASES[case]
+    model = reference_model(family, **settings)
+    model.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    last = {}
+    model.model.layers[-1].register_forward_hook(lambda _, __, output: last.update(hidden=output))
+
+    taps = range(len(decoder.layers) + 1)
+    lengths = [40, 1, 70]
+    sequences = [torch.randint(0, 128, (length,)) for length in lengths]
+    output = decoder(
+        torch.cat(sequences), torch.cat([torch.arange(n) for n in lengths]), causal_attend(lengths), taps=taps
+    )
+    logits = decoder.logits(output.hidden_ND).split(lengths)
+    tapped = [tap.split(lengths) for tap in output.taps]
+    for index, sequence in enumerate(sequences):
+        expected = model(sequence[None], output_hidden_states=True)
+        assert (logits[index] - expected.logits[0]).abs().max() < 1e-4
+        # transformers puts the state after the final norm in the last place; the tap is the one before it
+        before_norm = last["hidden"][0] if isinstance(last["hidden"], tuple) else last["hidden"]
+        states = [*expected.hidden_states[:-1], before_norm.reshape(1, len(sequence), -1)]
+        for tap, state in zip(tapped, states, strict=True):
+            # wide-ranging random weights: rounding is measured against the size of the state
+            assert (tap[index] - state[0]).abs().max() < 1e-5 * state.abs().max()
+
+
+@torch.no_grad()
+def test_a_window_changes_the_result() -> None:
+    """So that the window tests above cannot pass by ignoring it on both sides."""
+    tokens = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    full = logits_of(tiny_decoder(architecture="MistralForCausalLM"), [tokens])
+    windowed = logits_of(tiny_decoder(architecture="MistralForCausalLM", windows=(16,) * 4), [tokens])
+    torch.testing.assert_close(full[:16], windowed[:16])
+    assert (full[20:] - windowed[20:]).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_taps_keep_the_order_asked_for() -> None:
+    decoder = tiny_decoder()
+    tokens, positions = torch.tensor([5, 6, 7]), torch.arange(3)
+    up = decoder(tokens, positions, causal_attend(), taps=(0, 2, 4)).taps
+    down = decoder(tokens, positions, causal_attend(), taps=(4, 0, 2)).taps
+    for left, right in zip(up, (down[1], down[2], down[0]), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(up[0], decoder.embed(tokens))
+
+
+def test_taps_outside_the_network_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"4 layers.*\[5, -1\]"):
+        tiny_decoder().check_taps((0, 4, 5, -1))
+
+
+PROMPTS = [
+    "Write a Python function that reverses a string.",
+    "What is the capital of France?",
+    "Explain why the sky is blue in two sentences.",
+    "List three uses for an old newspaper.",
+    "What is 17 plus 25?",
+    "Translate 'good morning' into Spanish.",
+    "Write a haiku about autumn leaves.",
+    "How do I boil an egg?",
+    "Name the planets of the solar system.",
+    "Summarise: The cat sat on the mat while the dog slept by the fire.",
+    "What does HTTP stand for?",
+    "Give me a recipe for pancakes.",
+    "Who wrote Romeo and Juliet?",
+    "Write a SQL query that counts the rows of a table called users.",
+    "Tell me a short story about a brave mouse.",
+    "What is the difference between a list and a tuple in Python?",
+    "If a train travels 60 km in 45 minutes, how fast is it?",
+    "Suggest a name for a bakery.",
+    "Why do leaves change colour?",
+    "Continue: Once upon a time in a small village",
+]
+
+
+@pytest.mark.real
+@torch.no_grad()
+def test_smollm2_equals_transformers(smollm2_folder: Path) -> None:
+    """Greedy, 64 tokens: transformers generates; one pass of ours over its output must choose every token of it."""
+    tokenizer = Tokenizer(smollm2_folder)
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    width, pad = max(map(len, prompts)), 0
+    padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    # No end: the batch then stays rectangular, and what follows an end must be equal too.
+    generated = model.generate(
+        padded, attention_mask=mask, do_sample=False, max_new_tokens=64, min_new_tokens=64, pad_token_id=pad,
+        eos_token_id=None,
+    )[:, width:]  # fmt: skip
+    decoder = load_decoder(smollm2_folder)
+    for prompt, continuation in zip(prompts, generated.tolist(), strict=True):
+        sequence = prompt + continuation
+        logits = logits_of(decoder, [sequence])
+        expected = model(torch.tensor([sequence])).logits[0]
+        assert (logits - expected).abs().max() < 1e-3
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == continuation
