@@ -1,0 +1,121 @@
+"""A drafter's folder: config.json beside its tensors. Found, read and written here; understood elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fledge.checkpoints.tensors import TensorReader, read_json, write_json
+from fledge.errors import ModelError
+
+WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+
+
+@dataclass
+class DrafterFiles:
+    """What a folder holds, names and keys still as its maker wrote them."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    origin: str = "raw"  # who laid it out so; set by `origins.canonical`
+    notes: list[str] = field(default_factory=list)  # what was translated on the way
+
+
+def find_drafter(name: str | Path) -> Path:
+    """A folder, a drafter that ships with Fledge, or a hub id."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"drafter {name}: this is a file; give the folder with config.json and the weights")
+    shipped = Path(str(resources.files("fledge"))) / "drafters"
+    if (shipped / str(name) / "config.json").is_file():
+        return shipped / str(name)
+    parts = str(name).split("/")
+    if len(parts) == 2 and all(parts) and not str(name).startswith((".", "~")):
+        return _from_hub(str(name))
+    names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
+    known = f"; drafters that ship with Fledge: {', '.join(names)}" if names else ""
+    raise ModelError(f"drafter {name}: no such folder{known}")
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except Exception as error:  # the hub client raises many kinds: no network, no such repository, no access
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"drafter {repository}: no such folder here, and the hub did not give it ({reason})") from None
+
+
+def read_drafter_files(folder: Path) -> DrafterFiles:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: no config.json; a drafter is a folder with config.json and {WEIGHTS}")
+    return DrafterFiles(read_json(folder / "config.json"), _read_tensors(folder))
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / PICKLE).is_file() and not any(folder.glob("*.safetensors*")):
+        return _read_pickle(folder / PICKLE)
+    with TensorReader(folder) as reader:
+        return {name: reader.read(name) for name in reader.shapes}
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and runtime errors alike mean a damaged or foreign file
+        raise ModelError(f"{path}: cannot be read as plain tensors ({str(error).splitlines()[0]})") from None
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise ModelError(f"{path}: not a dictionary of tensors")
+    return loaded
+
+
+def write_drafter_files(
+    folder: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], texts: dict[str, str] | None = None
+) -> Path:
+    """Writes a complete folder or nothing: beside its place first, then moved. Replaces a drafter, nothing else."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"{folder}: a file of this name is in the way; choose another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not _is_drafter(folder):
+        raise ModelError(f"{folder}: exists and is not a drafter; it is not overwritten, choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / WEIGHTS, {"format": "pt"})
+        write_json(fresh / "config.json", config)
+        for name, text in (texts or {}).items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        fresh.chmod(0o755)
+        for file in fresh.iterdir():
+            file.chmod(0o644)
+        if folder.is_dir():
+            old = fresh.with_name(fresh.name + ".old")
+            os.replace(folder, old)
+            os.replace(fresh, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def _is_drafter(folder: Path) -> bool:
+    try:
+        config = read_json(folder / "config.json")
+    except ModelError:
+        return False
+    names = " ".join(str(name) for name in config.get("architectures") or [])
+    return "eagle3" in f"{names} {config.get('speculators_model_type', '')}".lower()

@@ -1,0 +1,74 @@
+"""EAGLE 3 and 3.1 checkpoints <-> EagleDrafter. Strict both ways.
+
+A drafter that loads but was read wrongly drafts nonsense on a server that looks healthy; so every doubt is an error,
+and all of a checkpoint's errors are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.checkpoints import drafter_layout, origins
+from fledge.checkpoints.drafter_config import config_to_hf, drafter_config_from_hf, parse_config
+from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.errors import ModelError
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import Rotary
+
+__all__ = ["build_drafter", "check", "drafter_config_from_hf", "load_drafter", "save_drafter"]
+
+
+def load_drafter(
+    folder_or_name: str | Path,
+    target: ModelConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> EagleDrafter:
+    """Reads the raw EAGLE 3 / 3.1 layout, the speculators layout and those of the known trainers.
+
+    A drafter without embedding or head of its own still needs `share` before use.
+    """
+    folder = find_drafter(folder_or_name)
+    files = origins.canonical(read_drafter_files(folder))
+    config, problems = check(files, target)
+    if problems:
+        raise ModelError(f"drafter {folder_or_name}: " + "; ".join(problems))
+    return build_drafter(config, files, dtype, device)
+
+
+def build_drafter(config: DrafterConfig, files: DrafterFiles, dtype: torch.dtype, device: str | torch.device) -> EagleDrafter:
+    """The network from files that `check` found in order."""
+    with torch.device("meta"):
+        drafter = EagleDrafter(config)
+    state = drafter_layout.to_network(files.tensors, config)
+    state = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in state.items()}
+    drafter.load_state_dict(state, strict=True, assign=True)
+    drafter.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
+    return drafter.eval().requires_grad_(False)
+
+
+def check(files: DrafterFiles, target: ModelConfig | None = None) -> tuple[DrafterConfig | None, list[str]]:
+    """The configuration (None where it cannot even be made out) and every problem of configuration and tensors."""
+    config, problems = parse_config(files.config, target, files.tensors)
+    if config is not None:
+        problems += drafter_layout.tensor_problems(files.tensors, config)
+    return config, problems
+
+
+def save_drafter(
+    drafter: EagleDrafter,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+    texts: dict[str, str] | None = None,
+) -> Path:
+    """The raw layout as vLLM wants it. `dtype`: the network's when not given; `extra`: more keys for config.json."""
+    dtype = dtype or drafter.fc.weight.dtype
+    config = {**(extra or {}), **config_to_hf(drafter.config, dtype)}
+    return write_drafter_files(folder, config, drafter_layout.to_file(drafter, dtype), texts)

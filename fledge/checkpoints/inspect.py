@@ -1,0 +1,97 @@
+"""What a drafter's files say about it, and every problem found in them, without building the network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fledge.checkpoints import eagle3, origins
+from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS
+from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.errors import ModelError
+
+# Trainers' template value; a drafter that keeps it is useless past it, whatever its target can.
+TEMPLATE_MAX_POSITIONS = 2048
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """`config` is None where config.json cannot be made out; `problems` then says why."""
+
+    folder: str
+    origin: str
+    config: DrafterConfig | None
+    num_parameters: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    problems: tuple[str, ...]  # it is refused for these
+    warnings: tuple[str, ...]  # it loads, but look at these
+    notes: tuple[str, ...] = field(default=())  # how its origin's layout was read
+
+    @property
+    def version(self) -> str | None:
+        return None if self.config is None else self.config.version
+
+    def as_dict(self) -> dict[str, Any]:
+        facts = {key: value for key, value in asdict(self).items() if key != "config"}
+        config = self.config
+        if config is None:
+            return {"version": None, **facts}
+        return {
+            "version": config.version,
+            "flags": {flag: getattr(config, flag) for flag in FLAGS},
+            "vocabulary_share": config.draft_vocab_size / config.vocab_size,
+            **facts,
+            "config": asdict(config),
+        }
+
+
+def inspect_drafter(folder_or_name: str | Path, target: ModelConfig | None = None) -> DrafterReport:
+    folder = find_drafter(folder_or_name)
+    files = read_drafter_files(folder)
+    read_as_written = files.config
+    try:
+        files = origins.canonical(files)
+        config, problems = eagle3.check(files, target)
+    except ModelError as error:
+        config, problems = None, [str(error)]
+    weights = {name: tensor for name, tensor in files.tensors.items() if name not in ("d2t", "t2d")}
+    return DrafterReport(
+        folder=str(folder),
+        origin=files.origin,
+        config=config,
+        num_parameters=sum(tensor.numel() for tensor in weights.values()),
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in files.tensors.values()),
+        dtypes=tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})),
+        problems=tuple(problems),
+        warnings=tuple(_warnings(files, read_as_written, config, target)) if config else (),
+        notes=tuple(files.notes),
+    )
+
+
+def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterConfig, target: ModelConfig | None) -> list[str]:
+    warnings = []
+    if config.max_positions == TEMPLATE_MAX_POSITIONS:
+        warnings.append(
+            f"max_position_embeddings is {TEMPLATE_MAX_POSITIONS}, a template's value: drafts past that position are "
+            "poor or refused by servers; set it to the length it was trained for"
+        )
+    elif target is not None and config.max_positions < target.max_positions:
+        warnings.append(f"max_position_embeddings {config.max_positions} is below the target's {target.max_positions}")
+    if target is not None and config.rope.theta != target.rope.theta:
+        warnings.append(f"rope theta {config.rope.theta:g} differs from the target's {target.rope.theta:g}")
+    if not files.config.get(LAYER_IDS) and not (files.config.get("eagle_config") or {}).get(LAYER_IDS):
+        warnings.append(f"{LAYER_IDS} is not named; the default {list(config.aux_layer_ids)} is assumed")
+    nested = as_written.get("eagle_config") or {}
+    hidden = [flag for flag in ("fc_norm", "norm_output") if nested.get(flag) and as_written.get(flag) is None]
+    if hidden:
+        warnings.append(f"{' and '.join(hidden)} only inside eagle_config, where vLLM does not look: `fledge import` it")
+    d2t = files.tensors.get("d2t")
+    if config.draft_vocab_size < config.vocab_size and d2t is not None and not d2t.any():
+        warnings.append(
+            f"d2t is all zero: the draft vocabulary is the target's first {config.draft_vocab_size} tokens, "
+            "which is rarely meant; a map that was never filled looks like this"
+        )
+    return warnings

@@ -1,0 +1,124 @@
+"""Who laid a checkpoint out, and how to read it as the raw layout: each trainer has its own names and habits.
+
+| origin      | known by                           | habit                                                      |
+|-------------|------------------------------------|------------------------------------------------------------|
+| speculators | `speculators_model_type`           | own config.json; norm_before_residual is true when unsaid  |
+| SafeAILab   | architecture LlamaForCausalLM      | pickled weights, `midlayer`, no layer ids: (2, L//2, L-3)  |
+| TorchSpec   | `_torchspec_version`               | embedding included; layer ids count outputs                |
+| NeMo        | names begin with `model.`          | `model.layers.0`, embedding included                       |
+| SpecForge   | layer ids inside `eagle_config`    | layer ids count outputs: their 1 is our 2                  |
+| AngelSlim   | Eagle3LlamaForCausalLM, `midlayer` | embedding and vocabulary maps included, no layer ids       |
+
+Two conventions of layer ids live side by side. Ours (and vLLM's): i is the residual stream after i layers. Theirs: i is
+the output of layer i counted from zero, so one less for the same state. Nobody taps so low as after the first layer: a
+first id of 1 gives theirs away (SGLang decides so too). It is heeded only where the origin is known to count so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.checkpoints import speculators
+from fledge.checkpoints.drafter_config import LAYER_IDS
+from fledge.checkpoints.drafter_files import DrafterFiles
+from fledge.errors import ModelError
+
+# Computed, not learned, or the training's bookkeeping: nothing is lost without them.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_PREFIXES = ("draft_model.", "model.")
+_RENAMED = {"draft_id_to_target_id": "d2t", "target_id_in_draft": "t2d"}
+_COUNT_OUTPUTS = ("SpecForge", "TorchSpec", "NeMo")
+
+
+def canonical(files: DrafterFiles) -> DrafterFiles:
+    """The same checkpoint under the raw layout's names and keys; `notes` tells what was translated."""
+    config, notes = dict(files.config), list(files.notes)
+    origin = recognise(config, files.tensors)
+    if origin == "speculators":
+        config = speculators.raw_config(config)
+        tensors = _renamed(speculators.raw_tensors(files.tensors), notes)
+        return replace(files, config=config, tensors=tensors, origin=origin, notes=notes)
+    tensors = _renamed(files.tensors, notes)
+    if origin == "SafeAILab" or config.get("architectures") == ["LlamaEagle3DraftModel"]:
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+    _rename_flag(config, notes)
+    if origin in _COUNT_OUTPUTS:
+        _shift_layer_ids(config, notes, origin)
+    return replace(files, config=config, tensors=tensors, origin=origin, notes=notes)
+
+
+def recognise(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    architecture = (config.get("architectures") or [""])[0]
+    eagle_config = config.get("eagle_config") or {}
+    if speculators.is_speculators(config):
+        return "speculators"
+    if "_torchspec_version" in config:
+        return "TorchSpec"
+    if any(name.startswith(_PREFIXES) for name in tensors):
+        return "NeMo"
+    if architecture == "LlamaForCausalLM" and "fc.weight" in tensors and "midlayer.hidden_norm.weight" in tensors:
+        return "SafeAILab"
+    if eagle_config.get(LAYER_IDS) and not config.get(LAYER_IDS):
+        return "SpecForge"
+    if architecture == "Eagle3LlamaForCausalLM" and "midlayer.hidden_norm.weight" in tensors and "t2d" in tensors:
+        return "AngelSlim"
+    return "raw"
+
+
+def _renamed(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    clashes = []
+    for name, tensor in tensors.items():
+        if _HARMLESS.search(name):
+            continue
+        fresh = name
+        for prefix in _PREFIXES:
+            fresh = fresh.removeprefix(prefix)
+        fresh = _RENAMED.get(fresh, fresh)
+        if fresh.startswith("layers.0."):
+            fresh = "midlayer." + fresh.removeprefix("layers.0.")
+        if fresh in result:
+            clashes.append(name)
+        result[fresh] = tensor
+    if clashes:
+        raise ModelError(f"tensors that are there twice under different names: {', '.join(clashes[:8])}")
+    if any(name.startswith(_PREFIXES) for name in tensors):
+        notes.append("tensor names had a prefix (model. or draft_model.), which vLLM does not load")
+    return result
+
+
+def _rename_flag(config: dict[str, Any], notes: list[str]) -> None:
+    """`use_aux_norm` is what SGLang called fc_norm before EAGLE 3.1 named it."""
+    for place in (config, config.get("eagle_config") or {}):
+        if place.get("use_aux_norm") is None:
+            continue
+        old = bool(place["use_aux_norm"])
+        if config.get("fc_norm") is not None and bool(config["fc_norm"]) != old:
+            raise ModelError(f"use_aux_norm is {old} and fc_norm {config['fc_norm']}: two names of one flag; keep fc_norm")
+        config["fc_norm"] = old
+        notes.append("use_aux_norm read as fc_norm")
+
+
+def _shift_layer_ids(config: dict[str, Any], notes: list[str], origin: str) -> None:
+    eagle_config = dict(config.get("eagle_config") or {})
+    top, nested = config.get(LAYER_IDS), eagle_config.get(LAYER_IDS)
+    if top and nested and list(top) != list(nested):
+        return  # a conflict, refused where the configuration is read
+    ids = list(top or nested or ())
+    if not ids or ids[0] != 1:
+        return
+    shifted = [int(i) + 1 for i in ids]
+    config[LAYER_IDS] = shifted
+    config["eagle_config"] = {**eagle_config, LAYER_IDS: shifted}
+    notes.append(f"layer ids {ids} of {origin} count layer outputs; read as {shifted} (after i layers)")
+
+
+def rebuilt_d2t(t2d: Tensor) -> Tensor:
+    """Offsets from the mask alone: every known trainer numbers its draft ids in the order of the target's."""
+    targets = t2d.to(torch.bool).nonzero().flatten()
+    return targets - torch.arange(len(targets))
