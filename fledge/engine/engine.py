@@ -165,7 +165,8 @@ class Engine:
             first = verified.logits_start[index]
             nodes = [-1, *verdict.accepted][: len(delta.tokens)]
             rows = verified.logits[[first + 1 + node for node in nodes]].float().log_softmax(-1)
-            request.logprobs += [_logprob(row, token, request.params.logprobs) for row, token in zip(rows, delta.tokens, strict=False)]
+            chosen = zip(rows, delta.tokens, strict=True)
+            request.logprobs += [_logprob(row, token, request.params.logprobs) for row, token in chosen]
         return delta
 
     def _room(self, request: Request) -> int:

@@ -117,7 +117,7 @@ class Request:
         if ends and not self.params.include_stop_str_in_output:
             piece = self.decoder.flush()
         else:
-            piece = self.decoder.push(token)
+            piece = self.decoder.feed(token)
         self.text += piece
         return piece
 

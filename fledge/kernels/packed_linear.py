@@ -1,7 +1,8 @@
 """Linear layers with fp16 weights packed for the CPU: fp32 in and out, fp32 accumulation.
 
-At 1 to 16 rows a linear is bound by reading its weights, so half the bytes is near half the time; PyTorch's fp32 `F.linear` is
-slower still for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over SmolLM2-135M: 1 row 9 ms against 42, 6 rows 12 against 57.
+At 1 to 16 rows a linear is bound by reading its weights, so half the bytes is near half the time; PyTorch's fp32 `F.linear`
+is slower still for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over SmolLM2-135M: 1 row 9 ms against 42, 6 rows 12
+against 57.
 """
 
 from __future__ import annotations

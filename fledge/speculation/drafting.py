@@ -45,6 +45,7 @@ class Settled:
 class Drafter(Protocol):
     taps: tuple[int, ...]  # target layers whose outputs it reads
     lookahead: int  # cache slots it and its verification need past the settled text
+    description: str  # for people
 
     def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
         """One draft per settled sequence; empty where there is no room or nothing to propose."""
@@ -61,6 +62,8 @@ class EagleSpeculator:
         self.taps = network.config.aux_layer_ids
         self.device = cache.keys.device
         self.lookahead = lookahead(depth, tree)
+        shape = f"tree of {tree.nodes}" if tree else "chain"
+        self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
 

@@ -1,0 +1,64 @@
+"""Where a figure comes from: commit, device, versions, command line and a hash of the prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
+    import torch
+
+    import fledge
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return {
+        "fledge": fledge.__version__,
+        "commit": _commit(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "prompts_sha256": hashlib.sha256(json.dumps(list(prompts), ensure_ascii=False).encode()).hexdigest(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write_json(path: str | Path, content: object) -> None:
+    """Atomically: a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    os.replace(partial, path)
+
+
+def _commit() -> str | None:
+    """With `+` when the tree has changes that are not committed."""
+    folder = Path(__file__).resolve().parents[2]
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -1,0 +1,86 @@
+"""`fledge demo`: see speculation at work, and that it changes nothing but the speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli import options
+
+
+def demo(
+    model: options.Model = "smollm2-135m",
+    drafter: options.DrafterName = "auto",
+    depth: options.Depth = "5",
+    tree: options.Tree = False,
+    max_tokens: options.MaxTokens = 128,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Decode eight prompts plainly and speculatively: speed, acceptance, and proof that the output is the same."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fledge.bench.comparison import compare, summarise
+    from fledge.bench.prompts import DEMO
+    from fledge.bench.provenance import provenance, write_json
+    from fledge.cli.render import figures, print_delta
+    from fledge.sampling import SamplingParams
+
+    console = Console()
+    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device)
+    described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
+    console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.dtype}; drafter: {described}\n")
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    console.print(f"[bold]{DEMO[0].text}[/]  [dim](accepted draft tokens in [/][green]green[/][dim])[/]\n")
+    completion = llm.chat([{"role": "user", "content": DEMO[0].text}], params, on_delta=print_delta)
+    console.print(f"\n[dim]{figures(completion)}[/]\n", highlight=False)
+
+    with console.status("decoding each prompt plainly, then speculatively …") as status:
+        done = iter(range(1, len(DEMO) + 1))
+        results = compare(llm, DEMO, params, lambda _: status.update(f"{next(done)} of {len(DEMO)} prompts decoded both ways"))
+    table = Table(title=f"batch 1, greedy, up to {max_tokens} tokens")
+    for heading in ("prompt", "tokens", "plain tok/s", "speculative tok/s", "speed-up", "acceptance length", "identical output"):
+        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+    for result in results:
+        table.add_row(
+            result.prompt.category,
+            str(len(result.plain.token_ids)),
+            f"{result.plain.tokens_per_second:.1f}",
+            f"{result.speculative.tokens_per_second:.1f}",
+            f"{result.speed_up:.2f}×",
+            f"{result.speculative.stats.acceptance_length:.2f}",
+            "yes" if result.identical else "[red]NO[/]",
+        )
+    whole = summarise(results)
+    table.add_section()
+    table.add_row(
+        "all",
+        str(sum(len(result.plain.token_ids) for result in results)),
+        f"{whole.plain_tokens_per_second:.1f}",
+        f"{whole.speculative_tokens_per_second:.1f}",
+        f"[bold]{whole.speed_up:.2f}×[/]",
+        f"{whole.acceptance_length:.2f}",
+        "[bold]yes[/]" if whole.identical else "[red]NO[/]",
+    )
+    console.print(table)
+    console.print(f"identical output: {'yes' if whole.identical else 'no'}")
+    if json_file is not None:
+        write_json(
+            json_file,
+            {
+                "model": model,
+                "drafter": described,
+                "depth": depth,
+                "tree": tree,
+                "dtype": llm.engine.config.dtype,
+                "summary": whole.to_dict(),
+                "prompts": [result.to_dict() for result in results],
+                "provenance": provenance([prompt.text for prompt in DEMO]),
+            },
+        )
+    if not whole.identical and llm.engine.config.dtype == "float32":
+        raise typer.Exit(1)

@@ -1,0 +1,35 @@
+"""`fledge models`: what can be named."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the models and drafters that can be named, and what else --model and --drafter take."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fledge import drafters, sources
+
+    listed = sources.list_models()
+    shipped = [folder.name for folder in drafters.shipped()]
+    if as_json:
+        print(json.dumps({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]}, default=str))
+        return
+    console = Console()
+    table = Table(title="built-in models")
+    for heading in ("name", "what it is", "licence", "size", "cached"):
+        table.add_column(heading)
+    for entry in listed:
+        size = f"{entry.download_bytes / 1e6:.0f} MB"
+        table.add_row(entry.name, entry.description, entry.licence, size, "yes" if entry.cached else "no")
+    console.print(table)
+    console.print(f"drafters: {', '.join([*shipped, 'ngram'])}")
+    console.print(
+        "--model also takes a Hugging Face folder, a GGUF file, or a hub id (org/name); --drafter a folder or a hub id.\n"
+        "Architectures: Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM2."
+    )
