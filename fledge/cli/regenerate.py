@@ -1,0 +1,53 @@
+"""`fledge regenerate`: the target answers prompts, its own or given ones, to train a drafter on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def regenerate(
+    out: Annotated[Path, typer.Option(help="Where the answers go (.jsonl). Run again to go on where it ended.")],
+    model: Annotated[str, typer.Option(help="The target: a folder, a hub id, a GGUF file or a built-in name.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines with "turns", "messages" or "prompt" (.jsonl, .jsonl.gz).')
+    ] = None,
+    self_prompted: Annotated[
+        int, typer.Option("--self-prompted", min=0, help="So many prompts are written by the target itself.")
+    ] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts of the file.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Answers under way at once; default: what fits.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Let the target answer prompts; a drafter learns best from the target's own words."""
+    from fledge.engine.offline import answer_generator
+    from fledge.training.data import DataError
+    from fledge.training.regenerate import regenerate as run
+
+    if prompts is None and not self_prompted:
+        raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")
+    generator = answer_generator(model, device, concurrency=concurrency)
+    try:
+        report = run(
+            generator,
+            generator.tokenizer,
+            prompts,
+            out,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            self_prompted=self_prompted,
+            limit=limit,
+            model=model,
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; {out} keeps what is finished, and the same command goes on from there", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(str(report), err=True)

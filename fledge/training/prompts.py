@@ -1,0 +1,130 @@
+"""The files at both ends of `fledge regenerate`: prompts in, answers out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from fledge.training.data import DataError, parse_messages, read_lines
+from fledge.training.samples import write_atomically
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a user asks, turn by turn; the target's answers come in between."""
+
+    id: str
+    turns: tuple[str, ...]
+    system: str = ""
+    source: str = ""
+
+
+def prompt_id(parts: Sequence[str]) -> str:
+    """A name for prompts that have none: the same for the same text."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def read_prompts(path: str | Path) -> Iterator[Prompt]:
+    """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are passed over) and {"prompt": "…"}.
+
+    `id`, `system` and `source` may stand beside them.
+    """
+    for where, line in read_lines(path):
+        system = line.get("system") or ""
+        if "turns" in line:
+            turns = line["turns"]
+        elif "messages" in line:
+            messages = parse_messages(line["messages"], where)
+            if unknown := {message["role"] for message in messages} - {"system", "user", "assistant"}:
+                raise DataError(f"{where}: messages of {', '.join(sorted(unknown))} cannot be answered again")
+            turns = [message["content"] for message in messages if message["role"] == "user"]
+            system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+        elif "prompt" in line:
+            turns = [line["prompt"]]
+        else:
+            raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there')
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
+        name = line.get("id")
+        yield Prompt(
+            id=prompt_id([system, *turns]) if name is None else str(name),
+            turns=tuple(turns),
+            system=system,
+            source=str(line.get("source") or ""),
+        )
+
+
+class AnswerFile:
+    """JSON lines that grow as answers finish, and can be taken up again after any kind of end.
+
+    Beside it, `<name>.settings.json` says how the answers were made, so that one file never mixes two ways.
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any]):
+        self.path = Path(path)
+        if self.path.suffix == ".gz":
+            raise DataError(f"{self.path}: answers are appended as they finish, which .gz does not allow; use .jsonl")
+        self.settings_path = self.path.with_name(self.path.name + ".settings.json")
+        self.done: set[str] = set()
+        self._settings = settings
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> AnswerFile:
+        if self.path.is_file() and self.path.stat().st_size:
+            self._check_settings()
+            self._drop_torn_line()
+            self.done = {self._id(where, line) for where, line in read_lines(self.path)}
+        content = json.dumps(self._settings, indent=2).encode() + b"\n"
+        write_atomically(self.settings_path, lambda file: file.write(content))
+        self._file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._file is not None
+        self._file.close()
+
+    def append(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+        self.done.add(record["id"])
+
+    def _check_settings(self) -> None:
+        if not self.settings_path.is_file():
+            raise DataError(
+                f"{self.path} exists, but {self.settings_path.name} beside it does not, so it cannot be gone on with; "
+                "name another output file"
+            )
+        before = json.loads(self.settings_path.read_text())
+        for name, value in self._settings.items():
+            if before.get(name) != value:
+                was, now = (str(text)[:60] for text in (before.get(name), value))
+                raise DataError(
+                    f"{self.path} was begun with {name} {was!r}, now it is {now!r}; name another output file, "
+                    "or use the same settings"
+                )
+
+    def _drop_torn_line(self) -> None:
+        """A killed run may leave half a line at the end."""
+        with self.path.open("r+b") as file:
+            size = end = file.seek(0, 2)
+            while end > 0:
+                start = max(0, end - (1 << 16))
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            if end < size:
+                file.truncate(end)
+
+    @staticmethod
+    def _id(where: str, line: dict[str, Any]) -> str:
+        if "id" not in line or "turns_ids" not in line:
+            raise DataError(f"{where}: not an answer of fledge regenerate; name another output file")
+        return line["id"]

@@ -1,0 +1,188 @@
+"""Conversations to tokens, with the assistant's own tokens marked.
+
+A chat template gives text; what training needs is which part of it the assistant wrote. That is found by rendering
+the conversation twice, once with a marker in place of each answer: what stands between the markers is context.
+
+    contexts[0]                           answers[0]   contexts[1]                                  answers[1]
+    <|im_start|>user\\nHi<|im_end|>…\\n    Hello!       <|im_end|>\\n<|im_start|>user\\n…assistant\\n  Bye!  …
+                                          ^^^^^^^^^^   ^^^^^^^^^^ the end-of-turn token has a loss too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from fledge.errors import UserError
+from fledge.tokenizer import Tokenizer
+from fledge.training.samples import Sample
+
+Message = dict[str, str]
+
+
+class TemplateError(UserError):
+    """A conversation that a chat template refuses, or in which the answers cannot be found again."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, cut at the answers: contexts[0] answers[0] contexts[1] … answers[n-1] contexts[n]."""
+
+    contexts: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An assistant's turn: the exact ids that the target produced, where they are known."""
+
+    ids: Sequence[int] | None = None  # None: encode the text
+    has_loss: bool = True
+
+
+def _marker(index: int) -> str:
+    return f"⟦answer{index}⟧"
+
+
+class ChatFormat:
+    """A tokenizer with one chat template: renders conversations and finds the answers in them."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None):
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.is_special = lru_cache(maxsize=None)(self._is_special)
+
+    # --- text ---------------------------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message], *, open_turn: bool = False) -> Rendered:
+        """`open_turn`: end with the opening of the assistant's next turn, as for generation."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        marked = [dict(message) for message in messages]
+        for number, i in enumerate(turns):
+            marked[i]["content"] = _marker(number)
+        full, rest = self._text(messages, open_turn), self._text(marked, open_turn)
+        contexts = []
+        for number in range(len(turns)):
+            context, found, rest = rest.partition(_marker(number))
+            if not found:
+                raise TemplateError("the chat template leaves an answer out")
+            contexts.append(context)
+        contexts.append(rest)
+        answers = self._match(full, contexts, [messages[i]["content"] for i in turns])
+        if answers is None:
+            raise TemplateError("the chat template changes the answers, so that they cannot be found in its text")
+        return self._open_at_generation(Rendered(tuple(contexts), tuple(answers)))
+
+    @staticmethod
+    def _match(full: str, contexts: list[str], contents: list[str]) -> list[str] | None:
+        """The answers as they stand in `full`: as given, or without white space at the ends. None: not to be found."""
+        if not full.startswith(contexts[0]):
+            return None
+        position, answers = len(contexts[0]), []
+        for number, content in enumerate(contents):
+            last = number == len(contents) - 1
+            for variant in (content, content.strip(), content.rstrip(), content.lstrip()):
+                if full.startswith(variant + contexts[number + 1], position):
+                    break
+            else:
+                # The template rewrote the answer (removed a thinking part, say): take what stands before the next context.
+                end = len(full) - len(contexts[-1]) if last else full.find(contexts[number + 1] or "\0", position)
+                if end < position or not full.endswith(contexts[-1]):
+                    return None
+                variant = full[position:end]
+            answers.append(variant)
+            position += len(variant) + len(contexts[number + 1])
+        return answers if position == len(full) else None
+
+    @cached_property
+    def opening_gap(self) -> str:
+        """White space that the template puts between the generation prompt and an answer ("[/INST]" + " Hello").
+
+        The model writes it, so it belongs to the answer.
+        """
+        user = {"role": "user", "content": "Hello"}
+        prompt = self._text([user], True)
+        opened = self._text([user, {"role": "assistant", "content": _marker(0)}], False).partition(_marker(0))[0]
+        gap = opened[len(prompt) :] if opened.startswith(prompt) else ""
+        return gap if gap.isspace() else ""
+
+    def _open_at_generation(self, rendered: Rendered) -> Rendered:
+        if not rendered.answers or not (gap := self.opening_gap):
+            return rendered
+        contexts, answers = list(rendered.contexts), list(rendered.answers)
+        for i, answer in enumerate(answers):
+            if contexts[i].endswith(gap):
+                contexts[i], answers[i] = contexts[i][: -len(gap)], gap + answer
+        return Rendered(tuple(contexts), tuple(answers))
+
+    def _text(self, messages: Sequence[Message], open_turn: bool) -> str:
+        try:
+            return self.tokenizer.render_chat(messages, open_turn, self.chat_template)
+        except UserError as error:
+            raise TemplateError(str(error)) from error
+
+    def user_opening(self) -> tuple[list[int], list[int]]:
+        """(the ids that open a user's turn, the ids that may end it): enough for the target to write the user's part."""
+        before, _, after = self._text([{"role": "user", "content": _marker(0)}], False).partition(_marker(0))
+        return self.encode(before), self._ends(after)
+
+    def stop_ids(self) -> list[int]:
+        """What may end an answer; the template's own end-of-turn token is the first."""
+        turn = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _marker(0)}]
+        return self._ends(self._text(turn, False).partition(_marker(0))[2])
+
+    def _ends(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        closing = ids[: self._closing_length(ids)]
+        return list(dict.fromkeys([*closing[-1:], *self.tokenizer.eos_token_ids]))
+
+    # --- tokens -------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def tokens(self, rendered: Rendered, answers: Sequence[Answer], *, bos: bool = False) -> Sample:
+        """Ids and loss mask, up to and with the last answer's end-of-turn token."""
+        ids, mask = self._assemble(rendered, answers, bos)
+        end = len(mask) - np.argmax(mask[::-1]) if any(mask) else 0  # what follows the last answer teaches nothing
+        return Sample(np.array(ids[:end], np.int32), np.array(mask[:end], bool))
+
+    def prompt_ids(self, messages: Sequence[Message], answers: Sequence[Answer]) -> list[int]:
+        """The prompt for the assistant's next turn; earlier answers keep the ids the target gave them."""
+        return self._assemble(self.render(messages, open_turn=True), answers, bos=False)[0]
+
+    def _assemble(self, rendered: Rendered, answers: Sequence[Answer], bos: bool) -> tuple[list[int], list[bool]]:
+        assert len(answers) == len(rendered.answers)
+        # Templates spell out the first token themselves; a text without a template gets what the tokenizer adds.
+        ids = self.tokenizer.encode("", add_special_tokens=True) if bos else []
+        ids += self.encode(rendered.contexts[0])
+        mask = [False] * len(ids)
+        for answer, text, context in zip(answers, rendered.answers, rendered.contexts[1:], strict=True):
+            answer_ids = self.encode(text) if answer.ids is None else list(answer.ids)
+            context_ids = self.encode(context)
+            num_closing = self._closing_length(context_ids)
+            closing_has_loss = answer.has_loss
+            if answer.ids is not None and answer_ids:
+                if self.is_special(answer_ids[-1]):  # the answer brings its own end
+                    context_ids, num_closing = context_ids[num_closing:], 0
+                else:  # cut off by a limit: the target did not end its turn here
+                    closing_has_loss = False
+            ids += answer_ids + context_ids
+            mask += [answer.has_loss] * len(answer_ids) + [closing_has_loss] * num_closing
+            mask += [False] * (len(context_ids) - num_closing)
+        return ids, mask
+
+    def _closing_length(self, context_ids: list[int]) -> int:
+        """How many ids end the assistant's turn: up to the first special one, if only white space stands before it."""
+        for i, token_id in enumerate(context_ids):
+            if self.is_special(token_id):
+                return i + 1
+            if self.tokenizer.decode([token_id]).strip():
+                break
+        return 0
+
+    def _is_special(self, token_id: int) -> bool:
+        return token_id in self.tokenizer.special_ids or not self.tokenizer.decode([token_id], skip_special_tokens=True)

@@ -1,0 +1,113 @@
+"""Tokenised conversations, held compactly: one flat array of ids for the whole data set."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation as the model sees it.
+
+    `loss_mask[i]` says that `tokens[i]` was written by the assistant (its end-of-turn token included), so it is a
+    token the drafter should learn to predict.
+    """
+
+    tokens: np.ndarray  # int32 [n]
+    loss_mask: np.ndarray  # bool [n]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def answers(self) -> Iterator[tuple[int, int]]:
+        """Start and end of every stretch the assistant wrote."""
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], self.loss_mask, [False])).astype(np.int8)))
+        yield from zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+class SampleSet(Sequence[Sample]):
+    """Many samples in three arrays: 5 bytes a token, however many samples there are."""
+
+    def __init__(self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray):
+        assert len(tokens) == len(loss_mask) == offsets[-1]
+        self.tokens = tokens  # int32 [total]
+        self.loss_mask = loss_mask  # bool [total]
+        self.offsets = offsets  # int64 [samples + 1]
+
+    @classmethod
+    def from_samples(cls, samples: Iterable[Sample]) -> SampleSet:
+        tokens, masks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        for sample in samples:
+            tokens.append(np.asarray(sample.tokens, np.int32))
+            masks.append(np.asarray(sample.loss_mask, bool))
+        offsets = np.cumsum([len(part) for part in tokens], dtype=np.int64)
+        return cls(np.concatenate(tokens), np.concatenate(masks), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        where = slice(self.offsets[index], self.offsets[index + 1])
+        return Sample(self.tokens[where], self.loss_mask[where])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def answer_ids(self) -> np.ndarray:
+        """Every token with a loss, of all samples, in order."""
+        return self.tokens[self.loss_mask]
+
+    def prompt(self, index: int) -> list[int]:
+        """What stands before the first answer: a prompt to evaluate on."""
+        sample = self[index]
+        first = int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else len(sample)
+        return sample.tokens[:first].tolist()
+
+    def subset(self, indices: Iterable[int]) -> SampleSet:
+        return SampleSet.from_samples(self[int(index)] for index in indices)
+
+    def split(self, held_out: int, seed: int) -> tuple[SampleSet, SampleSet]:
+        """(training samples, `held_out` random others), the same ones for the same seed."""
+        held_out = min(held_out, len(self) - 1)
+        order = np.random.default_rng(seed).permutation(len(self))
+        return self.subset(np.sort(order[held_out:])), self.subset(np.sort(order[:held_out]))
+
+    def save(self, path: Path, **extra: Any) -> None:
+        """Writes all arrays and `extra` (JSON) to one .npz, atomically."""
+        note = np.frombuffer(json.dumps(extra).encode(), np.uint8)
+        arrays = {"tokens": self.tokens, "loss_mask": self.loss_mask, "offsets": self.offsets, "extra": note}
+        write_atomically(path, lambda file: np.savez(file, **arrays))
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[SampleSet, dict[str, Any]]:
+        with np.load(path) as arrays:
+            extra = json.loads(arrays["extra"].tobytes())
+            return cls(arrays["tokens"], arrays["loss_mask"], arrays["offsets"]), extra
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """`write(file)` into a temporary file beside `path`, which then takes its place: never half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
