@@ -43,9 +43,7 @@ class Head:
 class LossSettings:
     kind: str = "kl"  # kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both
     lk_weight: float = 0.5  # of lk in mix; kl has the rest
-    renormalise: bool = (
-        True  # the target's mass outside the draft vocabulary is spread within it; False: it stays missing
-    )
+    renormalise: bool = True  # the target's mass outside the draft vocabulary is spread within it; False: it stays missing
 
 
 def chunk_loss(
@@ -130,8 +128,11 @@ class DraftLoss:
         self.draft_to_target = draft_to_target
         self.chunk_loss, self.target_over_all = chunk_loss, target_over_all
         if compile:
-            self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
-            self.target_over_all = torch.compile(target_over_all, dynamic=False)
+            self.compile()
+
+    def compile(self) -> None:
+        self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+        self.target_over_all = torch.compile(target_over_all, dynamic=False)
 
     def __call__(
         self,

@@ -77,16 +77,12 @@ class Unroll(nn.Module):
     own type (fp32). `recompute` keeps one state per step instead of all activations.
     """
 
-    def __init__(
-        self, drafter: EagleDrafter, compute_dtype: torch.dtype | None = None, *, recompute: bool = False
-    ) -> None:
+    def __init__(self, drafter: EagleDrafter, compute_dtype: torch.dtype | None = None, *, recompute: bool = False) -> None:
         super().__init__()
         self.network = _Network(drafter)
         self.compute_dtype, self.recompute = compute_dtype, recompute
 
-    def forward(
-        self, taps: Sequence[Tensor], tokens_BT: Tensor, positions_BT: Tensor, masks: Sequence[Mask]
-    ) -> list[Tensor]:
+    def forward(self, taps: Sequence[Tensor], tokens_BT: Tensor, positions_BT: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
         """What the head reads at each step: [N, D]. The rotary table must already reach the highest position + K."""
         attention = UnrollAttention(masks, tokens_BT.shape[1])
         state, hidden = self._call("fuse", taps), []
@@ -140,9 +136,7 @@ class TrainBatch:
         length = tokens_BT.shape[1]
         column = torch.arange(length)
         has_next = torch.zeros_like(loss_BT, dtype=torch.bool)
-        has_next[:, :-1] = (
-            loss_BT[:, 1:].bool() & (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] > 0)
-        )
+        has_next[:, :-1] = loss_BT[:, 1:].bool() & (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] > 0)
         scored = has_next.flatten().nonzero().flatten()
         steps_before = (column - start).flatten()[scored]  # how many rows of the document lie before s
         valid = steps_before[None, :] >= 1 + torch.arange(steps)[:, None]

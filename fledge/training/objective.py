@@ -1,0 +1,72 @@
+"""One training step's forward pass: target states, unrolled drafter, loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.errors import UserError
+from fledge.models.drafter import EagleDrafter
+from fledge.training.losses import DraftLoss, LossSettings, StepMetrics, auto_chunk_rows
+from fledge.training.packing import PackedBatch
+from fledge.training.target import Target, TargetStates, use_flex
+from fledge.training.ttt import TrainBatch, Unroll, step_masks
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    steps: int = 5  # draft steps unrolled
+    decay: float = 0.8  # step j counts decay^j
+    loss: LossSettings = LossSettings()
+    compute_dtype: torch.dtype | None = None  # None: the weights' own
+    chunk_rows: int | None = None  # scored positions at once; None: by the size of the draft vocabulary
+    recompute: bool = False
+    compile: bool = False
+
+
+class Objective:
+    def __init__(self, drafter: EagleDrafter, target: Target, settings: ObjectiveSettings, num_positions: int) -> None:
+        """`num_positions`: the highest position of any batch + 1."""
+        config = drafter.config
+        if config.window is not None and config.window <= settings.steps:
+            raise UserError(f"a drafter window of {config.window} is too small for {settings.steps} draft steps")
+        if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
+            raise UserError(
+                f"the drafter is made for a target with {config.vocab_size} tokens and states of "
+                f"{config.target_hidden_size}; this one has {target.vocab_size} and {target.hidden_size}"
+            )
+        drafter.share(target.embedding, target.lm_head)
+        self.drafter, self.target, self.settings = drafter, target, settings
+        self.chunk_rows = settings.chunk_rows or auto_chunk_rows(settings.steps, config.draft_vocab_size)
+        device = drafter.fc.weight.device
+        same = config.draft_vocab_size == config.vocab_size
+        ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))
+        self.loss = DraftLoss(target.head, ids, settings.loss, chunk_rows=self.chunk_rows, compile=settings.compile)
+        self.unroll = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
+        if settings.compile:
+            self.unroll = torch.compile(self.unroll, dynamic=False)
+        drafter.rotary.reserve(num_positions + settings.steps)
+        target.reserve(num_positions)
+        self.decay_K = settings.decay ** torch.arange(settings.steps, device=device)
+
+    def plan(self, batch: PackedBatch) -> TrainBatch:
+        return TrainBatch.plan(
+            batch.tokens, batch.positions, batch.document, batch.loss_mask, self.settings.steps, self.chunk_rows
+        )
+
+    def step_weights(self, num_valid_K: Tensor) -> Tensor:
+        """Weights that make the sum over positions the average over those valid at each step (of all processes)."""
+        return self.decay_K / num_valid_K.clamp_min(1.0)
+
+    def __call__(
+        self, batch: TrainBatch, step_weight_K: Tensor, *, measure: bool = False, states: TargetStates | None = None
+    ) -> tuple[Tensor, StepMetrics]:
+        states = states or self.target.states(batch)
+        flex = use_flex(batch.start_BT.device, batch.tokens_BT.shape[1])
+        masks = step_masks(batch.start_BT, self.settings.steps, self.drafter.config.window, flex=flex)
+        hidden = self.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)
+        return self.loss(
+            hidden, self.drafter.lm_head.weight, states.hidden_ND, batch.scored_R, batch.valid_KR, step_weight_K, measure
+        )

