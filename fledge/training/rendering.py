@@ -151,8 +151,15 @@ class ChatFormat:
         return Sample(np.array(ids[:end], np.int32), np.array(mask[:end], bool))
 
     def prompt_ids(self, messages: Sequence[Message], answers: Sequence[Answer]) -> list[int]:
-        """The prompt for the assistant's next turn; earlier answers keep the ids the target gave them."""
-        return self._assemble(self.render(messages, open_turn=True), answers, bos=False)[0]
+        """The prompt for the assistant's next turn. Earlier answers keep the ids the target gave them, unless the
+        template rewrites them (drops old thinking): the target then sees what it would see when it is served."""
+        rendered = self.render(messages, open_turn=True)
+        contents = [message["content"] for message in messages if message["role"] == "assistant"]
+        kept = [
+            answer if text.strip() == content.strip() else Answer()
+            for answer, text, content in zip(answers, rendered.answers, contents, strict=True)
+        ]
+        return self._assemble(rendered, kept, bos=False)[0]
 
     def _assemble(self, rendered: Rendered, answers: Sequence[Answer], bos: bool) -> tuple[list[int], list[bool]]:
         assert len(answers) == len(rendered.answers)

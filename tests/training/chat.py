@@ -1,0 +1,65 @@
+"""A small byte-level tokenizer and chat templates of several kinds, for tests of the training data."""
+
+from __future__ import annotations
+
+from functools import cache
+from tempfile import mkdtemp
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fledge.tokenizer import Tokenizer
+
+# ChatML with a default system prompt, as SmolLM2 has it.
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Strips every message, as Llama 3 does.
+STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
+# No generation prompt; a space between the prompt and the answer; refuses system prompts, as old Mistral does.
+INSTRUCT = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+# Removes the thinking of earlier turns, and adds an empty one to the last, as Qwen 3 does.
+THINKING = (
+    "{% for message in messages %}{% set text = message['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ text + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+CORPUS = ["The quick brown fox jumps over the lazy dog. How are you? I am fine, thank you! What is two plus three? Five."] * 4
+
+
+@cache
+def chat_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=350, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = chat_template
+    folder = mkdtemp(prefix="fledge-tokenizer-")
+    fast.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}

@@ -1,0 +1,292 @@
+"""Reading chats, finding the assistant's tokens in them, augmentation, filtering, and the cache."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fledge.errors import UserError
+from fledge.training.data import Conversation, DataError, TokenTurn, load_samples, read_conversations, tokenize_conversation
+from fledge.training.samples import Sample, SampleSet
+from fledge.training.system_prompts import SYSTEM_PROMPTS
+from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, Augmentation
+from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, assistant, chat_tokenizer, system, user
+
+TWO_TURNS = (user("Hi"), assistant("Hello!"), user("How are you?"), assistant("I am fine."))
+
+
+def learnt(sample: Sample, tokenizer) -> list[str]:
+    return [tokenizer.decode(sample.tokens[a:b], skip_special_tokens=False) for a, b in sample.answers()]
+
+
+def text_of(sample: Sample, tokenizer) -> str:
+    return tokenizer.decode(sample.tokens, skip_special_tokens=False)
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# --- the loss mask ----------------------------------------------------------------------------------------------
+
+
+def test_loss_on_every_answer_and_its_end_of_turn():
+    tokenizer = chat_tokenizer()
+    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "I am fine.<|im_end|>"]
+    # All that the model sees is there, with the default system prompt, and in the ids that serving would use.
+    rendered = tokenizer.apply_chat_template(TWO_TURNS, add_generation_prompt=False)
+    assert sample.tokens.tolist() == rendered[: len(sample)]
+    assert text_of(sample, tokenizer).startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
+    assert sample.tokens.dtype == np.int32
+    assert sample.loss_mask.dtype == bool
+
+
+def test_the_prompt_before_an_answer_is_what_serving_encodes():
+    tokenizer = chat_tokenizer()
+    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    for turn, (start, _) in enumerate(sample.answers()):
+        prompt = tokenizer.apply_chat_template(TWO_TURNS[: 2 * turn + 1], add_generation_prompt=True)
+        assert sample.tokens[:start].tolist() == prompt
+
+
+def test_answers_that_repeat_the_template_or_the_user_are_found():
+    tokenizer = chat_tokenizer()
+    messages = (user("assistant"), assistant("assistant"), user("a"), assistant("user\n"), user("x"), assistant("a"))
+    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    assert learnt(sample, tokenizer) == ["assistant<|im_end|>", "user\n<|im_end|>", "a<|im_end|>"]
+
+
+def test_template_that_strips():
+    tokenizer = chat_tokenizer(STRIPPING)
+    messages = (system(" Be kind. "), user(" Hi\n"), assistant("\n Hello! \n"), user("Bye"), assistant(" Bye! "))
+    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "Bye!<|im_end|>"]
+
+
+def test_template_without_generation_prompt_leaves_the_space_to_the_model():
+    tokenizer = chat_tokenizer(INSTRUCT)
+    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    assert learnt(sample, tokenizer) == [" Hello!<|im_end|>", " I am fine.<|im_end|>"]
+    prompt = tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)
+    assert sample.tokens[: len(prompt)].tolist() == prompt
+
+
+def test_template_that_rewrites_earlier_answers():
+    tokenizer = chat_tokenizer(THINKING)
+    messages = (user("Hi"), assistant("<think>\nso\n</think>\n\nHello!"), user("Why?"), assistant("Because."))
+    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "Because.<|im_end|>"]
+    assert "so" not in text_of(sample, tokenizer)
+
+
+def test_another_chat_template_can_be_given():
+    tokenizer = chat_tokenizer()
+    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer, chat_template=INSTRUCT)
+    assert text_of(sample, tokenizer).startswith("[INST] Hi [/INST] Hello!<|im_end|>")
+
+
+def test_exact_ids_are_kept_and_a_cut_off_answer_has_no_end():
+    tokenizer = chat_tokenizer()
+    end = tokenizer.eos_token_ids[0]
+    odd = [70, 71, 72]  # ids that no encoder would choose for any text here
+    turns = (TokenTurn([5, 6], [*odd, end]), TokenTurn([5, 6, *odd, end, 9], [80, 81]))
+    sample = tokenize_conversation(Conversation(TWO_TURNS, turns), tokenizer)
+    assert sample.tokens.tolist() == [5, 6, *odd, end, 9, 80, 81]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True, True, False, True, True]
+    # Rendered anew, the context changes and the answers' ids do not.
+    rendered = tokenize_conversation(Conversation(TWO_TURNS, turns), tokenizer, chat_template=CHATML)
+    spans = [rendered.tokens[a:b].tolist() for a, b in rendered.answers()]
+    assert spans == [[*odd, end], [80, 81]]
+    assert (rendered.tokens == end).sum() == 4  # system, user, answer, user: none twice, none after the cut
+
+
+# --- reading ----------------------------------------------------------------------------------------------------
+
+
+def test_reads_openai_sharegpt_and_token_lines(tmp_path):
+    path = tmp_path / "chats.jsonl.gz"
+    sharegpt = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, assistant("Hello!")]
+    lines = [{"messages": parts}, {"conversations": sharegpt}, {"prompt_ids": [1, 2], "answer_ids": [3]}]
+    with gzip.open(path, "wt") as file:
+        file.write("\n\n".join(map(json.dumps, lines)))
+    openai, share, tokens = read_conversations(path)
+    assert openai.messages == (user("Hi"), assistant("Hello!"))
+    assert share.messages == (system("S"), user("Hi"), assistant("Hello!"))
+    assert tokens.turns == (TokenTurn([1, 2], [3]),)
+
+
+def test_turns_that_do_not_continue_each_other_become_samples_of_their_own(tmp_path):
+    turns = [{"prompt_ids": [1], "answer_ids": [2]}, {"prompt_ids": [1, 2, 3], "answer_ids": [4]}]
+    rewritten = {"prompt_ids": [1, 9, 3, 4, 5], "answer_ids": [6]}
+    messages = [*TWO_TURNS, user("More"), assistant("No.")]
+    path = write(tmp_path / "a.jsonl", {"messages": messages, "turns_ids": [*turns, rewritten]})
+    first, second = read_conversations(path)
+    assert len(first.turns) == 2
+    assert first.messages == TWO_TURNS
+    assert second.turns == (TokenTurn([1, 9, 3, 4, 5], [6]),)
+    # Under another template only the last answer of the second has a loss.
+    tokenizer = chat_tokenizer()
+    sample = tokenize_conversation(second, tokenizer, chat_template=CHATML)
+    assert [sample.tokens[a:b].tolist() for a, b in sample.answers()] == [[6]]
+    assert "I am fine." in text_of(sample, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"text": "x"}', "'text'"),
+        ('{"messages": "x"}', "must be a list"),
+        ('{"messages": [{"content": "x"}]}', '"role"'),
+        ('{"messages": [{"role": "user", "content": 3}]}', "not text"),
+        ('{"conversations": [{"from": "parrot", "value": "x"}]}', "parrot"),
+        ('{"prompt_ids": [1], "answer_ids": ["x"]}', "answer_ids"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "turns_ids": []}', "turns_ids"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, complaint):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": list(TWO_TURNS)}) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 2") as raised:
+        list(read_conversations(path))
+    assert complaint in str(raised.value)
+
+
+def test_missing_file_and_torn_gzip(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        list(read_conversations(tmp_path / "none.jsonl"))
+    path = tmp_path / "torn.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps({"messages": list(TWO_TURNS)}).encode())[:-12])
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_conversations(path))
+
+
+# --- the data set -----------------------------------------------------------------------------------------------
+
+
+def test_report_counts_everything_that_is_not_kept(tmp_path):
+    loop = assistant("and so on " * 60)
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": TWO_TURNS},
+        {"messages": [user("Loop!"), loop]},
+        {"messages": [user("Hi"), assistant("Hello!"), user("Loop!"), loop, user("Stop"), assistant("Fine.")]},
+        {"messages": [user("no answer")]},
+        {"messages": [user("Hi"), assistant(" ".join(str(n) for n in range(200)))]},
+    )
+    tokenizer = chat_tokenizer()
+    samples, report = load_samples(path, tokenizer, max_length=200, long="drop")
+    assert (report.conversations, report.kept, report.looping, report.empty, report.too_long_dropped) == (5, 2, 2, 1, 1)
+    assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # cut before the loop
+    assert report.tokens == sum(map(len, samples))
+    assert report.answer_tokens == samples.loss_mask.sum()
+    for words in ("2 of 5", "2 looping", "1 empty", "1 too long, dropped"):
+        assert words in str(report)
+    chunked, report = load_samples(path, tokenizer, max_length=200, long="chunk")
+    assert (len(chunked), report.too_long_chunked) == (3, 1)
+
+
+def test_refusals_of_the_template_are_counted_and_an_empty_data_set_is_an_error(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [system("S"), *TWO_TURNS]})
+    with pytest.raises(DataError, match=r"no sample is left.*1 refused.*line 1.*no system prompts"):
+        load_samples(path, chat_tokenizer(INSTRUCT))
+
+
+def test_ids_of_another_model_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt_ids": [1, 2], "answer_ids": [99999]})
+    with pytest.raises(DataError, match="99999"):
+        load_samples(path, chat_tokenizer())
+
+
+def test_cache_is_used_and_belongs_to_its_input(tmp_path):
+    tokenizer, cache = chat_tokenizer(), tmp_path / "cache"
+    path = write(tmp_path / "a.jsonl", {"messages": TWO_TURNS})
+    first, report = load_samples(path, tokenizer, cache_dir=cache)
+    (entry,) = cache.iterdir()
+    again, report_again = load_samples(path, tokenizer, cache_dir=cache)
+    assert report_again == report
+    assert np.array_equal(again.tokens, first.tokens)
+    # Proof that it was read: what stands in the cache is what comes back.
+    SampleSet.from_samples([Sample(np.array([1, 2], np.int32), np.array([False, True]))]).save(entry, kept=7)
+    tampered, report = load_samples(path, tokenizer, cache_dir=cache)
+    assert (len(tampered.tokens), report.kept) == (2, 7)
+    # Other data, template, length or augmentation: another entry.
+    write(path, {"messages": TWO_TURNS}, {"messages": TWO_TURNS})
+    load_samples(path, tokenizer, cache_dir=cache)
+    load_samples(path, tokenizer, cache_dir=cache, chat_template=INSTRUCT)
+    load_samples(path, tokenizer, cache_dir=cache, max_length=9)
+    load_samples(path, tokenizer, cache_dir=cache, augmentation=Augmentation(system_probability=1.0))
+    assert len(list(cache.glob("*.npz"))) == 5
+
+
+def test_split_is_disjoint_and_repeatable():
+    samples = SampleSet.from_samples([Sample(np.array([n, n], np.int32), np.array([False, True])) for n in range(20)])
+    train, held_out = samples.split(5, seed=3)
+    assert sorted([*train.tokens[::2], *held_out.tokens[::2]]) == list(range(20))
+    assert held_out.tokens.tolist() == samples.split(5, seed=3)[1].tokens.tolist()
+    assert held_out.prompt(0) == [held_out.tokens[0]]
+
+
+# --- augmentation -----------------------------------------------------------------------------------------------
+
+
+def test_augmentation_changes_the_context_and_keeps_the_answers(tmp_path):
+    tokenizer = chat_tokenizer()
+    end = tokenizer.eos_token_ids[0]
+    answer = [*tokenizer.encode("I am fine."), end]
+    turn = {"prompt_ids": tokenizer.apply_chat_template([user("How are you?")]), "answer_ids": answer}
+    line = {"messages": [user("How are you?"), assistant("I am fine.")], "turns_ids": [turn]}
+    path = write(tmp_path / "a.jsonl", *[line] * 60)
+    augmentation = Augmentation(template_probability=0.5, no_template_probability=0.2, system_probability=0.5)
+    samples, report = load_samples(path, tokenizer, augmentation=augmentation)
+    contexts = set()
+    for sample in samples:
+        ((start, stop),) = sample.answers()
+        assert sample.tokens[start:stop].tolist() == answer
+        contexts.add(tokenizer.decode(sample.tokens[:start], skip_special_tokens=False))
+    assert len(contexts) > 20
+    assert 40 <= report.augmented < 60
+    assert any("### Instruction" in context for context in contexts)
+    assert "How are you?\n\n" in contexts  # no template
+    again, _ = load_samples(path, tokenizer, augmentation=augmentation)
+    assert np.array_equal(again.tokens, samples.tokens)
+    other, _ = load_samples(path, tokenizer, augmentation=Augmentation(0.5, 0.2, 0.5, seed=1))
+    assert not np.array_equal(other.tokens, samples.tokens)
+
+
+@pytest.mark.parametrize("template", [*TEXT_TEMPLATES.values(), NO_TEMPLATE], ids=[*TEXT_TEMPLATES, "none"])
+def test_every_text_template_marks_multi_turn_answers(template, monkeypatch, tmp_path):
+    tokenizer = chat_tokenizer()
+    monkeypatch.setitem(TEXT_TEMPLATES, "alpaca", template)
+    path = write(tmp_path / "a.jsonl", {"messages": TWO_TURNS})
+    augmentation = Augmentation(template_probability=1.0, system_probability=1.0, templates=("alpaca",))
+    samples, _ = load_samples(path, tokenizer, augmentation=augmentation)
+    assert learnt(samples[0], tokenizer) == ["Hello!<|im_end|>", "I am fine.<|im_end|>"]
+    text = text_of(samples[0], tokenizer)
+    assert "Hi" in text
+    assert "How are you?" in text
+    assert any(prompt in text for prompt in SYSTEM_PROMPTS) == bool(template.system)
+
+
+def test_what_cannot_be_augmented_is_kept_and_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": TWO_TURNS}, {"prompt_ids": [5], "answer_ids": [6]})
+    samples, report = load_samples(path, chat_tokenizer(INSTRUCT), augmentation=Augmentation(system_probability=1.0))
+    assert (len(samples), report.augmented, report.not_augmented) == (2, 0, 2)
+
+
+def test_augmentation_refuses_nonsense():
+    with pytest.raises(UserError, match="template_probability"):
+        Augmentation(template_probability=1.5)
+    with pytest.raises(UserError, match="add up"):
+        Augmentation(template_probability=0.7, no_template_probability=0.7)
+    with pytest.raises(UserError, match="mustard"):
+        Augmentation(templates=("mustard",))
+    assert len(set(SYSTEM_PROMPTS)) == len(SYSTEM_PROMPTS) >= 40

@@ -1,0 +1,269 @@
+"""Answers from the target: turn by turn, resumable, exact in their ids; and prompts that it writes itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.training.data import DataError, read_conversations, tokenize_conversation
+from fledge.training.prompts import read_prompts
+from fledge.training.regenerate import regenerate
+from tests.training.chat import INSTRUCT, THINKING, assistant, chat_tokenizer, system, user
+
+QUIET = {"show_progress": False}
+
+
+class EchoGenerator:
+    """Answers "You said: <the last user turn>", out of order, and keeps what it was asked."""
+
+    def __init__(self, tokenizer, *, fail_after: int | None = None, max_context: int | None = None, strip_stop: bool = False):
+        self.tokenizer, self.fail_after, self.strip_stop = tokenizer, fail_after, strip_stop
+        if max_context is not None:
+            self.max_context = max_context
+        self.calls: list[dict] = []
+        self.answered = 0
+
+    def reply(self, prompt: str, draw: random.Random) -> str:
+        return "You said: " + prompt.split("user\n")[-1].split("<|im_end|>")[0]
+
+    def generate(self, prompts, *, max_tokens, temperature, top_p, seed, stop_ids):
+        self.calls.append({"prompts": prompts, "temperature": temperature, "seed": seed, "stop_ids": list(stop_ids)})
+        for index in reversed(range(len(prompts))):
+            if self.answered == self.fail_after:
+                raise KeyboardInterrupt
+            self.answered += 1
+            text = self.reply(
+                self.tokenizer.decode(prompts[index], skip_special_tokens=False), random.Random(f"{seed}/{index}")
+            )
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            end = [] if self.strip_stop else [stop_ids[0]]
+            yield (index, ids[:max_tokens], "length") if len(ids) >= max_tokens else (index, ids + end, "stop")
+
+
+class WritingGenerator(EchoGenerator):
+    """Writes user turns as well: a few different ones, some of them useless."""
+
+    def reply(self, prompt: str, draw: random.Random) -> str:
+        if prompt.endswith("user\n"):
+            return draw.choice(["short", "and so on " * 60, f"What is {draw.randrange(40)} plus three, please?"])
+        return super().reply(prompt, draw)
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def records(path: Path) -> dict[str, dict]:
+    return {record["id"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+def test_reads_every_form_of_prompt(tmp_path):
+    path = tmp_path / "prompts.jsonl.gz"
+    lines = [
+        {"id": 1, "source": "s", "turns": ["Hi", "Bye"]},
+        {"messages": [system("S"), user("Hi"), assistant("given answers are dropped"), user("Bye"), assistant("x")]},
+        {"prompt": "Hi"},
+    ]
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    turns, messages, prompt = read_prompts(path)
+    assert (turns.id, turns.turns, turns.source) == ("1", ("Hi", "Bye"), "s")
+    assert (messages.turns, messages.system) == (("Hi", "Bye"), "S")
+    assert prompt.turns == ("Hi",)
+    assert prompt.id != messages.id
+    for bad in ({"text": "x"}, {"turns": []}, {"turns": ["Hi", ""]}, {"messages": [{"role": "tool", "content": "x"}]}):
+        with pytest.raises(DataError, match="line 1"):
+            list(read_prompts(write(tmp_path / "bad.jsonl", bad)))
+
+
+def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
+    tokenizer = chat_tokenizer()
+    generator = EchoGenerator(tokenizer)
+    prompts = write(tmp_path / "p.jsonl", {"id": "a", "turns": ["Hi", "How are you?", "Bye"]}, {"id": "b", "prompt": "One"})
+    out = tmp_path / "answers.jsonl"
+    report = regenerate(generator, tokenizer, prompts, out, max_tokens=64, **QUIET)
+    assert (report.conversations, report.answers, report.looping) == (2, 4, 0)
+    done = records(out)
+    assert done["a"]["messages"][1::2] == [assistant(f"You said: {text}") for text in ("Hi", "How are you?", "Bye")]
+    assert done["a"]["messages"][0::2] == [user("Hi"), user("How are you?"), user("Bye")]
+    # The prompts are those that serving would make, and one conversation is one sample with three answers.
+    assert done["a"]["turns_ids"][2]["prompt_ids"] == tokenizer.apply_chat_template(done["a"]["messages"][:5])
+    conversation = next(c for c in read_conversations(out) if len(c.turns) == 3)
+    sample = tokenize_conversation(conversation, tokenizer)
+    spans = [sample.tokens[start:stop].tolist() for start, stop in sample.answers()]
+    assert spans == [turn["answer_ids"] for turn in done["a"]["turns_ids"]]
+    assert all(span[-1] == tokenizer.eos_token_ids[0] for span in spans)
+    assert report.answer_tokens == sum(map(len, spans)) + len(done["b"]["turns_ids"][0]["answer_ids"])
+
+
+def test_answers_without_their_stop_id_get_it_and_cut_ones_do_not(tmp_path):
+    tokenizer = chat_tokenizer()
+    prompts = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "Hi"}, {"id": "b", "turns": ["x" * 99, "Go on"]})
+    report = regenerate(
+        EchoGenerator(tokenizer, strip_stop=True), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=20, **QUIET
+    )
+    done = records(tmp_path / "o.jsonl")
+    assert done["a"]["turns_ids"][0]["answer_ids"][-1] == tokenizer.eos_token_ids[0]
+    first, second = done["b"]["turns_ids"]
+    assert (first["finish_reason"], len(first["answer_ids"]), report.cut_off) == ("length", 20, 1)
+    # The template closes the cut answer in the next prompt, and training puts no loss on that.
+    seen = first["prompt_ids"] + first["answer_ids"]
+    assert second["prompt_ids"][: len(seen) + 1] == [*seen, tokenizer.eos_token_ids[0]]
+
+
+def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
+    tokenizer = chat_tokenizer(THINKING)
+
+    class Thinker(EchoGenerator):
+        def reply(self, prompt, draw):
+            return "<think>\nhm\n</think>\n\n" + super().reply(prompt, draw)
+
+    prompts = write(tmp_path / "p.jsonl", {"id": "a", "turns": ["Hi", "Bye"]})
+    regenerate(Thinker(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=64, **QUIET)
+    (record,) = records(tmp_path / "o.jsonl").values()
+    conversations = list(read_conversations(tmp_path / "o.jsonl"))
+    assert record["turns_ids"][1]["prompt_ids"] == tokenizer.apply_chat_template(record["messages"][:3])
+    assert [c.turns[0].prompt_ids for c in conversations] == [turn["prompt_ids"] for turn in record["turns_ids"]]
+
+
+def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path):
+    tokenizer = chat_tokenizer()
+    lines = [{"id": f"p{n}", "turns": [f"Number {n}"] + ["And?"] * (n % 2)} for n in range(10)]
+    prompts, out, whole = write(tmp_path / "p.jsonl", *lines), tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(EchoGenerator(tokenizer, fail_after=6), tokenizer, prompts, out, **QUIET)
+    finished = records(out)
+    assert 0 < len(finished) < 10
+    with out.open("a") as file:
+        file.write('{"id":"p0","messages":[{"role":"us')
+    generator = EchoGenerator(tokenizer)
+    report = regenerate(generator, tokenizer, prompts, out, **QUIET)
+    assert report.already_done == len(finished)
+    assert len(generator.calls[0]["prompts"]) == 10 - len(finished)
+    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, whole, **QUIET)
+    assert records(out) == records(whole)
+    assert len(out.read_text().splitlines()) == 10
+    # Nothing left to do: nothing is asked.
+    generator = EchoGenerator(tokenizer)
+    regenerate(generator, tokenizer, prompts, out, **QUIET)
+    assert generator.calls == []
+
+
+def test_one_file_never_mixes_two_ways_of_answering(tmp_path):
+    tokenizer = chat_tokenizer()
+    prompts, out = write(tmp_path / "p.jsonl", {"prompt": "Hi"}), tmp_path / "o.jsonl"
+    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", **QUIET)
+    with pytest.raises(DataError, match=r"temperature '0\.0', now it is '0\.7'"):
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", temperature=0.7, **QUIET)
+    with pytest.raises(DataError, match="model 'a'"):
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="b", **QUIET)
+    with pytest.raises(DataError, match="cannot be gone on with"):
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, write(tmp_path / "mine.jsonl", {"my": "data"}), **QUIET)
+    with pytest.raises(DataError, match="gz"):
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl.gz", **QUIET)
+    assert records(tmp_path / "o.jsonl").keys() == {read_prompts(prompts).__next__().id}
+
+
+def test_counts_duplicates_long_prompts_refusals_and_loops(tmp_path):
+    tokenizer = chat_tokenizer()
+
+    class Looper(EchoGenerator):
+        def reply(self, prompt, draw):
+            return "again and again " * 30
+
+    lines = [{"prompt": "Hi"}, {"prompt": "Hi"}, {"prompt": "x" * 500}, {"id": "late", "turns": ["Hi", "x" * 500]}]
+    prompts = write(tmp_path / "p.jsonl", *lines)
+    generator = Looper(tokenizer, max_context=600)
+    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=256, **QUIET)
+    assert (report.duplicates, report.too_long, report.conversations, report.looping) == (1, 1, 2, 2)
+    assert len(records(tmp_path / "o.jsonl")["late"]["messages"]) == 2  # ends where there is no room for more
+    assert all(record["looping"] for record in records(tmp_path / "o.jsonl").values())
+    assert "2 looping" in str(report)
+    refusing = chat_tokenizer(INSTRUCT)
+    prompts = write(tmp_path / "p2.jsonl", {"prompt": "Hi", "system": "S"}, {"prompt": "Hi"})
+    report = regenerate(EchoGenerator(refusing), refusing, prompts, tmp_path / "o2.jsonl", **QUIET)
+    assert (report.refused, report.conversations) == (1, 1)
+
+
+def test_waves_and_limit(tmp_path):
+    tokenizer = chat_tokenizer()
+    prompts = write(tmp_path / "p.jsonl", *({"id": f"p{n}", "turns": ["Hi", "Bye"]} for n in range(20)))
+    generator = EchoGenerator(tokenizer)
+    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", limit=10, wave=4, **QUIET)
+    assert (report.conversations, report.answers) == (10, 20)
+    assert [len(call["prompts"]) for call in generator.calls] == [4, 4, 4, 4, 2, 2]
+    assert len({call["seed"] for call in generator.calls}) == 6
+
+
+def test_self_prompted(tmp_path):
+    tokenizer, out = chat_tokenizer(), tmp_path / "o.jsonl"
+    generator = WritingGenerator(tokenizer)
+    report = regenerate(generator, tokenizer, None, out, self_prompted=12, max_tokens=64, **QUIET)
+    # Only the opening of a user's turn was given, default system prompt included, and sampled at temperature 1.
+    opening = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
+    assert tokenizer.decode(generator.calls[0]["prompts"][0], skip_special_tokens=False) == opening
+    assert generator.calls[0]["temperature"] == 1.0
+    done = records(out)
+    assert report.conversations == len(done) == 12
+    assert report.self_rejected > 0
+    for record in done.values():
+        asked, answered = (message["content"] for message in record["messages"])
+        assert asked.startswith("What is ")
+        assert answered == f"You said: {asked}"
+    assert len({record["messages"][0]["content"] for record in done.values()}) == 12
+    # Going on asks for the missing ones alone, and does not draw the same again.
+    more = WritingGenerator(tokenizer)
+    report = regenerate(more, tokenizer, None, out, self_prompted=15, max_tokens=64, **QUIET)
+    assert (report.conversations, report.already_done, len(records(out))) == (3, 12, 15)
+    assert more.calls[0]["seed"] not in {call["seed"] for call in generator.calls}
+
+
+def test_a_target_that_cannot_write_prompts_is_reported(tmp_path):
+    class Mute(EchoGenerator):
+        def reply(self, prompt, draw):
+            return "?"
+
+    tokenizer = chat_tokenizer()
+    with pytest.raises(DataError, match="hardly any usable prompts"):
+        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", self_prompted=5, **QUIET)
+    with pytest.raises(DataError, match="nothing to answer"):
+        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", **QUIET)
+
+
+def test_command_line(tmp_path, monkeypatch):
+    import sys
+    from types import ModuleType
+
+    import typer
+
+    from fledge.cli.regenerate import regenerate as command
+
+    tokenizer = chat_tokenizer()
+    built = []
+
+    def answer_generator(model, device, *, concurrency):
+        built.append((model, device, concurrency))
+        generator = EchoGenerator(tokenizer)
+        generator.tokenizer = tokenizer
+        return generator
+
+    offline = ModuleType("fledge.engine.offline")
+    offline.answer_generator = answer_generator
+    monkeypatch.setitem(sys.modules, "fledge.engine.offline", offline)
+    app = typer.Typer()
+    app.command()(command)
+    prompts, out = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "Hi"}), tmp_path / "o.jsonl"
+    arguments = ["--model", "m", "--prompts", str(prompts), "--out", str(out), "--concurrency", "3", "--device", "cpu"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert built == [("m", "cpu", 3)]
+    assert records(out).keys() == {"a"}
+    assert "tokens/s" in result.stderr
+    nothing = CliRunner().invoke(app, ["--model", "m", "--out", str(out)])
+    assert isinstance(nothing.exception, DataError)
