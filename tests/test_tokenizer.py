@@ -1,0 +1,99 @@
+"""Streaming detokenisation and chat templates."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from fledge.checkpoints.gguf import convert
+from fledge.errors import ModelError, RequestError
+from fledge.tokenizer import IncrementalDecoder, Tokenizer
+from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.test_gguf import sentencepiece_metadata
+from tests.tiny import tiny_decoder
+
+LETTERS = "he llo wor\n\t12,.é世界🎉👩‍👩‍👧 ñ\u200bЖ"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp(request.param)
+    metadata = sentencepiece_metadata() if request.param == "sentencepiece" else None
+    file = write_gguf(folder / "tiny.gguf", tiny_decoder(vocab_size=288), "llama", metadata=metadata)
+    return Tokenizer(convert(file, folder / "folder"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_make_the_text(tokenizer: Tokenizer, seed: int) -> None:
+    """Fed one by one or several at once, with marks between that are not shown."""
+    rng = random.Random(seed)
+    text = "".join(rng.choices(LETTERS, k=60))
+    ids = tokenizer.encode(text)
+    for _ in range(3):
+        ids.insert(rng.randrange(len(ids)), 1)
+    # A mark in the middle of a character breaks the character; the reference is what decoding the whole gives.
+    decoder, pieces, at = IncrementalDecoder(tokenizer), [], 0
+    while at < len(ids):
+        step = rng.choice([1, 1, 1, 2, 5])
+        pieces.append(decoder.feed(ids[at : at + step] if step > 1 else ids[at]))
+        at += step
+    pieces.append(decoder.flush())
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert len([piece for piece in pieces if piece]) > 10  # it streams
+
+
+def test_text_comes_back(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(LETTERS)) == LETTERS
+
+
+def test_half_a_character_is_held_back(tokenizer: Tokenizer) -> None:
+    before, *character = tokenizer.encode("h🎉", add_special_tokens=False)[-5:]
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.feed(before) == "h"
+    assert [decoder.feed(token_id) for token_id in character] == ["", "", "", "🎉"]
+    assert decoder.flush() == ""
+
+
+def test_flush_shows_what_never_became_a_character(tokenizer: Tokenizer) -> None:
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.feed(tokenizer.encode("🎉", add_special_tokens=False)[-4:-2]) == ""
+    assert set(decoder.flush()) == {"\ufffd"}
+    assert decoder.flush() == ""
+
+
+def test_marks_are_shown_on_demand(tokenizer: Tokenizer) -> None:
+    assert IncrementalDecoder(tokenizer).feed([1]) == ""
+    assert IncrementalDecoder(tokenizer, skip_special_tokens=False).feed([1]) == tokenizer.token(1)
+
+
+def test_chat_options(tokenizer: Tokenizer) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ mood }}"
+    assert tokenizer.render_chat(HELLO, chat_template=template, mood="!") == "hello>!"
+    assert tokenizer.render_chat(HELLO, add_generation_prompt=False, chat_template=template) == "hello"
+    assert tokenizer.render_chat(HELLO, chat_template=template, continue_final_message=True) == "hello"
+    ids = tokenizer.apply_chat_template(HELLO, chat_template=template)
+    assert ids == tokenizer.encode("hello>", add_special_tokens=False)
+
+
+def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="refuses these messages: roles must alternate"):
+        tokenizer.render_chat(HELLO, chat_template="{{ raise_exception('roles must alternate') }}")
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=288), "llama", metadata={"tokenizer.chat_template": None})
+    tokenizer = Tokenizer(convert(file, tmp_path / "folder"))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render_chat(HELLO)
+    assert tokenizer.render_chat(HELLO, chat_template="{{ messages[0].content }}") == "hello"
+
+
+def test_damaged_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded") as error:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
