@@ -75,6 +75,11 @@ class RegenerateReport:
     self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated or looping
 
     @property
+    def settled(self) -> int:
+        """Prompts that need nothing more."""
+        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused
+
+    @property
     def tokens_per_second(self) -> float:
         return self.answer_tokens / self.seconds if self.seconds else 0.0
 
@@ -102,16 +107,17 @@ class _Dialogue:
     upcoming: deque[str]  # the user's turns still to come
     turns: list[dict[str, Any]] = field(default_factory=list)  # as they will stand in the file
     prompt_ids: list[int] = field(default_factory=list)  # what is to be answered now
+    looping: bool = False  # one of the answers so far
 
     @classmethod
     def start(cls, prompt: Prompt) -> _Dialogue:
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         return cls(prompt, system, deque(prompt.turns))
 
-    def record(self, looping: bool) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         source = {"source": self.prompt.source} if self.prompt.source else {}
-        messages = self.messages if self.messages[-1]["role"] == "assistant" else self.messages[:-1]
-        return {"id": self.prompt.id, **source, "messages": messages, "looping": looping, "turns_ids": self.turns}
+        answers = {"messages": self.messages, "looping": self.looping, "turns_ids": self.turns}
+        return {"id": self.prompt.id, **source, **answers}
 
 
 def regenerate(
@@ -166,21 +172,23 @@ class _Run:
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=not show_progress) as progress:
             task = progress.add_task("answering", total=len(prompts) + self_prompted, note="")
             source = chain(self._from_file(prompts), self._self_written(self_prompted))
-            ready: deque[_Dialogue] = deque()
+            waiting: deque[_Dialogue] = deque()  # for the answer to their next turn
             while True:
-                ready.extend(self._opened(islice(source, max(0, self.wave - len(ready)))))
-                if not ready:
+                waiting.extend(map(_Dialogue.start, islice(source, max(0, self.wave - len(waiting)))))
+                if not waiting:
                     break
-                dialogues = [ready.popleft() for _ in range(min(self.wave, len(ready)))]
-                for dialogue in self._answer(dialogues):
-                    if dialogue.upcoming and self._open_turn(dialogue):
-                        ready.append(dialogue)
+                # Prompts are rendered before the generator starts: between its answers it should not have to wait.
+                wave = [waiting.popleft() for _ in range(min(self.wave, len(waiting)))]
+                for dialogue in self._answer([dialogue for dialogue in wave if self._open_turn(dialogue)]):
+                    if dialogue.upcoming:
+                        waiting.append(dialogue)
                     else:
                         self._finish(dialogue)
-                    report.seconds = time.monotonic() - started
-                    note = f"{report.tokens_per_second:,.0f} tokens/s, {report.looping:,} looping"
-                    done = report.conversations + report.already_done + report.duplicates
-                    progress.update(task, completed=done + report.too_long + report.refused, note=note)
+                    if (now := time.monotonic() - started) > report.seconds + 0.2:
+                        report.seconds = now
+                        note = f"{report.tokens_per_second:,.0f} tokens/s, {report.looping:,} looping"
+                        progress.update(task, completed=report.settled, note=note)
+            progress.update(task, completed=report.settled)
         report.seconds = time.monotonic() - started
         return report
 
@@ -239,28 +247,28 @@ class _Run:
 
     # --- answering -----------------------------------------------------------------------------------------------
 
-    def _opened(self, prompts: Iterator[Prompt]) -> Iterator[_Dialogue]:
-        for prompt in prompts:
-            dialogue = _Dialogue.start(prompt)
-            if self._open_turn(dialogue):
-                yield dialogue
-
     def _open_turn(self, dialogue: _Dialogue) -> bool:
-        """Adds the user's next turn and renders the prompt; False if it cannot be answered."""
+        """Adds the user's next turn and renders the prompt. False if that is not possible: the conversation ends."""
         dialogue.messages.append({"role": "user", "content": dialogue.upcoming.popleft()})
         answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
+        max_context = getattr(self.generator, "max_context", None)
+        problem = ""
         try:
             dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers)
+            if max_context is not None and len(dialogue.prompt_ids) + self.sampling["max_tokens"] > max_context:
+                problem = "too_long"
         except TemplateError:
-            self.report.refused += not dialogue.turns
-            return False
-        max_context = getattr(self.generator, "max_context", None)
-        if max_context is not None and len(dialogue.prompt_ids) + self.sampling["max_tokens"] > max_context:
-            self.report.too_long += not dialogue.turns
-            return False
-        return True
+            problem = "refused"
+        if problem and dialogue.turns:  # what was answered so far is worth keeping
+            dialogue.messages.pop()
+            self._finish(dialogue)
+        elif problem:
+            setattr(self.report, problem, getattr(self.report, problem) + 1)
+        return not problem
 
     def _answer(self, dialogues: list[_Dialogue]) -> Iterator[_Dialogue]:
+        if not dialogues:
+            return
         prompts = [dialogue.prompt_ids for dialogue in dialogues]
         answered = 0
         for index, ids, reason in self._call(prompts, self.stop_ids, **self.sampling):
@@ -274,12 +282,14 @@ class _Run:
             self.report.answers += 1
             self.report.answer_tokens += len(ids)
             self.report.cut_off += reason == "length"
-            self.report.looping += is_looping(ids)
+            if is_looping(ids):
+                self.report.looping += 1
+                dialogue.looping = True
             answered += 1
             yield dialogue
         if answered != len(dialogues):
             raise UserError(f"the generator answered {answered} of {len(dialogues)} prompts; run again to go on")
 
     def _finish(self, dialogue: _Dialogue) -> None:
-        self.file.append(dialogue.record(any(is_looping(turn["answer_ids"]) for turn in dialogue.turns)))
+        self.file.append(dialogue.record())
         self.report.conversations += 1

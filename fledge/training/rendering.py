@@ -63,7 +63,8 @@ class ChatFormat:
         marked = [dict(message) for message in messages]
         for number, i in enumerate(turns):
             marked[i]["content"] = _marker(number)
-        full, rest = self._text(messages, open_turn), self._text(marked, open_turn)
+        full = self._text(messages, open_turn)
+        rest = self._text(marked, open_turn) if turns else full
         contexts = []
         for number in range(len(turns)):
             context, found, rest = rest.partition(_marker(number))
