@@ -31,7 +31,13 @@ from fledge.errors import ModelError
 # Computed, not learned, or the training's bookkeeping: nothing is lost without them.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _PREFIXES = ("draft_model.", "model.")
-_RENAMED = {"draft_id_to_target_id": "d2t", "target_id_in_draft": "t2d"}
+_RENAMED = {
+    "draft_id_to_target_id": "d2t",
+    # SGLang's names before EAGLE 3.1 had them
+    "aux_norm_low.weight": "fc_norm.0.weight",
+    "aux_norm_mid.weight": "fc_norm.1.weight",
+    "aux_norm_high.weight": "fc_norm.2.weight",
+}
 _COUNT_OUTPUTS = ("SpecForge", "TorchSpec", "NeMo")
 
 

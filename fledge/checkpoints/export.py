@@ -1,0 +1,178 @@
+"""Drafters for other servers, and drafters of other trainers for us: each conversion is read, checked and written whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.checkpoints import drafter_layout, eagle3, origins
+from fledge.checkpoints.drafter_config import LAYER_IDS, config_to_hf
+from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.checkpoints.speculators import save_speculators
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.errors import ModelError
+from fledge.models.drafter import EagleDrafter
+
+DESTINATIONS = ("vllm", "sglang", "speculators")
+TESTED_VLLM = "0.32.0"
+
+
+def export_drafter(
+    folder: str | Path,
+    to: str,
+    out: str | Path,
+    target_name: str,
+    *,
+    target: ModelConfig | None = None,
+    num_draft_tokens: int = 3,
+) -> Path:
+    """`target_name` goes into the launch command; `target` lets a drafter that names no layers be read."""
+    if to not in DESTINATIONS:
+        raise ModelError(f"cannot export to {to!r}; possible: {', '.join(DESTINATIONS)}")
+    _not_onto_itself(folder, out)
+    files = origins.canonical(read_drafter_files(find_drafter(folder)))
+    drafter = _checked(files, target, folder)
+    readme = {"README.md": _readme(drafter.config, to, Path(out), target_name, num_draft_tokens)}
+    if to == "speculators":
+        architecture = target.architecture if target is not None else "LlamaForCausalLM"
+        return save_speculators(
+            drafter,
+            out,
+            target_name,
+            verifier_architecture=architecture,
+            speculative_tokens=num_draft_tokens,
+            texts=readme,
+        )
+    if to == "sglang":
+        dtype = drafter.fc.weight.dtype
+        return write_drafter_files(out, _sglang_config(drafter), drafter_layout.to_file(drafter, dtype), readme)
+    return eagle3.save_drafter(drafter, out, texts=readme)
+
+
+def import_drafter(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    target: ModelConfig | None = None,
+    layer_ids: tuple[int, ...] | None = None,
+) -> tuple[Path, list[str]]:
+    """Any readable checkpoint in the raw layout; returns the folder and what was changed.
+
+    `layer_ids`: overrules what the checkpoint says (0 = embeddings, i = after i layers).
+    """
+    _not_onto_itself(folder, out)
+    files = origins.canonical(read_drafter_files(find_drafter(folder)))
+    if layer_ids is not None:
+        ids = {LAYER_IDS: list(layer_ids), "num_aux_hidden_states": len(layer_ids)}
+        settings = {**files.config, **ids, "eagle_config": {LAYER_IDS: list(layer_ids)}}
+        files = replace(files, config=settings, notes=[*files.notes, f"layer ids set to {list(layer_ids)}"])
+    files = with_d2t(files)
+    drafter = _checked(files, target, folder)
+    notes = files.notes or [f"read as {files.origin}, nothing had to be translated"]
+    return eagle3.save_drafter(drafter, out), notes
+
+
+def with_d2t(files: DrafterFiles) -> DrafterFiles:
+    """Rebuilds a missing map from the mask, when it marks as many tokens as the draft vocabulary has."""
+    t2d, size = files.tensors.get("t2d"), files.config.get("draft_vocab_size")
+    if "d2t" in files.tensors or t2d is None or int(t2d.to(torch.bool).sum()) != size:
+        return files
+    tensors = {**files.tensors, "d2t": origins.rebuilt_d2t(t2d)}
+    return replace(files, tensors=tensors, notes=[*files.notes, "d2t was missing and is rebuilt from t2d"])
+
+
+def _checked(files: DrafterFiles, target: ModelConfig | None, name: str | Path) -> EagleDrafter:
+    config, problems = eagle3.check(files, target)
+    if problems:
+        raise ModelError(f"drafter {name}: " + "; ".join(problems))
+    return eagle3.build_drafter(config, files, files.tensors["fc.weight"].dtype, "cpu")
+
+
+def _not_onto_itself(folder: str | Path, out: str | Path) -> None:
+    if Path(folder).expanduser().resolve() == Path(out).expanduser().resolve():
+        raise ModelError(f"{out}: the drafter itself would be overwritten; choose another folder")
+
+
+def _sglang_config(drafter: EagleDrafter) -> dict[str, Any]:
+    """SGLang looks for layer ids inside eagle_config, and takes a first id of 1 to count outputs (1 there is 2 here)."""
+    config = drafter.config
+    unsupported = {
+        "norm_before_fc": config.norm_before_fc,
+        "norm_before_residual": config.norm_before_residual,
+        "attention or MLP biases": config.attention_bias or config.mlp_bias,
+        "more than one draft layer": config.num_layers > 1,
+        "a tap after the first layer (it reads a first id of 1 as 2)": config.aux_layer_ids[0] == 1,
+    }
+    refused = [name for name, present in unsupported.items() if present]
+    if refused:
+        raise ModelError(f"SGLang does not serve drafters with {'; '.join(refused)}: use vLLM")
+    ids = list(config.aux_layer_ids)
+    # understood by every version; other first ids are taken as they are by versions of mid-May 2026 and later
+    theirs = [i - 1 for i in ids] if ids[0] == 2 else ids
+    settings = config_to_hf(config, drafter.fc.weight.dtype)
+    del settings[LAYER_IDS]
+    settings["eagle_config"] = {LAYER_IDS: theirs, "use_aux_hidden_state": True}
+    if not config.own_head:
+        settings["draft_vocab_size"] = None  # SGLang's sign for lending the target's head
+    return settings
+
+
+def _readme(config: DrafterConfig, to: str, out: Path, target: str, num_draft_tokens: int) -> str:
+    lines = [
+        f"# {out.name}",
+        "",
+        f"EAGLE {config.version} drafter for `{target}`, written by Fledge for {_TITLES[to]}.",
+        "",
+        f"- taps the target after layers {', '.join(map(str, config.aux_layer_ids))} (0 = the embeddings)",
+        f"- draft vocabulary {config.draft_vocab_size} of {config.vocab_size}; {config.num_layers} draft layer(s) of "
+        f"{config.hidden_size}; positions up to {config.max_positions}",
+        "",
+        "## Serve",
+        "",
+        "```bash",
+        *_COMMANDS[to](config, out, target, num_draft_tokens),
+        "```",
+        "",
+        "## Versions",
+        "",
+        *_VERSIONS[to],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _vllm_command(config: DrafterConfig, out: Path, target: str, num_draft_tokens: int) -> list[str]:
+    settings = f'{{"model": "{out}", "method": "eagle3", "num_speculative_tokens": {num_draft_tokens}}}'
+    return [f"vllm serve {target} --speculative-config '{settings}'"]
+
+
+def _sglang_command(config: DrafterConfig, out: Path, target: str, num_draft_tokens: int) -> list[str]:
+    window = [f"  --speculative-draft-window-size {config.window} \\"] if config.window else []
+    return [
+        f"python -m sglang.launch_server --model-path {target} \\",
+        *window,
+        f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {out} \\",
+        f"  --speculative-num-steps {num_draft_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {num_draft_tokens + 1}",
+    ]
+
+
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM, in the speculators layout"}
+_COMMANDS = {"vllm": _vllm_command, "sglang": _sglang_command, "speculators": _vllm_command}
+_VERSIONS = {
+    "vllm": [
+        f"vLLM 0.25 or later; tested with {TESTED_VLLM}. The same greedy tokens and the same drafts as in Fledge.",
+    ],
+    "speculators": [
+        f"vLLM 0.25 or later; tested with {TESTED_VLLM}. Earlier versions drop `fc_norm` and `norm_output` from this",
+        "layout without a word and draft badly. `vllm serve` may also be given this folder as the model: it then takes the",
+        "target from config.json.",
+    ],
+    "sglang": [
+        "A version that knows `fc_norm` and `norm_output` (mid-2026 or later) when the drafter is not plain EAGLE 3.",
+        "SGLang always lends the target's embedding to a drafter of the same hidden size. `fledge doctor` on this folder and",
+        "the server's own acceptance length should agree: compare them once.",
+    ],
+}

@@ -1,0 +1,29 @@
+"""`fledge export`: a drafter as another server wants it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fledge.checkpoints.export import DESTINATIONS, export_drafter
+
+
+def export(
+    drafter: Annotated[str, typer.Argument(help="Folder, name or hub id of a drafter.")],
+    out: Annotated[str, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option("--to", help=f"One of: {', '.join(DESTINATIONS)}.")] = "vllm",
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
+    target_name: Annotated[str, typer.Option(help="The target's name in the launch command.")] = "",
+    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted a step, in the launch command.")] = 3,
+) -> None:
+    """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""
+    target = None
+    if model:
+        from fledge import sources
+        from fledge.checkpoints.hf import load_config
+
+        target = load_config(sources.resolve(model))
+    name = target_name or model or "TARGET"
+    folder = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens)
+    print((folder / "README.md").read_text())

@@ -1,0 +1,35 @@
+"""`fledge import`: another trainer's drafter in the layout that Fledge and vLLM read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fledge.checkpoints.export import import_drafter as convert
+from fledge.errors import ModelError
+
+
+def import_drafter(
+    drafter: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")],
+    out: Annotated[str, typer.Argument(help="Folder to write.")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Overrules the tapped layers: 2,14,25 (0 = embeddings, i = after i layers).")
+    ] = None,
+) -> None:
+    """Read a checkpoint of SafeAILab, SpecForge, TorchSpec, NeMo, AngelSlim or speculators; write the raw layout."""
+    target = None
+    if model:
+        from fledge import sources
+        from fledge.checkpoints.hf import load_config
+
+        target = load_config(sources.resolve(model))
+    try:
+        layer_ids = tuple(int(part) for part in layers.split(",")) if layers else None
+    except ValueError:
+        raise ModelError(f"--layers {layers}: give numbers with commas between, as 2,14,25") from None
+    folder, notes = convert(drafter, out, target=target, layer_ids=layer_ids)
+    for note in notes:
+        print(note)
+    print(f"written to {folder}")
