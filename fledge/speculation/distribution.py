@@ -49,7 +49,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = probs * keep
         probs = probs / probs.sum(-1, keepdim=True)
     if params.top_p < 1:
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered  # mass ahead of each token: the first is always kept
         ordered = ordered.masked_fill(before >= params.top_p, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)

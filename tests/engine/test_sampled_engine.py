@@ -1,0 +1,83 @@
+"""The same through the whole engine: a tiny network target, speculative against its exact distribution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from fledge.engine.build import Speculation
+from fledge.models.decoder import causal_attend
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from fledge.speculation.distribution import adjust, probabilities
+from tests.oracle import CPU, engine_with
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+SHAPE = {"vocab_size": 12, "num_layers": 2, "hidden_size": 16}
+PROMPT = [1, 5, 3]
+RUNS = 3000
+
+
+def exact(decoder, params: SamplingParams, answer: list[int]) -> torch.Tensor:
+    tokens = torch.tensor(PROMPT + answer)
+    hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())
+    return probabilities(adjust(decoder.logits(hidden[-1]), params, PROMPT, answer), params)
+
+
+@pytest.mark.parametrize("tree", [None, TreeShape(3, 6)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.9, "frequency_penalty": 1.0}], ids=["plain", "adjusted"]
+)
+def test_engine_samples_the_targets_distribution(tree, settings):
+    decoder = tiny_decoder(2, **SHAPE)
+    with torch.no_grad():  # softer, so that many continuations are possible
+        decoder.lm_head.weight.mul_(0.4)
+    config = tiny_drafter_config(decoder.config, aux_layer_ids=(0, 1, 2), fc_norm=True, norm_output=True)
+    engine = engine_with(decoder, Speculation(tiny_drafter(config), 2, tree), CPU)
+    requests = [
+        engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=seed, **settings)) for seed in range(RUNS)
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats.accepted > 100
+    params = SamplingParams(max_tokens=3, **settings)
+    counts: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        pair = tuple(request.answer[1:3])  # the first token comes from the prompt's pass, without a draft
+        counts[(request.answer[0], *pair)] = counts.get((request.answer[0], *pair), 0) + 1
+    expected: dict[tuple[int, ...], float] = {}
+    first = exact(decoder, params, [])
+    for a in range(12):
+        if first[a] * RUNS < 5:
+            continue
+        second = exact(decoder, params, [a])
+        for b in range(12):
+            if first[a] * second[b] * RUNS < 5:
+                continue
+            third = exact(decoder, params, [a, b])
+            for c in range(12):
+                if (p := float(first[a] * second[b] * third[c])) * RUNS >= 8:
+                    expected[(a, b, c)] = p
+    observed = [counts.get(key, 0) for key in expected]
+    pooled_p, pooled_count = 1 - sum(expected.values()), RUNS - sum(observed)
+    statistic = chisquare([*observed, pooled_count], [*(p * RUNS for p in expected.values()), pooled_p * RUNS])
+    assert len(expected) > 20
+    assert statistic.pvalue > 1e-3
+
+
+def test_a_seed_repeats_an_answer_whatever_runs_beside_it():
+    decoder = tiny_decoder(2)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=11)
+    drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
+    alone = engine_with(decoder, Speculation(drafter, 3))
+    request = alone.add_request(PROMPT, params)
+    while alone.has_unfinished():
+        alone.step()
+    crowd = engine_with(decoder, Speculation(drafter, 3))
+    others = [crowd.add_request([index, 7], SamplingParams(max_tokens=9, seed=index)) for index in range(5)]
+    again = crowd.add_request(PROMPT, params)
+    while crowd.has_unfinished():
+        crowd.step()
+    assert again.answer == request.answer
+    assert len({tuple(other.answer) for other in others}) > 1
