@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -48,9 +48,9 @@ def chat_tokenizer(chat_template: str | None = CHATML) -> Tokenizer:
     backend.train_from_iterator(CORPUS, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = chat_template
-    folder = mkdtemp(prefix="fledge-tokenizer-")
-    fast.save_pretrained(folder)
-    return Tokenizer(folder)
+    with TemporaryDirectory() as folder:
+        fast.save_pretrained(folder)
+        return Tokenizer(folder)
 
 
 def user(text: str) -> dict[str, str]:
