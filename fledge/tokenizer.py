@@ -56,9 +56,8 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(list(ids), **options)
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it, for reports."""

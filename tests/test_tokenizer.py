@@ -84,7 +84,8 @@ def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=288), "llama", metadata={"tokenizer.chat_template": None})
+    decoder, metadata = tiny_decoder(vocab_size=288), {"tokenizer.chat_template": None}
+    file = write_gguf(tmp_path / "tiny.gguf", decoder, "llama", metadata=metadata)
     tokenizer = Tokenizer(convert(file, tmp_path / "folder"))
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):

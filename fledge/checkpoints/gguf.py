@@ -71,9 +71,8 @@ def convert(file: str | Path, folder: str | Path) -> Path:
 def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> ModelConfig:
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise ModelError(
-            f"{source}: GGUF architecture {arch!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{source}: GGUF architecture {arch!r} is not supported; supported: {known}")
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"{source}: one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     if metadata.get(f"{arch}.expert_count"):
@@ -90,9 +89,8 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{source}: token_embd.weight is missing from the file")
     vocab_size = int(tensors["token_embd.weight"].shape[-1])
-    num_layers, num_heads, hidden_size = (
-        int(get(key)) for key in ("block_count", "attention.head_count", "embedding_length")
-    )
+    num_layers, num_heads = int(get("block_count")), int(get("attention.head_count"))
+    hidden_size = int(get("embedding_length"))
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
     rotated = int(get("rope.dimension_count", head_dim))
     if rotated != head_dim or int(get("attention.value_length", head_dim)) != head_dim:

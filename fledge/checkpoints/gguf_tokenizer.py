@@ -118,9 +118,8 @@ def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if not scores:
         raise ModelError(f"{source}: the tokenizer's scores (tokenizer.ggml.scores) are missing")
     unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    tokenizer = _bpe(
-        metadata, source, _merges_by_score(pieces, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
+    merges = _merges_by_score(pieces, scores)
+    tokenizer = _bpe(metadata, source, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):

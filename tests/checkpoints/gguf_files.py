@@ -1,4 +1,4 @@
-"""Small GGUF files for tests, written by the `gguf` package from a decoder, the way llama.cpp's converter lays them out."""
+"""Small GGUF files for tests, written from a decoder the way llama.cpp's converter lays them out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fledge.checkpoints.gguf import NAMES
 from fledge.checkpoints.hf import file_names
 from fledge.models.decoder import Decoder
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant"
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE += "<|im_start|>assistant"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 

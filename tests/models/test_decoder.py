@@ -85,9 +85,8 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     taps = range(len(decoder.layers) + 1)
     lengths = [40, 1, 70]
     sequences = [torch.randint(0, 128, (length,)) for length in lengths]
-    output = decoder(
-        torch.cat(sequences), torch.cat([torch.arange(n) for n in lengths]), causal_attend(lengths), taps=taps
-    )
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    output = decoder(torch.cat(sequences), positions, causal_attend(lengths), taps=taps)
     logits = decoder.logits(output.hidden_ND).split(lengths)
     tapped = [tap.split(lengths) for tap in output.taps]
     for index, sequence in enumerate(sequences):
