@@ -18,12 +18,16 @@ app = typer.Typer(
 
 
 def _register() -> None:
-    from fledge.cli import chat, demo, generate, models
+    from fledge.cli import chat, demo, export, generate, inspect, models, regenerate, train
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(chat.chat)
     app.command()(models.models)
+    app.command()(inspect.inspect)
+    app.command()(export.export)
+    app.command()(regenerate.regenerate)
+    app.command()(train.train)
 
 
 @app.callback(invoke_without_command=True)

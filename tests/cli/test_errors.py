@@ -1,0 +1,116 @@
+"""A user's mistake: one clear line on standard error, an exit code other than 0, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.cli.main import main
+from tests.interop.tiny_models import save_tokenizer
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config, tiny_model_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    from fledge.checkpoints.hf import save_decoder
+
+    folder = tmp_path / "model"
+    save_decoder(tiny_decoder(), folder)
+    save_tokenizer(folder, 128)
+    return folder
+
+
+def fledge(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["fledge", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(monkeypatch, capsys, *arguments: object) -> str:
+    code, out, err = fledge(monkeypatch, capsys, *arguments)
+    assert code != 0
+    assert not out
+    assert "Traceback" not in err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_good_call_for_comparison(monkeypatch, capsys, model):
+    code, out, err = fledge(monkeypatch, capsys, "generate", "hello", "--model", model, "--max-tokens", 5, "--json", "--raw")
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert len(answer["token_ids"]) == answer["completion_tokens"] <= 5
+    assert {"text", "finish_reason", "tokens_per_second", "acceptance_length", "acceptance_by_position"} <= answer.keys()
+
+
+def test_wrong_path(monkeypatch, capsys):
+    assert "no/such/folder" in refused(monkeypatch, capsys, "generate", "hello", "--model", "no/such/folder")
+
+
+def test_unknown_name_suggests_a_known_one(monkeypatch, capsys):
+    assert "smollm2-135m" in refused(monkeypatch, capsys, "generate", "hello", "--model", "smolm2-135m")
+
+
+def test_unknown_architecture(monkeypatch, capsys, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    line = refused(monkeypatch, capsys, "generate", "hello", "--model", model)
+    assert "MambaForCausalLM" in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_truncated_safetensors(monkeypatch, capsys, model):
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert weights.name in refused(monkeypatch, capsys, "generate", "hello", "--model", model)
+
+
+def test_corrupt_gguf(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0" + bytes(range(256)))
+    assert "model.gguf" in refused(monkeypatch, capsys, "generate", "hello", "--model", file)
+
+
+def test_drafter_of_another_target(monkeypatch, capsys, model, tmp_path):
+    other = tiny_drafter_config(tiny_model_config(hidden_size=48, vocab_size=64, head_dim=12))
+    save_drafter(tiny_drafter(other), tmp_path / "drafter")
+    line = refused(monkeypatch, capsys, "generate", "hello", "--model", model, "--drafter", tmp_path / "drafter")
+    assert "48" in line
+    assert "32" in line
+
+
+def test_missing_drafter(monkeypatch, capsys, model):
+    assert "nowhere" in refused(monkeypatch, capsys, "generate", "hello", "--model", model, "--drafter", "nowhere")
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_empty_prompt(monkeypatch, capsys, model, prompt):
+    assert "empty" in refused(monkeypatch, capsys, "generate", prompt, "--model", model)
+
+
+def test_prompt_longer_than_the_context(monkeypatch, capsys, model):
+    line = refused(monkeypatch, capsys, "generate", "hello " * 800, "--model", model, "--raw")
+    assert "512" in line
+    assert "shorten" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [("--depth", "0", "depth"), ("--top-p", "1.5", "top_p"), ("--temperature", "-1", "temperature"), ("--dtype", "int3", "dtype")],
+)
+def test_impossible_options(monkeypatch, capsys, model, option, value, named):
+    assert named in refused(monkeypatch, capsys, "generate", "hello", "--model", model, option, value)
+
+
+def test_a_tree_needs_an_eagle_drafter(monkeypatch, capsys, model):
+    assert "chains" in refused(monkeypatch, capsys, "generate", "hello", "--model", model, "--drafter", "ngram", "--tree")

@@ -1,0 +1,49 @@
+"""Arrows point down only: serving -> engine -> speculation -> models; nothing imports serving or cli."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "fledge"
+
+# What each room may import, besides itself and the top-level modules below.
+ALLOWED = {
+    "models": set(),
+    "kernels": {"models"},
+    "checkpoints": {"models"},
+    "speculation": {"models", "kernels"},
+    "drafters": set(),
+    "engine": {"speculation", "models", "kernels", "checkpoints", "drafters"},
+    "training": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+    "drift": {"training", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+    "bench": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters"},
+    "serving": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+}
+BELOW_ALL = {"config", "errors", "sampling", "tokenizer", "sources", "__version__"}
+ABOVE_ENGINE = {"llm", "LLM", "Completion", "SamplingParams", "TreeShape"}
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fledge":
+            parts = node.module.split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("fledge.")}
+    return names
+
+
+def test_imports_point_down():
+    wrong = []
+    for room, below in ALLOWED.items():
+        may = below | {room} | BELOW_ALL | (ABOVE_ENGINE if "engine" in below else set())
+        for path in sorted((ROOT / room).rglob("*.py")):
+            wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(imported(path) - may)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_is_listed():
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert rooms - {"cli"} == set(ALLOWED)
