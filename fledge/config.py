@@ -117,7 +117,7 @@ class ModelConfig:
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 qk_norm=bool(family.get("qk_norm", False)),
                 tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-                windows=_windows(config, num_layers) if family.get("sliding_window") else (None,) * num_layers,
+                windows=_windows(config, num_layers, architecture) if family.get("sliding_window") else (None,) * num_layers,
                 eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (int(eos),)),
                 bos_token_id=config.get("bos_token_id"),
             )
@@ -125,14 +125,18 @@ class ModelConfig:
             raise ModelError(f"{name}: config.json lacks {missing}") from None
 
 
-def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window per layer: Mistral has one for all, Qwen switches it on by flag and from a layer upwards."""
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False:
+def _windows(config: Mapping[str, Any], num_layers: int, architecture: str) -> tuple[int | None, ...]:
+    """Sliding window per layer, with transformers' defaults: Mistral has one for all layers, Qwen switches it on by flag
+    and from a layer upwards."""
+    if architecture == "MistralForCausalLM":
+        window, first = config.get("sliding_window", 4096), 0
+    else:
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+        first = int(config.get("max_window_layers", 28))
+    if not window:
         return (None,) * num_layers
     if kinds := config.get("layer_types"):
         return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-    first = int(config.get("max_window_layers") or 0) if "use_sliding_window" in config else 0
     return tuple(int(window) if layer >= first else None for layer in range(num_layers))
 
 
