@@ -112,7 +112,7 @@ def main() -> None:
         compute_dtype=dtype if on_gpu else None,
         chunk_rows=args.chunk_rows,
     )
-    objective = Objective(drafter, target, settings, args.sequence)
+    objective = Objective(drafter, target, settings, args.sequence, args.sequence * args.rows)
     if "unroll" in parts:
         objective.unroll = torch.compile(objective.unroll, dynamic=False)
     if "loss" in parts:

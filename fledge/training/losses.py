@@ -205,9 +205,7 @@ class DraftLoss:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913
-        ctx, owner, target_hidden, scored, valid, step_weight, measure, sums, draft_weight, *hidden
-    ) -> Tensor:
+    def forward(ctx, owner, target_hidden, scored, valid, step_weight, measure, sums, draft_weight, *hidden) -> Tensor:
         needs_hidden, needs_weight = any(ctx.needs_input_grad[8:]), ctx.needs_input_grad[7]
         results, d_hidden, d_weight = owner.run(
             hidden,

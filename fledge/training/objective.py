@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fledge.training.ttt import TrainBatch, Unroll, step_masks
 class ObjectiveSettings:
     steps: int = 5  # draft steps unrolled
     decay: float = 0.8  # step j counts decay^j
-    loss: LossSettings = LossSettings()
+    loss: LossSettings = field(default_factory=LossSettings)
     compute_dtype: torch.dtype | None = None  # None: the weights' own
     chunk_rows: int | None = None  # scored positions at once; None: by the size of the draft vocabulary
     recompute: bool = False
@@ -27,8 +27,10 @@ class ObjectiveSettings:
 
 
 class Objective:
-    def __init__(self, drafter: EagleDrafter, target: Target, settings: ObjectiveSettings, num_positions: int) -> None:
-        """`num_positions`: the highest position of any batch + 1."""
+    def __init__(
+        self, drafter: EagleDrafter, target: Target, settings: ObjectiveSettings, num_positions: int, batch_tokens: int
+    ) -> None:
+        """`num_positions`: the highest position of any batch + 1; `batch_tokens`: tokens of a batch, padding included."""
         config = drafter.config
         if config.window is not None and config.window <= settings.steps:
             raise UserError(f"a drafter window of {config.window} is too small for {settings.steps} draft steps")
@@ -39,7 +41,8 @@ class Objective:
             )
         drafter.share(target.embedding, target.lm_head)
         self.drafter, self.target, self.settings = drafter, target, settings
-        self.chunk_rows = settings.chunk_rows or auto_chunk_rows(settings.steps, config.draft_vocab_size)
+        auto = min(auto_chunk_rows(settings.steps, config.draft_vocab_size), batch_tokens)
+        self.chunk_rows = settings.chunk_rows or auto
         device = drafter.fc.weight.device
         same = config.draft_vocab_size == config.vocab_size
         ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))

@@ -108,8 +108,8 @@ def start_from_drafter(
 ) -> list[str]:
     """Takes over another drafter's weights, whatever its version; returns the names of what is new.
 
-    `taps`: target states of a few tokens. New `fc_norm` weights start at each tap's usual size, so that fc goes on seeing states
-    of the size it was trained on.
+    `taps`: target states of a few tokens. New `fc_norm` weights start at each tap's usual size, so that fc goes on seeing
+    states of the size it was trained on.
     """
     ours, theirs = drafter.config, source.config
     for key in ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
@@ -151,9 +151,8 @@ def _usual_rms(states_ND: Tensor) -> Tensor:
 
 def _copy_head(drafter: EagleDrafter, head: Head, embedding: nn.Module) -> None:
     config = drafter.config
-    if config.own_head:
-        if config.hidden_size == head.weight.shape[1]:
-            ids = drafter.target_ids(torch.arange(config.draft_vocab_size))
-            drafter.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
+    if config.own_head and config.hidden_size == head.weight.shape[1]:
+        ids = drafter.target_ids(torch.arange(config.draft_vocab_size))
+        drafter.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
     if config.own_embedding and drafter.embed_tokens.weight.shape == embedding.weight.shape:
         drafter.embed_tokens.weight.copy_(embedding.weight)

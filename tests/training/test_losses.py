@@ -81,9 +81,7 @@ def test_accuracy_counts_tokens_outside_the_draft_vocabulary_as_misses():
 def test_a_frozen_head_gets_no_gradient():
     ids, head, target_hidden, hidden, weight, scored, valid, step_weight = setting()
     frozen = weight.detach()
-    loss, _ = DraftLoss(head, ids, LossSettings(), chunk_rows=4)(
-        hidden, frozen, target_hidden, scored, valid, step_weight
-    )
+    loss, _ = DraftLoss(head, ids, LossSettings(), chunk_rows=4)(hidden, frozen, target_hidden, scored, valid, step_weight)
     loss.backward()
     assert frozen.grad is None
     assert hidden[0].grad.abs().sum() > 0

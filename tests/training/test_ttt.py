@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import tiny_drafter, tiny_drafter_config
 
 from fledge.training.attention import attention_with_lse, document_starts, packed_mask
 from fledge.training.ttt import TrainBatch, Unroll, merge_own, step_masks
+from tests.tiny import tiny_drafter, tiny_drafter_config
 
 STEPS = 4
 DOCUMENT = torch.tensor([[1] * 5 + [2] * 9 + [3] * 6, [1] * 16 + [0] * 4])
@@ -29,7 +29,9 @@ def dense_unroll(drafter, taps, tokens, positions, steps):
     for step in range(steps):
 
         def attend(layer, q, k, v, _, step=step):
-            k, v = ([*old, x.view(rows, length, *x.shape[1:])] for old, x in zip(keys.get(layer, ([], [])), (k, v)))
+            k, v = (
+                [*old, x.view(rows, length, *x.shape[1:])] for old, x in zip(keys.get(layer, ([], [])), (k, v), strict=True)
+            )
             keys[layer] = (k, v)
             masks = []
             for j in range(step + 1):

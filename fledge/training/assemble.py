@@ -1,0 +1,290 @@
+"""From a recipe to the pieces of a run: target, data, draft vocabulary, drafter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge import sources
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.checkpoints.tensors import read_json
+from fledge.config import FAMILIES, DrafterConfig, RopeConfig, default_aux_layers
+from fledge.errors import ModelError, UserError
+from fledge.models.drafter import EagleDrafter
+from fledge.tokenizer import Tokenizer
+from fledge.training import toy
+from fledge.training.continuations import continuations, transformers_continuations
+from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_hash
+from fledge.training.distributed import World
+from fledge.training.evaluate import HeldOut
+from fledge.training.recipe import Recipe, RecipeError
+from fledge.training.samples import SampleSet
+from fledge.training.target import DecoderTarget, Target, TransformersTarget
+from fledge.training.vocabulary import DraftVocabulary
+from fledge.training.warm_start import (
+    last_layer,
+    last_layer_of_transformers,
+    start_from_drafter,
+    start_from_target,
+    start_random,
+)
+
+log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    recipe: Recipe  # resolved
+    device: torch.device
+    target: Target
+    stop_ids: tuple[int, ...]
+    train: SampleSet
+    prompts: list[list[int]]
+    vocabulary: DraftVocabulary | None
+    drafter: EagleDrafter
+    provenance: dict[str, Any]
+
+
+def resolve(recipe: Recipe, world: World) -> Recipe:
+    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it."""
+    device = recipe.run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RecipeError(f"run.device is {device}, but there is no CUDA device here")
+    if device == "cuda" and world.size > 1:
+        device = f"cuda:{world.local_rank}"
+    on_gpu = device.startswith("cuda")
+    dtype = "bfloat16" if on_gpu else "float32"
+    compute = dtype if recipe.run.compute_dtype == "auto" else recipe.run.compute_dtype
+    compiled = ("yes" if on_gpu else "no") if recipe.run.compile == "auto" else recipe.run.compile
+    target = replace(recipe.target, dtype=dtype if recipe.target.dtype == "auto" else recipe.target.dtype)
+    data = recipe.data
+    if "toy" in (target.model, *data.train):
+        folder = Path(recipe.output) / "toy"
+        if world.is_first:
+            toy.make(folder)
+        world.barrier()
+        if target.model == "toy":
+            target = replace(target, model=str(folder / "target"))
+        data = replace(data, train=tuple(str(folder / "answers.jsonl") if f == "toy" else f for f in data.train))
+    if target.backend == "auto":
+        architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
+        target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
+    run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
+    return replace(recipe, target=target, data=data, run=run)
+
+
+def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
+    """`recipe` must be resolved."""
+    device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
+    folder = sources.resolve(recipe.target.model)
+    tokenizer = Tokenizer(folder)
+    train, prompts, report, hashes = _data(recipe, tokenizer, say)
+
+    if recipe.target.backend == "fledge":
+        model_config = load_config(folder)
+        config = drafter_config(recipe, model_config)
+        decoder = load_decoder(folder, dtype, device)
+        target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes")
+        stop_ids, weights = model_config.eos_token_ids, last_layer(decoder)
+    else:
+        model, shape = _transformers_model(folder, dtype, device)
+        config = drafter_config(recipe, shape)
+        target = TransformersTarget(model, config.aux_layer_ids)
+        eos = model.generation_config.eos_token_id
+        stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+        weights = last_layer_of_transformers(model)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
+            "they do not belong together"
+        )
+    stop_ids = tuple(dict.fromkeys([*stop_ids, *tokenizer.eos_token_ids]))
+
+    vocabulary = None
+    if config.draft_vocab_size < config.vocab_size:
+        vocabulary = _vocabulary(recipe, config, train, hashes, tokenizer.special_ids, world, say)
+    drafter = EagleDrafter(config)
+    if vocabulary is not None:
+        drafter.d2t.copy_(vocabulary.d2t())
+    drafter.requires_grad_(True)
+    _start(recipe, drafter, target, weights, say)
+    drafter.to(device)
+    provenance = {
+        "target": recipe.target.model,
+        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
+        "draft_vocabulary": str(vocabulary) if vocabulary else "the target's",
+    }
+    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance)
+
+
+def _data(recipe: Recipe, tokenizer: Tokenizer, say: Say) -> tuple[SampleSet, list[list[int]], DataReport, dict[str, str]]:
+    data = recipe.data
+    settings = {
+        "max_length": data.sequence_length,
+        "long": data.long,
+        "chat_template": data.chat_template,
+        "remove_loops": data.remove_loops,
+        "cache_dir": data.cache,
+    }
+    samples, report = load_samples(data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, **settings)
+    say(f"data: {report}")
+    if data.held_out:
+        held_out, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
+    else:
+        if len(samples) < 2:
+            raise UserError("one conversation alone cannot be split into training and held-out data: bring more")
+        samples, held_out = samples.split(min(data.held_out_samples, len(samples) // 2), recipe.seed)
+    prompts = [held_out.prompt(i) for i in range(len(held_out))]
+    limit = recipe.evaluation.max_prompt_tokens
+    prompts = [p for p in prompts if 1 < len(p) <= limit][: data.held_out_samples]
+    if not prompts:
+        raise UserError(f"no held-out prompt has at most {limit} tokens (evaluation.max_prompt_tokens)")
+    hashes = {"data_hash": data_hash(data.train), "tokenizer_hash": tokenizer_hash(tokenizer)}
+    return samples, prompts, report, hashes
+
+
+def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
+    """A drafter of the target's shape. `target`: a ModelConfig, or anything with its fields."""
+    asked = recipe.drafter
+    aux = asked.aux_layers or default_aux_layers(target.num_layers)
+    if bad := [i for i in aux if not 0 <= i <= target.num_layers]:
+        raise ModelError(f"drafter.aux_layers: the target has {target.num_layers} layers; it cannot be tapped after {bad}")
+    if list(aux) != sorted(set(aux)):
+        raise RecipeError(f"drafter.aux_layers: {list(aux)} must ascend without repetition")
+    draft_vocab_size = asked.draft_vocab_size or target.vocab_size
+    if not 0 < draft_vocab_size <= target.vocab_size:
+        raise RecipeError(f"drafter.draft_vocab_size: {draft_vocab_size} is more than the target's {target.vocab_size} tokens")
+    if not asked.own_head and draft_vocab_size != target.vocab_size:
+        raise RecipeError("drafter.own_head: false shares the target's head, so draft_vocab_size must be null")
+    is_31 = asked.version == "3.1"
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=asked.intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_positions=target.max_positions,
+        aux_layer_ids=tuple(aux),
+        num_layers=asked.num_layers,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        fc_norm=is_31 if asked.fc_norm is None else asked.fc_norm,
+        norm_output=is_31 if asked.norm_output is None else asked.norm_output,
+        norm_before_fc=asked.norm_before_fc,
+        norm_before_residual=asked.norm_before_residual,
+        window=asked.window,
+        own_embedding=asked.own_embedding,
+        own_head=asked.own_head,
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What `drafter_config` needs of an architecture that we do not know."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope: RopeConfig
+
+
+def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, _Shape]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(device)
+    except Exception as error:  # transformers raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error
+    text = model.config.get_text_config()
+    try:
+        rope = RopeConfig.from_hf(text.to_dict())
+    except ModelError:  # the drafter need not share the target's positions; plain ones will do
+        rope = RopeConfig()
+    heads = text.num_attention_heads
+    return model, _Shape(
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max_positions=getattr(text, "max_position_embeddings", None) or 8192,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
+        rope=rope,
+    )
+
+
+def _vocabulary(
+    recipe: Recipe,
+    config: DrafterConfig,
+    train: SampleSet,
+    hashes: dict[str, str],
+    special_ids: Sequence[int],
+    world: World,
+    say: Say,
+) -> DraftVocabulary:
+    own = Path(recipe.output) / "vocabulary"
+    given = recipe.data.vocabulary
+    if given or own.with_name("vocabulary.json").exists():
+        vocabulary = DraftVocabulary.load(given or own)
+        vocabulary.check(vocab_size=config.vocab_size, **hashes)
+        if len(vocabulary) != config.draft_vocab_size:
+            raise UserError(
+                f"{given or own}: the draft vocabulary has {len(vocabulary)} tokens, the recipe asks for "
+                f"{config.draft_vocab_size}; use another output folder, or put draft_vocab_size back"
+            )
+    else:
+        vocabulary = DraftVocabulary.count(train, config.draft_vocab_size, config.vocab_size, always=special_ids, **hashes)
+        if world.is_first:
+            vocabulary.save(own)
+        world.barrier()
+    say(f"draft vocabulary: {vocabulary}")
+    return vocabulary
+
+
+def _start(recipe: Recipe, drafter: EagleDrafter, target: Target, weights: dict[str, Any], say: Say) -> None:
+    head, embedding = target.head, target.embedding
+    if recipe.drafter.init_from:
+        source = load_drafter(recipe.drafter.init_from)
+        with torch.no_grad():
+            start_random(drafter, head, embedding, recipe.seed)
+        sample = torch.arange(64) % target.vocab_size  # which tokens hardly matters: sizes are wanted
+        taps = HeldOut.of(target, [sample.tolist()], [1], head.weight.device).states.taps
+        new = start_from_drafter(drafter, source, head, embedding, [x[:64].cpu() for x in taps])
+        say(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
+    elif recipe.drafter.init == "target":
+        copied = start_from_target(drafter, weights, head, embedding, recipe.seed)
+        say(f"starting from the target's last layer: {', '.join(copied)}")
+    else:
+        start_random(drafter, head, embedding, recipe.seed)
+
+
+def held_out_texts(pieces: Pieces) -> HeldOut:
+    """The target's greedy answers to the held-out prompts, and its states over them."""
+    most, target = pieces.recipe.evaluation.max_new_tokens, pieces.target
+    if isinstance(target, DecoderTarget):
+        answers = continuations(target.decoder, pieces.prompts, most, pieces.stop_ids)
+    else:
+        answers = transformers_continuations(target.model, pieces.prompts, most, pieces.stop_ids)
+    texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]
+    return HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)

@@ -1,0 +1,108 @@
+"""Continuations of many prompts at once: enough of an engine for evaluation texts, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fledge.models.decoder import Decoder, causal_attend
+
+
+class _DenseCache:
+    """Keys and values [B, T, K, E] of each layer; sequence b holds `lengths[b]` tokens, then room."""
+
+    def __init__(self, num_sequences: int, capacity: int) -> None:
+        self.shape = (num_sequences, capacity)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, sequences: Tensor, places: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
+        if layer not in self.kept:
+            self.kept[layer] = tuple(x.new_zeros(*self.shape, *x.shape[1:]) for x in (k_NKE, v_NKE))
+        for buffer, new in zip(self.kept[layer], (k_NKE, v_NKE), strict=True):
+            buffer[sequences, places] = new
+
+
+@torch.no_grad()
+def continuations(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """What the target writes after each prompt, its stop token included: greedily, or sampled with a `generator`."""
+
+    def choose(hidden_ND: Tensor) -> Tensor:
+        logits = decoder.logits(hidden_ND).float()
+        if generator is None:
+            return logits.argmax(-1)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+    device = decoder.norm.weight.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    capacity = int(lengths.max()) + max_new_tokens
+    decoder.rotary.reserve(capacity)
+    cache = _DenseCache(len(prompts), capacity)
+    last = []
+    for number, prompt in enumerate(prompts):
+        places = torch.arange(len(prompt), device=device)
+        plain = causal_attend()
+
+        def attend(layer, q, k, v, window, number=number, places=places, plain=plain):
+            cache.store(layer, torch.full_like(places, number), places, k, v)
+            return plain(layer, q, k, v, window)
+
+        out = decoder(torch.tensor(prompt, device=device), places, attend, highest_position=0)
+        last.append(choose(out.hidden_ND[-1:]))
+    token = torch.cat(last)
+    stops = torch.tensor(list(stop_ids) or [-1], device=device)
+    sequences, column = torch.arange(len(prompts), device=device), torch.arange(capacity, device=device)
+    written, finished = [token], torch.isin(token, stops)
+    for step in range(1, max_new_tokens):
+        if step % 16 == 0 and bool(finished.all()):
+            break
+        places = lengths + step - 1
+
+        def attend(layer, q, k, v, window, places=places):
+            cache.store(layer, sequences, places, k, v)
+            keys, values = (x.transpose(1, 2) for x in cache.kept[layer])
+            mask = column[None] <= places[:, None]
+            if window is not None:
+                mask &= column[None] > places[:, None] - window
+            out = scaled_dot_product_attention(q[:, :, None], keys, values, mask[:, None, None], enable_gqa=True)
+            return out[:, :, 0]
+
+        out = decoder(token, places, attend, highest_position=0)
+        token = choose(out.hidden_ND)
+        written.append(token)
+        finished = finished | torch.isin(token, stops)
+    return [_until_stop(row, set(stop_ids)) for row in torch.stack(written, 1).tolist()]
+
+
+@torch.no_grad()
+def transformers_continuations(
+    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[list[int]]:
+    """The same through transformers, one prompt at a time."""
+    answers = []
+    for prompt in prompts:
+        tokens = torch.tensor([list(prompt)], device=model.get_input_embeddings().weight.device)
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(stop_ids) or None,
+            pad_token_id=0,
+        )
+        answers.append(_until_stop(out[0, len(prompt) :].tolist(), set(stop_ids)))
+    return answers
+
+
+def _until_stop(ids: list[int], stops: set[int]) -> list[int]:
+    end = next((i for i, token in enumerate(ids) if token in stops), len(ids) - 1)
+    return ids[: end + 1]

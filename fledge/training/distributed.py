@@ -1,0 +1,76 @@
+"""The processes of a run: one, or several under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    control: Any = None  # process group for small facts on the host: agreeing never waits for a GPU
+
+    @classmethod
+    def join(cls, use_cuda: bool) -> World:
+        """Reads what torchrun sets; without it, a world of one."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if use_cuda:
+            torch.cuda.set_device(local_rank)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if use_cuda else "gloo")
+        control = dist.new_group(backend="gloo") if use_cuda else dist.group.WORLD
+        return cls(dist.get_rank(), size, local_rank, control)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes of a small tensor on the host."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, group=self.control)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """What the first process has, for all."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """One reduction over all gradients laid end to end. The drafter is small: overlapping would gain nothing."""
+        if self.size == 1:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def broadcast_parameters(self, module: nn.Module) -> None:
+        if self.size > 1:
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

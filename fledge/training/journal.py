@@ -1,0 +1,106 @@
+"""What a run tells: a JSONL log, TensorBoard, a progress bar on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fledge.training.samples import write_atomically
+
+
+class Journal:
+    """Silent on all processes but the first."""
+
+    def __init__(self, folder: Path, *, active: bool, resumed_step: int, total_steps: int | None) -> None:
+        self.active, self.folder = active, folder
+        self.path = folder / "log.jsonl"
+        self.console = Console(stderr=True, highlight=False)
+        self._progress: Progress | None = None
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._forget_after(resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, completed=resumed_step)
+            self._progress.start()
+
+    def _forget_after(self, step: int) -> None:
+        """Steps after the checkpoint that the run resumes from will be done and told again."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        write_atomically(self.path, lambda file: file.write("".join(line + "\n" for line in kept).encode()))
+
+    @staticmethod
+    def tell(text: str) -> None:
+        """Before there is a journal."""
+        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
+        if not self.active:
+            return
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **figures}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for name, value in figures.items():
+            for suffix, number in _numbers(value):
+                self._board.add_scalar(f"{kind}/{name}{suffix}", number, step)
+
+    def progress(self, step: int, text: str) -> None:
+        if not self.active:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=text)
+        else:
+            print(f"step {step}: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if not self.active:
+            return
+        if self._progress is not None:
+            self._progress.stop()
+        self._file.close()
+        self._board.close()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # the last line of a run that was killed may be cut short
+        return float("inf")
+
+
+def _numbers(value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, int | float):
+        return [("", float(value))]
+    if isinstance(value, list | tuple):
+        return [(f"/{i}", float(v)) for i, v in enumerate(value) if isinstance(v, int | float)]
+    if isinstance(value, dict):
+        return [(f"/{k}", float(v)) for k, v in value.items() if isinstance(v, int | float)]
+    return []

@@ -1,0 +1,69 @@
+"""Batches planned and moved to the device by a thread of its own, each with the loader's position after it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.training.objective import Objective
+from fledge.training.packing import PackedBatch, PackedLoader
+from fledge.training.ttt import TrainBatch
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All batches of one optimiser step."""
+
+    packed: list[PackedBatch]  # on the host
+    batches: list[TrainBatch]  # on the device
+    num_valid_K: Tensor  # on the host; of all batches together
+    loader_state: dict[str, Any]  # after these batches: where to resume
+    epoch: float
+
+
+class Prefetcher(Iterator[StepInput]):
+    def __init__(self, loader: PackedLoader, objective: Objective, device: torch.device, accumulate: int) -> None:
+        self._loader, self._objective, self._device, self._accumulate = loader, objective, device, accumulate
+        self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=3)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="prefetch")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            while not self._stopped.is_set():
+                self._put(self._make())
+        except BaseException as error:  # handed to the one who asks for the next batch
+            self._put(error)
+
+    def _make(self) -> StepInput:
+        packed = [next(self._loader) for _ in range(self._accumulate)]
+        state, epoch = self._loader.state_dict(), self._loader.epoch
+        planned = [self._objective.plan(batch) for batch in packed]
+        counts = torch.stack([batch.num_valid_K for batch in planned]).sum(0)
+        return StepInput(packed, [batch.to(self._device) for batch in planned], counts, state, epoch)
+
+    def _put(self, item: StepInput | BaseException) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._queue.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def __next__(self) -> StepInput:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5)

@@ -1,0 +1,419 @@
+"""The training loop: steps, logs, evaluations, checkpoints; resumes exactly where it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge import __version__
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.errors import UserError
+from fledge.models.drafter import EagleDrafter
+from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
+from fledge.training.checkpoint import checkpoints, load_checkpoint, restore_random_state, save_checkpoint
+from fledge.training.curves import draw_curves
+from fledge.training.distributed import World
+from fledge.training.evaluate import evaluate
+from fledge.training.journal import Journal
+from fledge.training.losses import LossSettings, StepMetrics
+from fledge.training.objective import Objective, ObjectiveSettings
+from fledge.training.optimizers import build_optimizers, clip_gradients
+from fledge.training.packing import PackedLoader
+from fledge.training.prefetch import Prefetcher, StepInput
+from fledge.training.recipe import Recipe
+from fledge.training.samples import write_atomically
+from fledge.training.schedule import learning_rate_factor
+
+
+class TrainingStopped(UserError):
+    """The run cannot go on; says where and what to do."""
+
+
+@dataclass
+class Result:
+    step: int
+    finished: bool  # False: interrupted, to be resumed
+    best_acceptance_length: float
+    best_folder: Path
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # of this process's part of the run
+
+
+@dataclass
+class _Window:
+    """Sums on the device since the last log."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    first_bad: Tensor  # step whose loss was not finite; −1: none
+    steps: int = 0
+    tokens: int = 0
+    began: float = 0.0
+
+
+class Trainer:
+    def __init__(self, pieces: Pieces, world: World) -> None:
+        self.pieces, self.world, self.recipe = pieces, world, pieces.recipe
+        recipe, self.drafter, self.device = self.recipe, pieces.drafter, pieces.device
+        self.folder = Path(recipe.output)
+        world.broadcast_parameters(self.drafter)
+        self.objective = self._objective(compile=recipe.run.compile == "yes")
+        self.optimizer = build_optimizers(
+            self.drafter,
+            recipe.optimizer.kind,
+            recipe.optimizer.learning_rate,
+            weight_decay=recipe.optimizer.weight_decay,
+            betas=recipe.optimizer.betas,
+            muon_learning_rate=recipe.optimizer.muon_learning_rate,
+        )
+        data = recipe.data
+        self.loader = PackedLoader(
+            pieces.train,
+            data.sequence_length,
+            data.batch_rows,
+            recipe.seed,
+            world.rank,
+            world.size,
+            data.position_offset_max,
+        )
+        self.step, self.seconds, self.tokens, self.best, self.stale = 0, 0.0, 0, 0.0, 0
+        self.total_steps = self._total_steps()
+        self.interrupted = False
+        self._resume()
+        self.journal = Journal(self.folder, active=world.is_first, resumed_step=self.step, total_steps=self.total_steps)
+
+    def _objective(self, compile: bool) -> Objective:
+        asked, data = self.recipe.objective, self.recipe.data
+        dtype = getattr(torch, self.recipe.run.compute_dtype)
+        settings = ObjectiveSettings(
+            steps=asked.ttt_steps,
+            decay=asked.decay,
+            loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
+            compute_dtype=None if dtype == torch.float32 else dtype,
+            chunk_rows=asked.chunk_rows,
+            recompute=asked.recompute,
+            compile=compile,
+        )
+        num_positions = data.sequence_length + data.position_offset_max
+        batch_tokens = data.sequence_length * data.batch_rows
+        return Objective(self.drafter, self.pieces.target, settings, num_positions, batch_tokens)
+
+    def _total_steps(self) -> int | None:
+        """None: only the clock ends the run."""
+        run, limits = self.recipe.run, []
+        if run.steps is not None:
+            limits.append(run.steps)
+        if run.epochs is not None:
+            limits.append(max(1, int(run.epochs * self.loader.batches_per_epoch / run.accumulate)))
+        return min(limits) if limits else None
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        run, journal = self.recipe.run, self.journal
+        result = Result(self.step, False, self.best, self.folder / "best")
+        self.held_out = held_out_texts(self.pieces) if self.world.is_first else None
+        prefetch = Prefetcher(self.loader, self.objective, self.device, run.accumulate)
+        restore = self._catch_interrupts()
+        self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
+        self._reset_window()
+        loader_state = self.loader_state
+        try:
+            if self.step == 0:
+                self._evaluate(result)
+            while not self._is_done():
+                step_input = next(prefetch)
+                began = time.perf_counter()
+                counts, stop, seconds = self._agree(step_input.num_valid_K)
+                if stop:
+                    break
+                self.optimizer.set_factor(self._factor(seconds))
+                is_logged = (self.step + 1) % run.log_every == 0
+                metrics = self._train_step(step_input, counts, measure=is_logged)
+                self.step += 1
+                self.loader_state = loader_state = step_input.loader_state
+                if is_logged:
+                    self._log(metrics, counts, step_input.epoch)
+                self.seconds += time.perf_counter() - began
+                last = self._is_done()
+                if self.step % run.evaluate_every == 0 or last:
+                    self._check_finite()
+                    self._evaluate(result)
+                if self.step % run.save_every == 0 and not last:
+                    self._check_finite()
+                    self.save(loader_state)
+            self._check_finite()
+            self.save(loader_state)
+            result.finished = self._is_done()
+        finally:
+            restore()
+            prefetch.close()
+            self.journal.close()
+        result.step, result.best_acceptance_length = self.step, self.best
+        if self.world.is_first:
+            draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")
+            if result.finished:
+                journal.say(f"done: {self.step:,} steps, acceptance length {self.best:.3f}; drafter in {result.best_folder}")
+            else:
+                journal.say(f"interrupted at step {self.step:,}; the same command goes on from here")
+        return result
+
+    def _is_done(self) -> bool:
+        run = self.recipe.run
+        if self.total_steps is not None and self.step >= self.total_steps:
+            return True
+        if run.patience is not None and self.stale >= run.patience:
+            return True
+        return run.max_seconds is not None and self.agreed_seconds >= run.max_seconds
+
+    def _agree(self, num_valid_K: Tensor) -> tuple[Tensor, bool, float]:
+        """(positions valid at each step over all processes, whether anyone wants to stop, the first one's seconds)."""
+        mine = torch.tensor([float(self.interrupted), self.seconds if self.world.is_first else 0.0])
+        facts = self.world.sum(torch.cat([num_valid_K.double(), mine.double()]))
+        self.agreed_seconds = float(facts[-1])
+        return facts[:-2].float(), bool(facts[-2] > 0), self.agreed_seconds
+
+    def _factor(self, seconds: float) -> float:
+        optimizer, run = self.recipe.optimizer, self.recipe.run
+        progress = 0.0 if self.total_steps is None else self.step / self.total_steps
+        if run.max_seconds is not None:
+            progress = max(progress, seconds / run.max_seconds)
+        return learning_rate_factor(progress, optimizer.schedule, optimizer.warmup, optimizer.decay, optimizer.floor)
+
+    def _train_step(self, step_input: StepInput, counts: Tensor, measure: bool) -> list[StepMetrics]:
+        weights = self.objective.step_weights(counts.to(self.device, non_blocking=True))
+        self.optimizer.zero_grad()
+        metrics = []
+        for batch in step_input.batches:
+            loss, batch_metrics = self._forward_backward(batch, weights, measure)
+            metrics.append(batch_metrics)
+            self._window.loss += loss
+            self._window.tokens += batch.tokens_BT.numel()
+        self.world.sum_gradients(self.drafter.parameters())
+        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.clip)
+        self.optimizer.step()
+        window = self._window
+        window.grad_norm += norm
+        window.steps += 1
+        is_bad = ~torch.isfinite(window.loss + norm) & (window.first_bad < 0)
+        window.first_bad = torch.where(is_bad, self.step, window.first_bad)
+        self._recent.append((self.step, step_input))
+        return metrics
+
+    def _forward_backward(self, batch: Any, weights: Tensor, measure: bool) -> tuple[Tensor, StepMetrics]:
+        try:
+            loss, metrics = self.objective(batch, weights, measure=measure)
+            loss.backward()
+        except Exception as error:
+            if self.objective.settings.compile and _is_compiler_error(error) and self.step < 2:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
+                self.objective = self._objective(compile=False)
+                self.optimizer.zero_grad()
+                return self._forward_backward(batch, weights, measure)
+            raise
+        return loss.detach(), metrics
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    def _reset_window(self) -> None:
+        zero = torch.zeros((), device=self.device)
+        first_bad = torch.full((), -1, device=self.device)
+        self._window = _Window(zero.clone(), zero.clone(), first_bad, began=time.perf_counter())
+
+    def _check_finite(self) -> None:
+        """Waits for the device."""
+        bad = int(self._window.first_bad)
+        if bad >= 0:
+            raise TrainingStopped(self._describe_bad(bad))
+
+    def _describe_bad(self, bad: int) -> str:
+        """Where the loss stopped being a number, and whose fault it was."""
+        step_input = next((x for step, x in self._recent if step == bad), None)
+        text = f"step {bad + 1}: the loss is not a finite number"
+        if step_input is None:
+            return text
+        where = self.folder / "not-finite.pt"
+        write_atomically(where, lambda file: torch.save([vars(p) for p in step_input.packed], file))
+        text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
+        for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
+            taps = self.pieces.target.states(batch).taps
+            finite = torch.stack([torch.isfinite(x).all(-1) for x in taps]).all(0).view(batch.tokens_BT.shape).cpu()
+            if not finite.all():
+                row, column = (~finite).nonzero()[0].tolist()
+                return text + (
+                    f"; the target's own states are not finite in batch {number}, row {row}, "
+                    f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
+                )
+        documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
+        return text + (
+            f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
+            "lower optimizer.learning_rate, or lengthen optimizer.warmup"
+        )
+
+    def _log(self, metrics: list[StepMetrics], counts: Tensor, epoch: float) -> None:
+        window = self._window
+        sums = torch.stack([torch.stack([m.loss_K, m.acceptance_K, m.hits_K]) for m in metrics]).sum(0)
+        facts = torch.cat([sums.flatten(), window.loss[None] / window.steps]).cpu().double()
+        self._check_finite()
+        facts = self.world.sum(facts)
+        loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
+        seconds = time.perf_counter() - window.began
+        tokens = window.tokens * self.world.size
+        self.tokens += tokens
+        counts = counts.clamp_min(1).double()
+        figures = {
+            "loss": float(facts[-1]),
+            "loss_by_step": (loss_K / self.objective.decay_K.cpu()).tolist(),
+            "accuracy": (hits_K / counts).tolist(),
+            "acceptance_probability": (acceptance_K / counts).tolist(),
+            "learning_rate": self.optimizer.parts[0].param_groups[0]["lr"],
+            "grad_norm": float(window.grad_norm / window.steps),
+            "epoch": epoch,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens / seconds,
+        }
+        if self.device.type == "cuda":
+            figures["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        self.journal.record("train", self.step, figures)
+        accuracy = figures["accuracy"]
+        self.journal.progress(
+            self.step,
+            f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
+            f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
+        )
+        self._reset_window()
+
+    def _evaluate(self, result: Result) -> None:
+        """On the first process; the others wait for what it found."""
+        began = time.perf_counter()
+        figures = None
+        if self.world.is_first:
+            asked = self.recipe.evaluation
+            figures = evaluate(self.served_drafter(), self.held_out, asked.depths, asked.sink_column)
+            length = figures["acceptance_length"][asked.select_depth]
+            self.journal.record("evaluation", self.step, figures)
+            shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
+            self.journal.say(f"step {self.step:,}: acceptance length {shown}")
+            result.evaluations.append({"step": self.step, **figures})
+        length = self.world.broadcast(figures and figures["acceptance_length"][self.recipe.evaluation.select_depth])
+        if length > self.best:
+            self.best, self.stale = length, 0
+            if self.world.is_first:
+                self.export(self.folder / "best", figures)
+        else:
+            self.stale += 1
+        self._window.began += time.perf_counter() - began  # the tokens per second are those of training
+
+    # --- keeping --------------------------------------------------------------------------------------------------
+
+    def served_drafter(self) -> EagleDrafter:
+        """A copy as it would be served: in the compute type."""
+        dtype = getattr(torch, self.recipe.run.compute_dtype)
+        with torch.device("meta"):
+            copy = EagleDrafter(self.drafter.config)
+        state = {n: v.detach().to(dtype) if v.is_floating_point() else v for n, v in self.drafter.state_dict().items()}
+        copy.load_state_dict(state, assign=True)
+        copy.rotary = self.drafter.rotary
+        return copy.share(self.pieces.target.embedding, self.pieces.target.lm_head).eval().requires_grad_(False)
+
+    def export(self, folder: Path, evaluation: dict[str, Any] | None) -> None:
+        provenance = {
+            "fledge": __version__,
+            "torch": torch.__version__,
+            "step": self.step,
+            "tokens": self.tokens,
+            "evaluation": evaluation,
+            **self.pieces.provenance,
+            "recipe": self.recipe.to_dict(),
+        }
+        dtype = torch.float32 if self.recipe.run.compute_dtype == "float32" else torch.bfloat16
+        save_drafter(self.drafter, folder, dtype=dtype, texts={"provenance.json": json.dumps(provenance, indent=2) + "\n"})
+
+    def save(self, loader_state: dict[str, Any] | None) -> None:
+        if self.world.is_first:
+            state = {
+                "drafter": self.drafter.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "loader": loader_state,
+                "seconds": self.seconds,
+                "tokens": self.tokens,
+                "best": self.best,
+                "stale": self.stale,
+            }
+            save_checkpoint(self.folder / "checkpoints", self.step, state, self.recipe.run.keep)
+        self.world.barrier()
+
+    def _resume(self) -> None:
+        self.loader_state, self.agreed_seconds = None, 0.0
+        found = checkpoints(self.folder / "checkpoints")
+        if not found:
+            return
+        state = load_checkpoint(found[-1])
+        try:
+            self.drafter.load_state_dict(state["drafter"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError):
+            raise UserError(
+                f"{found[-1]}: belongs to another drafter or optimiser than this recipe's; use another output folder, or "
+                "delete it to start anew"
+            ) from None
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])
+        self.loader_state = state["loader"]
+        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+        self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
+        restore_random_state(state["random"])
+
+    def _catch_interrupts(self):
+        """Ctrl-C or SIGTERM: finish the step, save, leave. A second one is not caught."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def interrupt(number: int, frame: Any) -> None:
+            self.interrupted = True
+            restore()
+
+        for number in before:
+            signal.signal(number, interrupt)
+        return restore
+
+
+def _is_compiler_error(error: Exception) -> bool:
+    module = type(error).__module__
+    return module.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def train(recipe: Recipe) -> Result:
+    """A whole run, or the rest of one: everything `fledge train` does."""
+    asked = recipe.run.device
+    world = World.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
+    folder = Path(recipe.output)
+    say = Journal.tell if world.is_first else (lambda text: None)
+    try:
+        recipe = resolve(recipe, world)
+        if world.is_first:
+            say(recipe.to_yaml())
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
+        pieces = assemble(recipe, world, say)
+        trainer = Trainer(pieces, world)
+        say(f"packing: {trainer.loader}")
+        if trainer.step:
+            say(f"resuming at step {trainer.step:,}")
+        return trainer.fit()
+    finally:
+        world.leave()
