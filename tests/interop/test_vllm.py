@@ -1,0 +1,166 @@
+"""Our drafters on real vLLM: the same tokens, the same drafts, the same accepted counts per position."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge import LLM, SamplingParams, sources
+from fledge.bench.prompts import DEMO
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.checkpoints.speculators import save_speculators
+from fledge.drafters import DEFAULTS, HERE
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from tests.interop.tiny_models import save_target
+from tests.interop.trained import texts, trained_drafter
+
+pytestmark = pytest.mark.vllm
+SCRIPT = Path(__file__).with_name("vllm_conformance.py")
+DEPTH = 4
+STEPS = 60
+TINY = {
+    "eagle 3": {},
+    "eagle 3.1": {"fc_norm": True, "norm_output": True},
+    "fc_norm only": {"fc_norm": True},
+    "norm_output only": {"norm_output": True},
+    "four taps": {"fc_norm": True, "norm_output": True, "aux_layer_ids": (0, 2, 5, 8)},
+    "norms before fc and residual": {"norm_before_fc": True, "norm_before_residual": True},
+    "draft vocabulary": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 80},
+    "own embedding, narrower, two layers": {"hidden_size": 32, "own_embedding": True, "num_layers": 2, "head_dim": 32},
+    "window": {"norm_output": True, "window": 8},
+}
+SPECULATORS = ("eagle 3.1", "four taps")
+
+
+def run_vllm(folder: Path, job: dict) -> dict:
+    python = os.environ.get("FLEDGE_VLLM_PYTHON")
+    assert python, "set FLEDGE_VLLM_PYTHON to the Python of a virtual environment with vLLM"
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [python, str(SCRIPT), str(folder / "job.json"), str(folder / "result.json")]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def run_fledge(job: dict) -> dict:
+    """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
+    llm = LLM(
+        job["target"], job["drafter"], depth=job["depth"], dtype="float32", max_model_len=job["max_model_len"], device="cpu"
+    )
+    engine = llm.engine
+    proposed: list[list[int]] = []
+    accepted_at, steps = [0] * job["depth"], 0
+    draft, accept = engine.drafter.draft, engine.accept
+
+    def noting_drafts(settled, taps):
+        drafts = draft(settled, taps)
+        proposed.extend(list(one.tokens) for one in drafts)
+        return drafts
+
+    def counting(batch, verified):
+        nonlocal steps
+        verdicts = accept(batch, verified)
+        for item, verdict in zip(batch, verdicts, strict=True):
+            if verdict is not None and len(item.draft):
+                steps += 1
+                for position in range(len(verdict.accepted)):
+                    accepted_at[position] += 1
+        return verdicts
+
+    engine.drafter.draft, engine.accept = noting_drafts, counting
+    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=job["ignore_eos"])
+    token_ids, proposed_by_prompt = [], []
+    for prompt in job["prompts"]:
+        proposed.clear()
+        token_ids.append(llm.generate([prompt], params)[0].token_ids)
+        proposed_by_prompt.append([list(one) for one in proposed])
+    return {"token_ids": token_ids, "steps": steps, "accepted_at": accepted_at, "proposed": proposed_by_prompt}
+
+
+def assert_same(ours: dict, vllm: dict) -> None:
+    assert ours["token_ids"] == vllm["token_ids"]
+    for mine, theirs in zip(ours["proposed"], vllm["proposed"], strict=True):
+        # vLLM drafts once more after the last token, in vain
+        assert mine == theirs[: len(mine)]
+        assert len(theirs) - len(mine) in (0, 1)
+    assert ours["steps"] == vllm["steps"]
+    assert ours["accepted_at"] == vllm["accepted_at"]
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory, target) -> Path:
+    return save_target(target, tmp_path_factory.mktemp("target"))
+
+
+def tiny_job(target_folder: Path, drafter_folder: Path) -> dict:
+    generator = torch.Generator().manual_seed(21)
+    prompts = [text[: 5 + 3 * i].tolist() for i, text in enumerate(texts(6, generator, noise=0.1))]
+    return {
+        "target": str(target_folder),
+        "drafter": str(drafter_folder),
+        "prompts": prompts,
+        "max_tokens": 40,
+        "depth": DEPTH,
+        "max_model_len": 128,
+        "ignore_eos": True,
+    }
+
+
+def imperfect(drafter: EagleDrafter, target: Decoder) -> EagleDrafter:
+    """Some of its drafts are accepted in full, some in part and some not at all: noise is added until it is so."""
+    generator = torch.Generator().manual_seed(22)
+    prompts = [text[:8].tolist() for text in texts(6, generator, noise=0.1)]
+    for _ in range(20):
+        engine = build_engine(target, Speculation(copy.deepcopy(drafter), DEPTH), EngineConfig(dtype="float32", device="cpu"))
+        for prompt in prompts:
+            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        while engine.has_unfinished():
+            engine.step()
+        if engine.stats.unconditional_rates[0] < 0.9:
+            return drafter
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=0.2 * float(parameter.std()) if parameter.dim() > 1 else 0.02)
+    raise AssertionError("noise does not harm this drafter")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_drafters(tmp_path, target, target_folder, name):
+    drafter = imperfect(trained_drafter(target, steps=STEPS, **TINY[name]), target)
+    job = tiny_job(target_folder, save_drafter(drafter, tmp_path / "drafter"))
+    ours = run_fledge(job)
+    assert 0 < ours["accepted_at"][0] < ours["steps"], "too good or too bad a drafter to compare anything"
+    assert_same(ours, run_vllm(tmp_path, job))
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_speculators_layout(tmp_path, target, target_folder, name):
+    drafter = imperfect(trained_drafter(target, steps=STEPS, **TINY[name]), target)
+    job = tiny_job(target_folder, save_speculators(drafter, tmp_path / "drafter", str(target_folder)))
+    assert_same(run_fledge(job), run_vllm(tmp_path, job))
+
+
+@pytest.mark.parametrize("name", [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()])
+def test_shipped_drafters(tmp_path, name):
+    folder = sources.resolve(name)
+    llm = LLM(name, "none", dtype="float32")
+    job = {
+        "target": str(folder),
+        "drafter": str(HERE / DEFAULTS[name]),
+        "prompts": [llm.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in DEMO],
+        "max_tokens": 48,
+        "depth": 5,
+        "max_model_len": 512,
+        "ignore_eos": True,
+    }
+    del llm
+    assert_same(run_fledge(job), run_vllm(tmp_path, job))

@@ -1,0 +1,125 @@
+"""A tiny target and drafters that really predict it, trained within seconds on a language made for the purpose.
+
+The language: words follow each other along a cycle through all words, and which of four cycles is told by the first token
+alone (a role or one of three kinds of word). So a drafter must read the target's states; the last token is not enough.
+Weights start out wild, so that layers, norms and positions matter and a checkpoint that is read wrongly shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.config import DrafterConfig, RopeConfig
+from fledge.models.decoder import Decoder, causal_attend
+from fledge.models.drafter import EagleDrafter
+from fledge.training.ttt import Unroll, step_masks
+from tests.tiny import tiny_drafter_config, tiny_model_config
+
+FIRST_WORD, USER, NUM_DIALECTS = 5, 3, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_layers": 8,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "max_positions": 512,
+    "rope": RopeConfig(theta=1e6),
+    "eos_token_ids": (1,),
+    "bos_token_id": 0,
+}
+LENGTH, BATCH, WILDNESS = 32, 24, 3.0
+
+
+def cycles() -> Tensor:
+    """[4, V]: the word after each word, in each dialect."""
+    generator = torch.Generator().manual_seed(11)
+    tables = []
+    for _ in range(NUM_DIALECTS):
+        order = torch.randperm(SIZES["vocab_size"] - FIRST_WORD, generator=generator) + FIRST_WORD
+        table = torch.full((SIZES["vocab_size"],), int(order[0]))
+        table[order] = order.roll(-1)
+        tables.append(table)
+    return torch.stack(tables)
+
+
+def texts(count: int, generator: torch.Generator, noise: float, roles: bool = True) -> Tensor:
+    """[count, LENGTH]; `noise`: how often a random word stands instead of the one that follows."""
+    table, size = cycles(), SIZES["vocab_size"]
+    text = torch.randint(FIRST_WORD, size, (count, LENGTH), generator=generator)
+    jump = torch.rand(count, LENGTH, generator=generator) < noise
+    if roles:
+        text[torch.rand(count, generator=generator) < 1 / NUM_DIALECTS, 0] = USER
+    dialect = torch.where(text[:, 0] == USER, NUM_DIALECTS - 1, text[:, 0] % (NUM_DIALECTS - 1))
+    for t in range(2, LENGTH):
+        text[:, t] = torch.where(jump[:, t], text[:, t], table[dialect, text[:, t - 1]])
+    return text
+
+
+def trained_target(steps: int = 150) -> Decoder:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    decoder = Decoder(tiny_model_config(**SIZES))
+    for layer in decoder.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.data.mul_(WILDNESS)
+    positions = torch.arange(LENGTH).repeat(BATCH)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
+    for _ in range(steps):
+        text = texts(BATCH, generator, noise=0.2)
+        hidden = decoder(text.flatten(), positions, causal_attend([LENGTH] * BATCH)).hidden_ND
+        logits = decoder.logits(hidden).unflatten(0, (BATCH, LENGTH))[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return decoder.eval().requires_grad_(False)
+
+
+def trained_drafter(target: Decoder, steps: int = 80, roles: bool = True, unroll: int = 3, **settings: Any) -> EagleDrafter:
+    """Learns the target's greedy choices; without `roles` it never saw a text that begins with one."""
+    torch.manual_seed(2)
+    generator = torch.Generator().manual_seed(3)
+    config: DrafterConfig = tiny_drafter_config(target.config, **{"aux_layer_ids": (2, 4, 5), **settings})
+    drafter = EagleDrafter(config)
+    for norm in (drafter.norm, drafter.layers[0].hidden_norm):
+        norm.weight.data.mul_(torch.randn(config.hidden_size).sign())
+    if config.draft_vocab_size < config.vocab_size:  # leave out words in the middle, keep the roles
+        left_out = config.vocab_size - config.draft_vocab_size
+        kept = torch.cat([torch.arange(20), torch.arange(20 + left_out, config.vocab_size)])
+        drafter.d2t.copy_(kept - torch.arange(config.draft_vocab_size))
+    draft_ids = torch.full((config.vocab_size,), -100)  # what cross-entropy ignores
+    draft_ids[torch.arange(config.draft_vocab_size) + drafter.d2t] = torch.arange(config.draft_vocab_size)
+    drafter.share(target.embed_tokens, target.lm_head)
+    if config.own_embedding and config.hidden_size == target.config.hidden_size:
+        drafter.embed_tokens.weight.data.copy_(target.embed_tokens.weight)
+    run = Unroll(drafter)
+    masks = step_masks(torch.zeros(BATCH, LENGTH, dtype=torch.int32), unroll, config.window, flex=False)
+    positions = torch.arange(LENGTH).repeat(BATCH, 1)
+    drafter.rotary.reserve(LENGTH + unroll)
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, steps)
+    for _ in range(steps):
+        text = texts(BATCH, generator, 0.1, roles)
+        with torch.no_grad():
+            output = target(text.flatten(), positions.flatten(), causal_attend([LENGTH] * BATCH), config.aux_layer_ids)
+            choices = draft_ids[target.logits(output.hidden_ND).argmax(-1)].unflatten(0, (BATCH, LENGTH))
+        loss = torch.zeros(())
+        for step, hidden in enumerate(run(output.taps, text, positions, masks)):
+            logits = drafter.logits(hidden).unflatten(0, (BATCH, LENGTH))[:, : -1 - step]
+            loss = loss + F.cross_entropy(logits.flatten(0, 1), choices[:, 1 + step :].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    fresh = EagleDrafter(config)  # without what the target lent
+    fresh.load_state_dict(drafter.state_dict())
+    return fresh.eval().requires_grad_(False)
