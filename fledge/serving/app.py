@@ -1,0 +1,164 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse
+
+import fledge
+from fledge.serving import chat, completions, errors, prompts, responses
+from fledge.serving.errors import ApiError
+from fledge.serving.gate import Gate
+from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
+from fledge.serving.service import Service
+
+ERRORS = {
+    status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, text in {
+        400: "The request is wrong; the message says what to change.",
+        401: "The API key is missing or wrong.",
+        404: "No such model.",
+        413: "The request is too large.",
+        503: "The server is loading or busy; see Retry-After.",
+    }.items()
+}
+PAGE = Path(__file__).parent / "page" / "index.html"
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+def create_app(service: Service) -> FastAPI:
+    flags = service.flags
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        logging = None
+        if not flags.disable_log_stats:
+            logging = asyncio.create_task(service.metrics.log_every(flags.log_interval))
+        yield
+        if logging is not None:
+            logging.cancel()
+        await service.engine.stop()
+
+    app = FastAPI(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, keys=flags.api_key, max_bytes=flags.max_request_bytes)
+    app.add_middleware(  # added last, so outermost: preflights carry no key
+        CORSMiddleware,
+        allow_origins=list(flags.allowed_origins),
+        allow_credentials=flags.allow_credentials,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
+    errors.install(app)
+    started = int(time.time())
+
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat_completions(payload: ChatRequest, request: Request) -> Any:
+        return await chat.create(service, payload, request)
+
+    @app.post("/v1/completions", responses=ERRORS)
+    async def text_completions(payload: CompletionRequest, request: Request) -> Any:
+        return await completions.create(service, payload, request)
+
+    @app.post("/v1/responses", responses=ERRORS)
+    async def text_responses(payload: ResponsesRequest, request: Request) -> Any:
+        return await responses.create(service, payload, request)
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> Any:
+        engine = service.engine.check_ready()
+        drafter = engine.drafter.description if engine.drafter is not None else None
+        listed = {"object": "model", "created": started, "owned_by": "fledge", "root": flags.model, "parent": None}
+        listed |= {"max_model_len": engine.config.max_model_len, "drafter": drafter}
+        return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(payload: TokenizeRequest) -> Any:
+        service.check_model(payload.model)
+
+        def work() -> list[int]:
+            text, special = payload.prompt, payload.add_special_tokens
+            if text is None:
+                text = prompts.render(
+                    service,
+                    payload.messages,
+                    payload.tools,
+                    payload.add_generation_prompt,
+                    payload.continue_final_message,
+                    payload.chat_template_kwargs,
+                )
+            return service.tokenizer.encode(text, (payload.prompt is not None) if special is None else special)
+
+        tokens = await service.tokenize(work)
+        texts = [service.tokenizer.token(token) for token in tokens] if payload.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(payload: DetokenizeRequest) -> Any:
+        service.check_model(payload.model)
+        known = service.engine.check_ready().model.vocab_size
+        foreign = next((token for token in payload.tokens if token >= known), None)
+        if foreign is not None:
+            raise ApiError(f"token {foreign} is outside the vocabulary of {known}", param="tokens")
+        decode = service.tokenizer.decode
+        return {"prompt": await service.tokenize(lambda: decode(payload.tokens, skip_special_tokens=False))}
+
+    @app.get("/health", responses={503: {"description": "Loading, or failing."}})
+    async def health() -> Response:
+        state = service.engine.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": fledge.__version__}
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(_page(), headers=headers)
+
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """The description, with errors as they are: every refusal has OpenAI's shape and is a 400, not FastAPI's 422."""
+        schema = describe()
+        schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = ERROR_SCHEMA
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return schema
+
+    app.openapi = openapi
+    return app
+
+
+_TEXT = {"type": ["string", "null"]}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+        }
+    },
+}
+
+
+@cache
+def _page() -> str:
+    return PAGE.read_text(encoding="utf-8")

@@ -1,0 +1,312 @@
+"""The engine in a thread of its own, and the event loop's side of it.
+
+    event loop                         engine thread
+    ----------                         -------------
+    submit / abort  --- commands --->  between two steps: add, abort
+    Generation      <-- progress ----  after each step, one call into the loop for all requests
+
+Only the engine thread touches the engine. The loop's side counts what it handed over, so that the queue is bounded
+without asking the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from fledge.engine.engine import Engine
+from fledge.engine.request import Delta, Request, TokenLogprob
+from fledge.errors import UserError
+from fledge.sampling import SamplingParams
+from fledge.serving.errors import ApiError, internal_error, overloaded
+from fledge.serving.metrics import Metrics
+
+log = logging.getLogger("fledge.serving")
+
+# A step that fails takes its requests with it; after so many in a row the engine is not trusted any more.
+MAX_FAILURES = 3
+
+Span = tuple[str, bool]  # a piece of text, and whether the drafter had proposed it
+
+
+@dataclass(frozen=True)
+class Work:
+    """One answer to produce."""
+
+    prompt: list[int]
+    params: SamplingParams
+    speculate: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step added to one answer of a generation."""
+
+    index: int
+    spans: list[Span]
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    request: Request  # its figures; not to be changed, and complete only when finished
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.spans)
+
+
+class Generation:
+    """The answers to one call, as they come. Leaving it early aborts what is unfinished."""
+
+    def __init__(self, owner: AsyncEngine, works: Sequence[Work]) -> None:
+        self.owner, self.works = owner, works
+        self.events: asyncio.Queue[Progress | ApiError | None] = asyncio.Queue()
+        self.unfinished = len(works)
+
+    async def __aiter__(self) -> AsyncIterator[Progress]:
+        unread = len(self.works)  # answers whose last piece is still to be read; the engine may be ahead of the reader
+        while unread:
+            event = await self.events.get()
+            if isinstance(event, ApiError):
+                raise event
+            unread -= event.finish_reason is not None
+            yield event
+
+    def deliver(self, event: Progress | ApiError | None) -> None:
+        """On the event loop: passes on what the engine thread reports."""
+        if isinstance(event, ApiError):
+            self.close()
+        elif self.unfinished and event is not None and event.finish_reason is not None:
+            self.unfinished -= 1
+            self.owner.num_in_flight -= 1
+        self.events.put_nowait(event)
+
+    def close(self) -> None:
+        """Frees what is still running, at once; harmless when all is done."""
+        if self.unfinished:
+            self.owner.num_in_flight -= self.unfinished
+            self.unfinished = 0
+            self.owner.commands.put(_Abort(self))
+
+
+@dataclass
+class _Tracked:
+    """A running answer, on the engine thread's side."""
+
+    generation: Generation
+    index: int
+    request: Request
+    held: list[Span] = field(default_factory=list)  # text not passed on yet: it may begin a stop string
+    num_sent: int = 0  # characters passed on
+    num_logprobs: int = 0
+    started: float | None = None  # when it left the queue
+    last_token: float = 0.0
+
+    def progress(self, delta: Delta) -> Progress:
+        request = self.request
+        held, self.held = [*self.held, *delta.spans], []
+        ready = len(request.text) - request.held_back() - self.num_sent
+        kept = len(request.text) - self.num_sent  # less than was held when a stop string was cut off
+        spans: list[Span] = []
+        for text, drafted in held:
+            text = text[: max(kept, 0)]
+            kept -= len(text)
+            now, later = text[: max(ready, 0)], text[max(ready, 0) :]
+            ready -= len(now)
+            if now:
+                spans.append((now, drafted))
+            if later:
+                self.held.append((later, drafted))
+        self.num_sent += sum(len(text) for text, _ in spans)
+        logprobs = request.logprobs[self.num_logprobs :]
+        self.num_logprobs = len(request.logprobs)
+        return Progress(self.index, spans, delta.tokens, logprobs, request, request.finish_reason)
+
+
+@dataclass(frozen=True)
+class _Add:
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class _Abort:
+    generation: Generation
+
+
+class _Stop:
+    pass
+
+
+class AsyncEngine:
+    def __init__(self, build: Callable[[], Engine], metrics: Metrics, max_queue: int) -> None:
+        self.metrics, self.max_queue = metrics, max_queue
+        self.state = "loading"  # loading | ready | failing | stopped; set by the engine thread
+        self.failure: UserError | None = None  # why loading failed, when it is the user's to put right
+        self.num_in_flight = 0  # answers handed over and not finished; the event loop's own count
+        self.commands: queue.SimpleQueue = queue.SimpleQueue()
+        self.engine: Engine | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._build = build
+        self._tracked: dict[str, _Tracked] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._failures = 0
+
+    # The event loop's side
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self.commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def capacity(self) -> int:
+        return (self.engine.config.max_num_seqs if self.engine is not None else 0) + self.max_queue
+
+    def check_ready(self) -> Engine:
+        if self.state == "loading":
+            raise overloaded("the model is still loading; try again in a moment", 5)
+        if self.state != "ready":
+            raise overloaded("the engine is not running; see the server's log", 60)
+        return self.engine
+
+    async def submit(self, works: Sequence[Work]) -> Generation:
+        """Hands the works to the engine and returns when it has taken them; refuses when the queue is full."""
+        self.check_ready()
+        if len(works) > self.capacity:
+            raise ApiError(
+                f"the request asks for {len(works)} answers and the server takes {self.capacity} at once; ask for fewer"
+            )
+        if self.num_in_flight + len(works) > self.capacity:
+            self.metrics.rejected.inc()
+            raise overloaded(f"the server is busy with {self.num_in_flight} answers; try again later", self._retry_after())
+        generation = Generation(self, works)
+        self.num_in_flight += len(works)
+        self.commands.put(_Add(generation))
+        try:
+            taken = await generation.events.get()
+        except asyncio.CancelledError:
+            generation.close()
+            raise
+        if isinstance(taken, ApiError):
+            raise taken
+        return generation
+
+    def _retry_after(self) -> int:
+        rounds = self.num_in_flight / max(1, self.capacity - self.max_queue)
+        return max(1, min(60, round(rounds * self.metrics.mean_latency())))
+
+    # The engine thread's side
+
+    def _run(self) -> None:
+        try:
+            self.engine = self._build()
+        except UserError as error:
+            self.failure = error
+        except Exception:
+            log.exception("the engine could not be built")
+            self.failure = UserError("the engine could not be built; the log above says why")
+        if self.failure is not None:
+            self.state = "failing"
+            self._loop.call_soon_threadsafe(self.on_failure)
+            return
+        self.metrics.watch(self.engine)
+        self.state = "ready"
+        while self.state != "stopped":
+            self._take_commands()
+            if self.engine.has_unfinished() and self.state == "ready":
+                self._step()
+        self._fail_all(overloaded("the server is shutting down", 5))
+
+    def _take_commands(self) -> None:
+        """All that are waiting; when there is nothing else to do, waits for one."""
+        block = not self.engine.has_unfinished() or self.state == "failing"
+        while True:
+            try:
+                command = self.commands.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            match command:
+                case _Stop():
+                    self.state = "stopped"
+                    return
+                case _Add(generation):
+                    self._add(generation)
+                case _Abort(generation):
+                    for tracked in [one for one in self._tracked.values() if one.generation is generation]:
+                        self._abort(tracked)
+
+    def _add(self, generation: Generation) -> None:
+        if self.state != "ready":
+            return self._deliver([(generation, overloaded("the engine is not running; see the server's log", 60))])
+        added: list[_Tracked] = []
+        answer: ApiError | None = None
+        try:
+            for index, work in enumerate(generation.works):
+                request = self.engine.add_request(work.prompt, work.params, speculate=work.speculate)
+                added.append(_Tracked(generation, index, request))
+                self._tracked[request.id] = added[-1]
+        except UserError as error:
+            answer = ApiError(str(error))
+        except Exception:
+            log.exception("a request could not be added")
+            answer = internal_error()
+        if answer is not None:
+            for tracked in added:
+                self._abort(tracked)
+        return self._deliver([(generation, answer)])
+
+    def _abort(self, tracked: _Tracked) -> None:
+        self.engine.abort(tracked.request)
+        self._tracked.pop(tracked.request.id, None)
+        self.metrics.finished(tracked.request, tracked.started)
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        try:
+            deltas = self.engine.step()
+        except Exception:
+            log.exception("an engine step failed")
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                self.state = "failing"
+            return self._fail_all(internal_error())
+        self._failures = 0
+        now = time.perf_counter()
+        for request in self.engine.scheduler.running:
+            tracked = self._tracked.get(request.id)
+            if tracked is not None and tracked.started is None:
+                tracked.started = begin
+        events = []
+        for delta in deltas:
+            tracked = self._tracked[delta.request.id]
+            tracked.started = tracked.started or begin
+            self.metrics.progressed(delta, now - (tracked.last_token or delta.request.arrival), first=not tracked.last_token)
+            tracked.last_token = now
+            events.append((tracked.generation, tracked.progress(delta)))
+            if delta.finished:
+                del self._tracked[delta.request.id]
+                self.metrics.finished(delta.request, tracked.started)
+        return self._deliver(events)
+
+    def _fail_all(self, error: ApiError) -> None:
+        generations = {id(tracked.generation): tracked.generation for tracked in self._tracked.values()}
+        for tracked in list(self._tracked.values()):
+            self._abort(tracked)
+        self._deliver([(generation, error) for generation in generations.values()])
+
+    def _deliver(self, events: list[tuple[Generation, Progress | ApiError | None]]) -> None:
+        def deliver() -> None:
+            for generation, event in events:
+                generation.deliver(event)
+
+        if events and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(deliver)

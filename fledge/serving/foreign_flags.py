@@ -1,0 +1,112 @@
+"""vLLM's flags that do not apply here: why, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Allowed(NamedTuple):
+    """A flag that may be given as long as it asks for what is so anyway. No values: a switch."""
+
+    values: tuple[str, ...]
+    reason: str = ""
+
+
+_ONE_DEVICE = "one server process drives one device; use --engine vllm, or several servers behind a balancer"
+_PARALLEL = Allowed(("1",), _ONE_DEVICE)
+
+MAY_BE = {
+    "--tensor-parallel-size": _PARALLEL,
+    "-tp": _PARALLEL,
+    "--pipeline-parallel-size": _PARALLEL,
+    "-pp": _PARALLEL,
+    "--data-parallel-size": _PARALLEL,
+    "-dp": _PARALLEL,
+    "--api-server-count": _PARALLEL,
+    "--quantization": Allowed(
+        ("none", "null"),
+        "models are served in --dtype (GGUF files are read and unpacked); give --dtype float16, or use --engine vllm",
+    ),
+    "--kv-cache-dtype": Allowed(("auto",), "the cache has the activations' type; leave it out, or use --engine vllm"),
+    "--load-format": Allowed(("auto", "safetensors", "gguf"), "weights are read from safetensors or GGUF files"),
+    "--tokenizer-mode": Allowed(("auto", "hf"), "the model's fast tokenizer is used"),
+    "--runner": Allowed(("auto", "generate"), "only text generation is served; use --engine vllm for embeddings"),
+    "--task": Allowed(("auto", "generate"), "only text generation is served; use --engine vllm for embeddings"),
+    "--chat-template-content-format": Allowed(("auto", "string"), "messages reach the template as plain text"),
+    "--response-role": Allowed(("assistant",), "answers have the role assistant"),
+    "--scheduling-policy": Allowed(("fcfs",), "requests are served in order of arrival"),
+    "--guided-decoding-backend": Allowed(("auto", "xgrammar"), "structured output runs on xgrammar"),
+    "--swap-space": Allowed(("0",), "a preempted request is computed again instead of swapped; leave it out"),
+    "--cpu-offload-gb": Allowed(("0",), "weights stay on the device; use --engine vllm"),
+    "--logprobs-mode": Allowed(("raw_logprobs",), "log-probabilities are the model's own, before penalties and masks"),
+    "--enable-chunked-prefill": Allowed(()),
+    "--no-enable-prefix-caching": Allowed(()),
+    "--disable-fastapi-docs": Allowed(()),
+    "--disable-log-requests": Allowed(()),
+    "--no-enable-log-requests": Allowed(()),
+    "--no-async-scheduling": Allowed(()),
+    "--enforce-eager": Allowed(()),
+    "--disable-frontend-multiprocessing": Allowed(()),
+}
+
+_MULTIMODAL = "only text is served; use --engine vllm for images, audio and video"
+_LORA = "adapters are not applied while serving; merge them into the model's weights, or use --engine vllm"
+_MACHINES = "one machine and one device; use --engine vllm for more"
+_TUNING = "it tunes vLLM's own engine; leave it out, or use --engine vllm"
+
+REFUSED = {
+    "--tokenizer": "the tokenizer is read from the model's folder; put its files there",
+    "--revision": "fetch the revision you want and give its folder",
+    "--tokenizer-revision": "fetch the revision you want and give its folder",
+    "--code-revision": "no code of a model's repository is run",
+    "--trust-remote-code": "no code of a model's repository is run; use --engine vllm for models that need it",
+    "--hf-config-path": "the configuration is read from the model's folder",
+    "--hf-overrides": "edit config.json in the model's folder instead",
+    "--hf-token": "run `hf auth login` instead",
+    "--download-dir": "set FLEDGE_CACHE (built-in models) or HF_HOME (the hub) instead",
+    "--config": "give the flags on the command line",
+    "--skip-tokenizer-init": "the server needs the tokenizer; use /v1/completions with token ids to bypass it in requests",
+    "--enable-prefix-caching": "prompts are not shared between requests; leave it out, or use --engine vllm",
+    "--no-enable-chunked-prefill": "long prompts are always read in chunks of --max-num-batched-tokens",
+    "--enable-log-requests": "what users write is not logged; put a logging proxy in front",
+    "--max-log-len": "what users write is not logged",
+    "--middleware": "put a proxy in front instead",
+    "--lora-modules": _LORA,
+    "--enable-lora": _LORA,
+    "--max-loras": _LORA,
+    "--max-lora-rank": _LORA,
+    "--limit-mm-per-prompt": _MULTIMODAL,
+    "--mm-processor-kwargs": _MULTIMODAL,
+    "--allowed-local-media-path": _MULTIMODAL,
+    "--enable-expert-parallel": _MACHINES,
+    "--distributed-executor-backend": _MACHINES,
+    "--data-parallel-rank": _MACHINES,
+    "--data-parallel-address": _MACHINES,
+    "--headless": _MACHINES,
+    "--nnodes": _MACHINES,
+    "--node-rank": _MACHINES,
+    "--master-addr": _MACHINES,
+    "--kv-transfer-config": _MACHINES,
+    "--compilation-config": _TUNING,
+    "-O": _TUNING,
+    "--attention-backend": _TUNING,
+    "--async-scheduling": _TUNING,
+    "--num-gpu-blocks-override": "use --kv-cache-tokens",
+    "--kv-cache-memory-bytes": "use --kv-cache-tokens",
+    "--max-cudagraph-capture-size": _TUNING,
+    "--additional-config": _TUNING,
+    "--otlp-traces-endpoint": "traces are not exported; /metrics has the latencies",
+    "--allowed-methods": "all methods of the API are allowed; set --allowed-origins",
+    "--allowed-headers": "all headers of the API are allowed; set --allowed-origins",
+    "--ssl-ca-certs": "certificates of clients are not checked; use --api-key, or a proxy",
+    "--ssl-cert-reqs": "certificates of clients are not checked; use --api-key, or a proxy",
+    "--return-tokens-as-token-ids": "log-probabilities name tokens by their text; /tokenize gives the ids",
+    "--tool-parser-plugin": "the parsers are hermes, llama3_json, pythonic and kimi_k2; use --engine vllm for others",
+    "--enable-prompt-tokens-details": "prompts are not cached, so there is nothing to report",
+    "--enable-request-id-headers": "answers carry their id in the body",
+    "--structured-outputs-config": "structured output runs on xgrammar; leave it out",
+    "--pooler-config": "only text generation is served; use --engine vllm for embeddings",
+    "--num-speculative-tokens": "use --speculative-config '{\"num_speculative_tokens\": …}' or --depth",
+    "--speculative-model": "use --speculative-config '{\"model\": …}' or --drafter",
+    "--enable-reasoning": "--reasoning-parser alone is enough",
+}

@@ -1,0 +1,30 @@
+"""From a command line to a running server: our own engine, or vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fledge.serving import flags
+
+
+def launch(arguments: Sequence[str]) -> None:
+    if "-h" in arguments or "--help" in arguments:
+        flags.parser().print_help()
+    elif chosen_engine(flags.normalise(arguments)) == "vllm":
+        from fledge.serving import vllm_engine
+
+        vllm_engine.run(arguments)
+    else:
+        from fledge.serving import server
+
+        server.run(flags.parse(arguments))
+
+
+def chosen_engine(words: Sequence[str]) -> str:
+    """Before anything else is parsed: vLLM's own flags are not ours to check."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--engine":
+            return following
+        if word.startswith("--engine="):
+            return word.partition("=")[2]
+    return "fledge"

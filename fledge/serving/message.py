@@ -1,0 +1,76 @@
+"""An assistant's message, taken apart as its text comes: thought, content, tool calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fledge.serving.reasoning import ReasoningParser
+from fledge.serving.tool_parsers.base import CallArguments, CallStart, Content, ToolEvent, ToolParser
+
+
+class MessageParser:
+    """Gives OpenAI's stream deltas, and at the end the message they add up to."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None = None,
+        tools: ToolParser | None = None,
+        *,
+        parallel: bool = True,
+        with_reasoning: bool = True,
+    ) -> None:
+        self.reasoning, self.tools, self.parallel, self.with_reasoning = reasoning, tools, parallel, with_reasoning
+        self.thought = self.content = ""
+        self.calls: list[dict[str, Any]] = []
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        if self.reasoning is None:
+            return self._answer(text)
+        thought, content = self.reasoning.push(text)
+        return self._think(thought) + self._answer(content)
+
+    def finish(self) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if self.reasoning is not None:
+            thought, content = self.reasoning.finish()
+            deltas += self._think(thought) + self._answer(content)
+        if self.tools is not None:
+            deltas += self._events(self.tools.finish())
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        if self.reasoning is not None and self.with_reasoning:
+            message["reasoning"] = message["reasoning_content"] = self.thought or None
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    def _think(self, text: str) -> list[dict[str, Any]]:
+        self.thought += text
+        return [{"reasoning": text, "reasoning_content": text}] if text and self.with_reasoning else []
+
+    def _answer(self, text: str) -> list[dict[str, Any]]:
+        if not text:
+            return []
+        return self._events([Content(text)] if self.tools is None else self.tools.push(text))
+
+    def _events(self, events: list[ToolEvent]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for one in events:
+            match one:
+                case Content(text):
+                    self.content += text
+                    deltas.append({"content": text})
+                case CallStart(index, call_id, name) if self.parallel or index == 0:
+                    function = {"name": name, "arguments": ""}
+                    self.calls.append({"id": call_id, "type": "function", "function": dict(function)})
+                    call = {"index": index, "id": call_id, "type": "function", "function": function}
+                    deltas.append({"tool_calls": [call]})
+                case CallArguments(index, text) if self.parallel or index == 0:
+                    self.calls[index]["function"]["arguments"] += text
+                    deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        return deltas

@@ -1,0 +1,167 @@
+"""Prometheus figures under vLLM's names, and the log line per interval."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from fledge.engine.engine import Engine
+from fledge.engine.request import Delta, Request
+from fledge.speculation.stats import AcceptanceStats
+
+log = logging.getLogger("fledge.serving")
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """Counters that the engine thread feeds, and gauges that are read from the engine when they are asked for."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.labels = (model_name, "0")
+        self.engine: Engine | None = None
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, LABELS, registry=self.registry).labels(*self.labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self.labels)
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of the requests that began to answer.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens produced.")
+        self.rejected = counter("fledge:requests_rejected", "Requests turned away because the queue was full.")
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
+        self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between the arrivals of tokens at the stream.")
+        self.per_token = histogram("vllm:request_time_per_output_token_seconds", "Per request: mean time a token.")
+        self.latency = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "From arrival to the first step.")
+        self.prefill_time = histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.")
+        self.decode_time = histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
+        self.request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens a request.", TOKENS)
+        self.request_generation = histogram("vllm:request_generation_tokens", "Tokens produced a request.", TOKENS)
+        self.success = Counter(
+            "vllm:request_success", "Finished requests.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        for reason in ("stop", "length", "abort"):
+            self.success.labels(*self.labels, reason)
+        self.registry.register(self)
+        self._latencies = [0.0, 0]  # their sum and count
+        self.tokens_in = self.tokens_out = 0  # for the log line; plain numbers, written by the engine thread only
+
+    def watch(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def mean_latency(self) -> float:
+        return self._latencies[0] / self._latencies[1] if self._latencies[1] else 1.0
+
+    # Fed by the engine thread
+
+    def progressed(self, delta: Delta, seconds: float, first: bool) -> None:
+        count = len(delta.tokens)
+        self.generation_tokens.inc(count)
+        self.tokens_out += count
+        if first:
+            self.first_token.observe(seconds)
+            self.prompt_tokens.inc(len(delta.request.prompt))
+            self.tokens_in += len(delta.request.prompt)
+        else:
+            self.inter_token.observe(seconds)
+
+    def finished(self, request: Request, started: float | None) -> None:
+        self.success.labels(*self.labels, request.finish_reason or "abort").inc()
+        if request.first_token_time is None or request.finish_time is None:
+            return
+        total, decode = request.finish_time - request.arrival, request.finish_time - request.first_token_time
+        self.latency.observe(total)
+        self.decode_time.observe(decode)
+        if started is not None:
+            self.queue_time.observe(max(0.0, started - request.arrival))
+            self.prefill_time.observe(max(0.0, request.first_token_time - started))
+        if request.num_answer > 1:
+            self.per_token.observe(decode / (request.num_answer - 1))
+        self.request_prompt.observe(len(request.prompt))
+        self.request_generation.observe(request.num_answer)
+        self._latencies[0] += total
+        self._latencies[1] += 1
+
+    # Read when asked for
+
+    def collect(self) -> Iterable[Metric]:
+        engine = self.engine
+        stats = engine.stats if engine is not None else AcceptanceStats()
+        running, waiting = self.queue_lengths()
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, text, labels=LABELS)
+            family.add_metric(self.labels, value)
+            return family
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            family = CounterMetricFamily(name, text, labels=LABELS)
+            family.add_metric(self.labels, value)
+            return family
+
+        yield gauge("vllm:num_requests_running", "Requests being decoded.", running)
+        yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
+        preemptions = engine.scheduler.num_preemptions if engine is not None else 0
+        yield counter("vllm:num_preemptions", "Requests that lost their cache and started over.", preemptions)
+        yield counter("vllm:spec_decode_num_drafts", "Verification passes that carried a draft.", stats.steps)
+        yield counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted)
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
+        by_position = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
+        for position, count in enumerate(list(stats.accepted_at)):
+            by_position.add_metric((*self.labels, str(position)), count)
+        yield by_position
+        yield gauge("fledge:acceptance_length", "Tokens a verification pass since the start.", stats.acceptance_length)
+
+    def queue_lengths(self) -> tuple[int, int]:
+        """Requests running and waiting."""
+        if self.engine is None:
+            return 0, 0
+        return len(self.engine.scheduler.running), len(self.engine.scheduler.waiting)
+
+    def cache_usage(self) -> float:
+        pool = self.engine.pool if self.engine is not None else None
+        return 1 - pool.num_free / pool.num_pages if pool is not None and pool.num_pages else 0.0
+
+    async def log_every(self, seconds: float) -> None:
+        """One line an interval while there is something to say."""
+        before, then = self._snapshot(), time.perf_counter()
+        while True:
+            await asyncio.sleep(seconds)
+            after, now = self._snapshot(), time.perf_counter()
+            if after[:2] != before[:2] or any(self.queue_lengths()):
+                log.info(self._line(before, after, now - then))
+            before, then = after, now
+
+    def _snapshot(self) -> tuple[int, int, int, int, list[int]]:
+        stats = self.engine.stats if self.engine is not None else AcceptanceStats()
+        return self.tokens_in, self.tokens_out, stats.steps, stats.accepted, list(stats.accepted_at)
+
+    def _line(self, before: tuple, after: tuple, seconds: float) -> str:
+        running, waiting = self.queue_lengths()
+        line = (
+            f"prompt {(after[0] - before[0]) / seconds:.1f} tokens/s, "
+            f"generation {(after[1] - before[1]) / seconds:.1f} tokens/s, "
+            f"{running} running, {waiting} waiting, cache {self.cache_usage():.1%}"
+        )
+        steps = after[2] - before[2]
+        if steps:
+            earlier = [*before[4], *[0] * (len(after[4]) - len(before[4]))]
+            rates = " ".join(f"{(new - old) / steps:.2f}" for new, old in zip(after[4], earlier, strict=True))
+            line += f", acceptance length {1 + (after[3] - before[3]) / steps:.2f}, by position {rates}"
+        return line

@@ -1,0 +1,74 @@
+"""From messages to the prompt that the model reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fledge.serving.errors import ApiError
+from fledge.serving.protocol import ChatMessage, TextPart, Tool
+from fledge.serving.service import Service
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+# Callers may set what a template takes beyond its messages, not what the server passes itself.
+RESERVED_KWARGS = {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+RESERVED_KWARGS |= {"continue_final_message", "return_tensors", "return_dict", "padding", "truncation", "max_length"}
+
+
+def render(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    kwargs: dict[str, Any] | None = None,
+) -> str:
+    reserved = sorted(RESERVED_KWARGS & set(kwargs or ()))
+    if reserved:
+        raise ApiError(f"chat_template_kwargs may not set {reserved[0]!r}", param="chat_template_kwargs")
+    return service.tokenizer.render_chat(
+        [_template_message(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        chat_template=service.flags.chat_template,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        continue_final_message=continue_final_message,
+        **(kwargs or {}),
+    )
+
+
+def plain_text(content: str | Sequence[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in TEXT_PARTS and part.type != "refusal":
+            raise ApiError(f"content of type {part.type!r} is not supported; only text is", param="messages")
+    return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: plain text, and the arguments of earlier calls as objects."""
+    result: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            result[name] = getattr(message, name)
+    thought = message.reasoning or message.reasoning_content
+    if thought:
+        result["reasoning"] = result["reasoning_content"] = thought
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return result
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else {}
+    except (json.JSONDecodeError, RecursionError):
+        raise ApiError("the arguments of an earlier tool call are not valid JSON", param="messages") from None

@@ -1,0 +1,329 @@
+"""What callers send: OpenAI's fields, vLLM's extensions, and two of our own.
+
+`speculate: false` switches speculation off for one request; `include_speculation: true` asks for its figures and, in a
+stream, for which pieces of text the drafter had proposed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_JSON_DEPTH = 64
+MAX_CHOICES = 128
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class Payload(BaseModel):
+    """Unknown fields are left aside, as OpenAI's own clients expect of servers that lag behind."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_json(cls, data: Any) -> Any:
+        """Strings must be Unicode and nesting bounded: templates and grammars walk what callers send."""
+        level, depth = [data], 0
+        while level:
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                raise ValueError(f"the JSON is nested more than {MAX_JSON_DEPTH} levels deep")
+            below: list[Any] = []
+            for item in level:
+                if isinstance(item, dict):
+                    below += item.keys()
+                    below += item.values()
+                elif isinstance(item, list):
+                    below += item
+                elif isinstance(item, str) and not item.isascii():
+                    try:
+                        item.encode()
+                    except UnicodeEncodeError:
+                        raise ValueError("a string holds half a surrogate pair, which is no character") from None
+                elif isinstance(item, float) and not math.isfinite(item):
+                    raise ValueError("NaN and infinities are not JSON numbers")
+            level = below
+        return data
+
+
+class StreamOptions(Payload):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Payload):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Payload):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Payload):
+    """vLLM's extension: exactly one of these."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(Payload):
+    """Fields that chat and completions share. None: the model's or the server's default."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    speculate: bool = True
+    include_speculation: bool = False
+
+    # vLLM's and OpenAI's fields that cannot be followed: given with any other value they are refused.
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def check_unsupported(self) -> SamplingFields:
+        refusals = {
+            "best_of": (self.best_of not in (None, self.n), "must equal n: all answers are returned"),
+            "prompt_logprobs": (self.prompt_logprobs is not None, "is not supported: ask for logprobs of the answer"),
+            "use_beam_search": (bool(self.use_beam_search), "is not supported: use n and temperature"),
+            "truncate_prompt_tokens": (self.truncate_prompt_tokens is not None, "is not supported: shorten the prompt"),
+        }
+        for name, (refused, reason) in refusals.items():
+            if refused:
+                raise ValueError(f"{name} {reason}")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("response_format and structured_outputs exclude each other; give one")
+        return self
+
+
+class FunctionCall(Payload):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Payload):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(Payload):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(Payload):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionDefinition(Payload):
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Payload):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Payload):
+    name: str
+
+
+class NamedTool(Payload):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatFields(Payload):
+    """What becomes a prompt through the chat template."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def check_chat(self) -> ChatFields:
+        if self.chat_template is not None:
+            raise ValueError("chat_template is set when the server starts (--chat-template), not per request")
+        if self.continue_final_message:
+            if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+                raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            if self.messages[-1].role != "assistant":
+                raise ValueError("continue_final_message continues an assistant's message; the last one is not")
+        return self
+
+
+class ChatRequest(SamplingFields, ChatFields):
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise ValueError("top_logprobs must not be negative")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def check_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        elif self.tool_choice in ("auto", "required") and not names:
+            raise ValueError(f"tool_choice {self.tool_choice!r} needs tools")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Count | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def check_completion(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix is not supported: the model continues text, it does not fill gaps")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not kept")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError("logprobs must not be negative")
+        return self
+
+
+class TokenizeRequest(Payload):
+    """A prompt, or messages as for chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Payload):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class InputItem(Payload):
+    """A message of the responses API."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    content: str | list[TextPart] = ""
+
+
+class TextFormat(Payload):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Payload):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Payload):
+    """The responses API for text: one call, no state kept on the server."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    store: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    speculate: bool = True
+
+    @model_validator(mode="after")
+    def check_unsupported(self) -> ResponsesRequest:
+        if self.tools:
+            raise ValueError("tools are served by /v1/chat/completions")
+        if self.previous_response_id or self.conversation:
+            raise ValueError("no conversations are kept here; send all messages as input")
+        if self.background:
+            raise ValueError("background responses are not supported; stream instead")
+        if isinstance(self.input, list):
+            if not self.input:
+                raise ValueError("input is empty; give at least one message")
+            for item in self.input:
+                if item.type != "message":
+                    raise ValueError(f"input of type {item.type!r} is not supported; send messages")
+        return self

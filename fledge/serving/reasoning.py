@@ -1,0 +1,86 @@
+"""Splits what a model thinks from what it answers, as the text comes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fledge.serving.text import before_marker
+
+
+class Thought(NamedTuple):
+    reasoning: str
+    content: str
+
+
+class ReasoningParser:
+    """Text between `<think>` and `</think>`. A template may have opened the thought in the prompt already."""
+
+    start, end = "<think>", "</think>"
+    thinks_first = False  # whether an answer without any tag begins as a thought
+    also_ends: tuple[str, ...] = ()  # what ends a thought too, and stays in the content
+
+    def __init__(self, prompt: str = "") -> None:
+        opened, closed = prompt.rfind(self.start), prompt.rfind(self.end)
+        # Only the end of the prompt tells: thoughts of earlier turns are closed.
+        open_in_prompt = opened > closed and not prompt[opened + len(self.start) :].strip()
+        closed_in_prompt = closed > opened >= 0 and not prompt[closed + len(self.end) :].strip()
+        self.state = "beginning"  # beginning | thinking | answering
+        if open_in_prompt or (self.thinks_first and not closed_in_prompt):
+            self.state = "thinking"
+        elif closed_in_prompt:
+            self.state = "answering"
+        self.may_open = True  # the opening tag may still come
+        self.trims = False  # line breaks that follow the closing tag belong to nobody
+        self.buffer = ""
+
+    def push(self, text: str) -> Thought:
+        self.buffer += text
+        reasoning = ""
+        if self.state != "answering" and self.may_open:
+            stripped = self.buffer.lstrip()
+            if stripped.startswith(self.start):
+                self.state, self.may_open = "thinking", False
+                self.buffer = stripped[len(self.start) :]
+            elif not self.start.startswith(stripped):
+                self.may_open = False
+                if self.state == "beginning":
+                    self.state = "answering"
+            else:
+                return Thought("", "")
+        if self.state == "thinking":
+            reasoning, mark, rest = before_marker(self.buffer, (self.end, *self.also_ends))
+            self.buffer = rest
+            if mark:
+                self.state, self.trims = "answering", True
+                self.buffer = rest if mark == self.end else mark + rest
+        content = ""
+        if self.state == "answering":
+            content, self.buffer = self.buffer, ""
+            if self.trims:
+                content = content.lstrip("\n")
+                self.trims = not content
+        return Thought(reasoning, content)
+
+    def finish(self) -> Thought:
+        """What was held back as a possible tag."""
+        rest, self.buffer = self.buffer, ""
+        return Thought(rest, "") if self.state == "thinking" else Thought("", rest)
+
+
+class Qwen3(ReasoningParser):
+    """Thinks when it opens a thought itself, or when the template did."""
+
+
+class DeepSeekR1(ReasoningParser):
+    """Always thinks first; older templates leave the opening tag out."""
+
+    thinks_first = True
+
+
+class KimiK2(ReasoningParser):
+    """May go from a thought straight into a tool call."""
+
+    also_ends = ("<|tool_calls_section_begin|>",)
+
+
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3, "deepseek_r1": DeepSeekR1, "kimi_k2": KimiK2}

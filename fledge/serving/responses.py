@@ -1,0 +1,146 @@
+"""`/v1/responses`, for text: the newer shape of a chat call. Nothing is stored."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+
+from fledge.serving import chat, prompts
+from fledge.serving.answers import usage
+from fledge.serving.async_engine import Generation, Progress
+from fledge.serving.protocol import ChatRequest, ResponsesRequest
+from fledge.serving.service import Service
+from fledge.serving.streaming import EventStream, event, unless_gone
+
+
+async def create(service: Service, payload: ResponsesRequest, request: Request) -> Any:
+    call = await chat.prepare(service, as_chat(payload))
+    response = Response(payload, call)
+    generation = await service.engine.submit(call.works)
+    if payload.stream:
+        return EventStream(generation, response.stream(generation), done=b"")
+    return await unless_gone(request, generation, response.collect(generation))
+
+
+def as_chat(payload: ResponsesRequest) -> ChatRequest:
+    messages: list[dict[str, Any]] = []
+    if payload.instructions:
+        messages.append({"role": "system", "content": payload.instructions})
+    if isinstance(payload.input, str):
+        messages.append({"role": "user", "content": payload.input})
+    else:
+        for item in payload.input:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": prompts.plain_text(item.content)})
+    wanted = payload.text.format if payload.text is not None else None
+    response_format = None
+    if wanted is not None and wanted.type != "text":
+        response_format = {"type": wanted.type}
+        if wanted.type == "json_schema":
+            response_format["json_schema"] = {"name": wanted.name or "schema", "schema": wanted.schema_}
+    return ChatRequest.model_validate(
+        {
+            "model": payload.model,
+            "messages": messages,
+            "max_completion_tokens": payload.max_output_tokens,
+            "temperature": payload.temperature,
+            "top_p": payload.top_p,
+            "response_format": response_format,
+            "speculate": payload.speculate,
+        }
+    )
+
+
+class Response:
+    """A response on its way from `in_progress` to `completed`."""
+
+    def __init__(self, payload: ResponsesRequest, call: chat.ChatCall) -> None:
+        self.payload, self.call, self.parser = payload, call, call.new_parser()
+        self.id, self.item_id = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
+        self.sequence = -1
+
+    async def collect(self, generation: Generation) -> dict[str, Any]:
+        last: Progress | None = None
+        async for progress in generation:
+            self.parser.push(progress.text)
+            last = progress
+        self.parser.finish()
+        return self.body(last)
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
+        item = {"type": "message", "id": self.item_id, "role": "assistant"}
+        yield self._event("response.created", response=self.body(None))
+        yield self._event("response.in_progress", response=self.body(None))
+        opened = item | {"status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=0, item=opened)
+        yield self._event("response.content_part.added", **place, part=_part(""))
+        last: Progress | None = None
+        async for progress in generation:
+            last = progress
+            deltas = self.parser.push(progress.text)
+            if progress.finish_reason is not None:
+                deltas += self.parser.finish()
+            for delta in deltas:
+                if delta.get("content"):
+                    yield self._event("response.output_text.delta", **place, delta=delta["content"], logprobs=[])
+        text, body = self.parser.content, self.body(last)
+        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
+        yield self._event("response.content_part.done", **place, part=_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=body["output"][-1])
+        yield self._event(f"response.{body['status']}", response=body)
+
+    def body(self, last: Progress | None) -> dict[str, Any]:
+        """`last`: the progress that ended it; None while it runs."""
+        payload = self.payload
+        status = "in_progress" if last is None else "incomplete" if last.finish_reason == "length" else "completed"
+        output: list[dict[str, Any]] = []
+        if last is not None:
+            message = {"type": "message", "id": self.item_id, "role": "assistant", "status": status}
+            output = [message | {"content": [_part(self.parser.content)]}]
+            if self.parser.thought:
+                thought = {"type": "reasoning_text", "text": self.parser.thought}
+                output.insert(0, {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": [], "content": [thought]})
+        wanted = payload.text.format if payload.text is not None else None
+        params = self.call.works[0].params
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.call.created,
+            "model": self.call.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": payload.instructions,
+            "max_output_tokens": payload.max_output_tokens,
+            "metadata": payload.metadata or {},
+            "output": output,
+            "parallel_tool_calls": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted is not None else {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "usage": self._usage(last) if last is not None else None,
+        }
+
+    def _usage(self, last: Progress) -> dict[str, Any]:
+        counts = usage(len(self.call.prompt), [last.request])
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts["total_tokens"],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self.sequence += 1
+        return event({"type": kind, "sequence_number": self.sequence} | fields, name=kind)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

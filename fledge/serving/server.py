@@ -1,0 +1,68 @@
+"""Runs the app: binds, serves, and shuts down in an orderly way."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from fledge.errors import UserError
+from fledge.serving.app import create_app
+from fledge.serving.flags import ServeFlags
+from fledge.serving.service import Service
+
+KEEP_ALIVE_SECONDS = 60
+
+
+def run(flags: ServeFlags) -> None:
+    _log_to_stderr(flags.uvicorn_log_level)
+    service = Service(flags)
+    config = uvicorn.Config(
+        create_app(service),
+        uds=flags.uds,
+        root_path=flags.root_path,
+        log_level=flags.uvicorn_log_level,
+        access_log=not flags.disable_uvicorn_access_log,
+        ssl_keyfile=flags.ssl_keyfile,
+        ssl_certfile=flags.ssl_certfile,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout),
+    )
+    server = uvicorn.Server(config)
+    service.engine.on_failure = lambda: setattr(server, "should_exit", True)
+    # The server waits for running requests and then raises the signal again: by then it has been followed.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    sockets = None if flags.uds else [_bind(flags)]
+    scheme = "https" if flags.ssl_certfile else "http"
+    where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
+    logging.getLogger("fledge.serving").info("serving %s at %s", ", ".join(flags.names), where)
+    server.run(sockets=sockets)
+    if service.engine.failure is not None:
+        raise service.engine.failure
+
+
+def _bind(flags: ServeFlags) -> socket.socket:
+    """Before the model is loaded: a taken port shows at once."""
+    family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((flags.host, flags.port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise UserError(f"cannot listen on {flags.host}:{flags.port} ({error}); choose another --port or --host") from None
+    bound.set_inheritable(True)
+    return bound
+
+
+def _log_to_stderr(level: str) -> None:
+    log = logging.getLogger("fledge")
+    log.setLevel({"trace": "DEBUG"}.get(level, level.upper()))
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)

@@ -1,0 +1,223 @@
+"""What all routes share: the engine, the tokenizer, sampling defaults and grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from fledge import sources
+from fledge.checkpoints.hf import load_config
+from fledge.engine.build import build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.errors import RequestError, UserError
+from fledge.kernels.paged_attention import PagedKV
+from fledge.sampling import LogitsProcessor, SamplingParams
+from fledge.serving.async_engine import AsyncEngine
+from fledge.serving.errors import ApiError
+from fledge.serving.flags import ServeFlags
+from fledge.serving.metrics import Metrics
+from fledge.serving.protocol import SamplingFields
+from fledge.speculation.ngram import NgramSpeculator
+from fledge.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+# What a model's generation_config.json may set for requests that leave it open.
+DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# Compiling a grammar takes milliseconds; one that takes longer than this is refused.
+GRAMMAR_SECONDS = 20.0
+
+
+class Service:
+    def __init__(self, flags: ServeFlags, build: Callable[[], Engine] | None = None) -> None:
+        self.flags = flags
+        self.metrics = Metrics(flags.names[0])
+        self.engine = AsyncEngine(build or self._build, self.metrics, flags.max_queue)
+        self.defaults: dict[str, Any] = dict(flags.override_generation_config)
+        self._seeds = random.Random(flags.seed) if flags.seed is not None else None
+        # One thread each: the tokenizer must not be entered twice, and a slow grammar must not hold up prompts.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        self._compiling = ThreadPoolExecutor(1, "grammar")
+
+    def _build(self) -> Engine:
+        flags = self.flags
+        folder = sources.resolve(flags.model)
+        if flags.generation_config != "vllm":
+            place = folder if flags.generation_config == "auto" else Path(flags.generation_config)
+            self.defaults = _generation_defaults(place) | self.defaults
+        config = flags.engine_config
+        if flags.gpu_memory_utilization is not None:
+            config = _with_gpu_share(config, flags.gpu_memory_utilization, folder)
+        speculative = flags.speculative_config
+        engine = build_engine(flags.model, speculative.speculation, config)
+        if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
+            engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+        return engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.check_ready().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.check_ready().config.max_model_len
+
+    @cached_property
+    def grammars(self):
+        """Made on first use: reading the vocabulary takes a moment."""
+        from fledge.serving.structured import GrammarCompiler
+
+        model = self.engine.engine.model
+        return GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids)
+
+    def check_model(self, name: str | None) -> str:
+        """The name the answer bears."""
+        self.engine.check_ready()
+        if name and name not in self.flags.names:
+            known = ", ".join(self.flags.names)
+            raise ApiError(
+                f"the model {name!r} is not served here; served: {known}", 404, param="model", code="model_not_found"
+            )
+        return name or self.flags.names[0]
+
+    async def tokenize(self, work: Callable[[], Result]) -> Result:
+        """Runs what uses the tokenizer, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    async def compile(self, work: Callable[[], Result]) -> Result:
+        running = asyncio.get_running_loop().run_in_executor(self._compiling, work)
+        try:
+            return await asyncio.wait_for(running, GRAMMAR_SECONDS)
+        except TimeoutError:
+            raise RequestError("the grammar takes too long to compile; make it simpler") from None
+
+    async def grammar(self, fields: SamplingFields) -> Any | None:
+        """The compiled grammar that a request asks for by `response_format` or `structured_outputs`."""
+        wanted, extension = fields.response_format, fields.structured_outputs
+        if wanted is not None and wanted.type == "json_schema":
+            schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+            if schema is None:
+                raise ApiError("response_format json_schema needs json_schema.schema", param="response_format")
+            return await self.compile(lambda: self.grammars.json_schema(schema))
+        if wanted is not None and wanted.type == "json_object":
+            return await self.compile(lambda: self.grammars.json_object())
+        if extension is None:
+            return None
+        kinds = {
+            "json": (extension.json_, lambda: self.grammars.json_schema(extension.json_)),
+            "regex": (extension.regex, lambda: self.grammars.regex(extension.regex)),
+            "choice": (extension.choice, lambda: self.grammars.choice(extension.choice)),
+            "grammar": (extension.grammar, lambda: self.grammars.ebnf(extension.grammar)),
+            "json_object": (extension.json_object or None, lambda: self.grammars.json_object()),
+        }
+        given = [work for value, work in kinds.values() if value is not None]
+        if len(given) != 1:
+            raise ApiError(f"structured_outputs takes exactly one of {', '.join(kinds)}", param="structured_outputs")
+        return await self.compile(given[0])
+
+    def max_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """How long the answer may get; as long as the context allows if the request does not say."""
+        longest = self.max_model_len
+        room = longest - len(prompt)
+        if room < 1 or (wanted or 0) > room:
+            asked = f" and {wanted} tokens of answer" if wanted else ""
+            raise ApiError(
+                f"the context holds {longest} tokens; the request has a prompt of {len(prompt)}{asked}. "
+                "Shorten the prompt or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        return wanted or min(room, int(self.defaults.get("max_new_tokens") or room))
+
+    def sampling_params(
+        self,
+        fields: SamplingFields,
+        max_tokens: int,
+        logprobs: int | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        choice: int = 0,
+        special_tokens: bool = False,
+    ) -> SamplingParams:
+        if logprobs is not None and logprobs > self.flags.max_logprobs:
+            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param="top_logprobs")
+        if processors and fields.ignore_eos:
+            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
+        seed = fields.seed
+        if seed is None and self._seeds is not None:
+            seed = self._seeds.getrandbits(63)
+        elif seed is not None and choice:
+            seed = (seed + choice) % (1 << 63)  # or the answers would all be the same
+
+        def pick(name: str, fallback: float) -> float:
+            value = getattr(fields, name)
+            return value if value is not None else self.defaults.get(name, fallback)
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(fields.min_tokens, max_tokens),
+            temperature=pick("temperature", 1.0),
+            top_p=pick("top_p", 1.0),
+            top_k=int(pick("top_k", 0)),
+            min_p=pick("min_p", 0.0),
+            repetition_penalty=pick("repetition_penalty", 1.0),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(fields.logit_bias),
+            stop=fields.stop or (),
+            stop_token_ids=fields.stop_token_ids or (),
+            ignore_eos=fields.ignore_eos,
+            include_stop_str_in_output=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens and not special_tokens,
+            seed=seed,
+            logprobs=logprobs,
+            logits_processors=processors,
+        )
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    try:
+        return {int(token): bias for token, bias in given.items()} if given else None
+    except ValueError:
+        raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
+    return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}
+
+
+def _with_gpu_share(config: EngineConfig, share: float, folder: Path) -> EngineConfig:
+    """vLLM's `--gpu-memory-utilization` as room in the cache: the share, less the weights and a gigabyte to work in."""
+    from dataclasses import replace
+
+    if not torch.cuda.is_available() or config.device == "cpu":
+        raise UserError("--gpu-memory-utilization needs a GPU; on CPU give --kv-cache-tokens")
+    if not 0 < share <= 1:
+        raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {share}")
+    model = load_config(folder)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    total = torch.cuda.get_device_properties(0).total_memory
+    resolved = config.resolve(model)
+    # The drafter's layer lies beside the target's layers.
+    layers = model.num_layers + 1
+    per_token = PagedKV.bytes_per_token(layers, model.num_kv_heads, model.head_dim, resolved.activation_dtype)
+    tokens = int(total * share - weights - (1 << 30)) // per_token
+    if tokens < resolved.max_model_len:
+        raise UserError(
+            f"--gpu-memory-utilization {share} leaves room for {max(tokens, 0)} tokens; raise it or lower --max-model-len"
+        )
+    return replace(config, kv_cache_tokens=min(tokens, resolved.max_num_seqs * resolved.max_model_len))

@@ -1,0 +1,59 @@
+"""A tiny model on disk, an app in this process, and real server processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fledge.serving import flags
+from fledge.serving.app import create_app
+from fledge.serving.service import Service
+from tests.serving.model_folder import make_model
+from tests.serving.processes import ServerProcess, wait_until_ready
+
+TINY_FLAGS = [
+    "--served-model-name",
+    "tiny",
+    "--drafter",
+    "ngram",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--max-num-seqs",
+    "8",
+]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_folder: Path) -> Iterator[ServerProcess]:
+    """A real process, shared by tests that leave it as they find it."""
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *tools]) as server:
+        yield server
+
+
+@pytest.fixture
+def in_process(tiny_folder: Path) -> Callable:
+    """`async with in_process("--api-key", "k") as (client, service)`: the app without a socket."""
+
+    @asynccontextmanager
+    async def start(*extra: str) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:
+        service = Service(flags.parse([str(tiny_folder), *TINY_FLAGS, *extra]))
+        app = create_app(service)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+                await wait_until_ready(client)
+                yield client, service
+
+    return start
