@@ -1,0 +1,157 @@
+"""Rotary embedding of queries and keys, and the new keys' and values' way into the cache, in one pass.
+
+`qkv_NX` holds a token's heads one after the other: H query heads, K key heads, K value heads. Queries and keys are rotated in
+place, so that a prompt can attend over its own rows; keys and values are copied to the token's slot. Slot -1: not stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+
+
+def rope_cache(
+    qkv_NX: Tensor,
+    table_2PE: Tensor,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    keys_KSE: Tensor,
+    values_KSE: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign). `norms`: q and k norm weights and epsilon."""
+    run = rope_cache_triton if use_triton(qkv_NX) else rope_cache_reference
+    run(qkv_NX, table_2PE, positions_N, slots_N, keys_KSE, values_KSE, norms)
+
+
+def rope_cache_reference(
+    qkv_NX: Tensor,
+    table_2PE: Tensor,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    keys_KSE: Tensor,
+    values_KSE: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    num_kv_heads, _, head_dim = keys_KSE.shape
+    heads = qkv_NX.view(qkv_NX.shape[0], -1, head_dim)
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        qk[:, :-num_kv_heads] = F.rms_norm(qk[:, :-num_kv_heads], q_weight.shape, q_weight, eps)
+        qk[:, -num_kv_heads:] = F.rms_norm(qk[:, -num_kv_heads:], k_weight.shape, k_weight, eps)
+    cos, sin = table_2PE[:, positions_N].unsqueeze(-2).unbind(0)
+    qk.copy_(torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin))
+    stored = slots_N >= 0
+    slots = slots_N[stored].long()
+    keys_KSE[:, slots] = qk[stored, -num_kv_heads:].transpose(0, 1).to(keys_KSE.dtype)
+    values_KSE[:, slots] = v[stored].transpose(0, 1).to(values_KSE.dtype)
+
+
+def rope_cache_triton(
+    qkv_NX: Tensor,
+    table_2PE: Tensor,
+    positions_N: Tensor,
+    slots_N: Tensor,
+    keys_KSE: Tensor,
+    values_KSE: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    num_kv_heads, _, head_dim = keys_KSE.shape
+    num_heads = qkv_NX.shape[1] // head_dim
+    assert qkv_NX.is_contiguous()
+    assert table_2PE.is_contiguous()
+    assert keys_KSE.stride() == values_KSE.stride() == (keys_KSE.stride(0), head_dim, 1)
+    q_weight, k_weight, eps = norms if norms is not None else (qkv_NX, qkv_NX, 0.0)
+    if qkv_NX.shape[0]:
+        _rope_cache[(qkv_NX.shape[0],)](
+            qkv_NX,
+            table_2PE,
+            positions_N,
+            slots_N,
+            keys_KSE,
+            values_KSE,
+            q_weight,
+            k_weight,
+            eps,
+            table_2PE.stride(0),
+            keys_KSE.stride(0),
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            HEADS_BLOCK=next_power_of_2(num_heads),
+            HALF_BLOCK=next_power_of_2(head_dim // 2),
+            HAS_NORMS=norms is not None,
+            num_warps=2 if num_heads * head_dim <= 2048 else 8,
+        )
+
+
+@jit
+def _rope_cache(
+    qkv_ptr,
+    table_ptr,
+    positions_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    table_stride,
+    kv_head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    lane = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (head < HEADS) & (lane < HALF)
+    first_value = HEADS - KV_HEADS
+    first_key = HEADS - 2 * KV_HEADS
+    rotated = head < first_value
+
+    x_ptr = qkv_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + lane
+    low = tl.load(x_ptr, mask=inside, other=0.0)
+    high = tl.load(x_ptr + HALF, mask=inside, other=0.0)
+    dtype = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if HAS_NORMS:
+        scale = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+        lanes_inside = lane < HALF
+        q_low = tl.load(q_weight_ptr + lane, mask=lanes_inside, other=0.0).to(tl.float32)
+        q_high = tl.load(q_weight_ptr + HALF + lane, mask=lanes_inside, other=0.0).to(tl.float32)
+        k_low = tl.load(k_weight_ptr + lane, mask=lanes_inside, other=0.0).to(tl.float32)
+        k_high = tl.load(k_weight_ptr + HALF + lane, mask=lanes_inside, other=0.0).to(tl.float32)
+        is_query = head < first_key
+        normed_low = (low * scale[:, None] * tl.where(is_query, q_low, k_low)).to(dtype).to(tl.float32)
+        normed_high = (high * scale[:, None] * tl.where(is_query, q_high, k_high)).to(dtype).to(tl.float32)
+        low = tl.where(rotated, normed_low, low)
+        high = tl.where(rotated, normed_high, high)
+
+    cos = tl.load(table_ptr + position * (2 * HALF) + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+    # The second half of the table's sines carries no sign.
+    sin = tl.load(table_ptr + table_stride + position * (2 * HALF) + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+    new_low = tl.where(rotated, low * cos - high * sin, low).to(dtype)
+    new_high = tl.where(rotated, high * cos + low * sin, high).to(dtype)
+    tl.store(x_ptr, new_low, mask=inside & rotated)
+    tl.store(x_ptr + HALF, new_high, mask=inside & rotated)
+
+    stored = inside & (slot >= 0)
+    cache_type = keys_ptr.dtype.element_ty
+    is_key = stored & (head >= first_key) & rotated
+    key_ptr = keys_ptr + (head - first_key).to(tl.int64) * kv_head_stride + slot * (2 * HALF) + lane
+    tl.store(key_ptr, new_low.to(cache_type), mask=is_key)
+    tl.store(key_ptr + HALF, new_high.to(cache_type), mask=is_key)
+    is_value = stored & (head >= first_value)
+    value_ptr = values_ptr + (head - first_value).to(tl.int64) * kv_head_stride + slot * (2 * HALF) + lane
+    tl.store(value_ptr, new_low.to(cache_type), mask=is_value)
+    tl.store(value_ptr + HALF, new_high.to(cache_type), mask=is_value)
