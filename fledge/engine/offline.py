@@ -1,0 +1,166 @@
+"""Answers for a set of prompts, as fast as the machine gives them: what `fledge regenerate` runs on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from fledge import sources
+from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.config import ModelConfig
+from fledge.engine.batched_answers import Answer, BatchedAnswers, Task
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.slots import MAX_STOP_IDS
+from fledge.errors import RequestError
+from fledge.models.decoder import Decoder
+from fledge.sampling import SamplingParams
+
+# Past about 2,000 rows a step is bound by reading the cache, and more rows only make the tail longer.
+DEVICE_CONCURRENCY = 2048
+# A block of the attention kernel's keys lies in one page.
+DEVICE_PAGE_SIZE = 128
+
+
+class AnswerGenerator(Protocol):
+    model: ModelConfig
+    max_model_len: int
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+    ) -> Iterator[Answer]:
+        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens."""
+
+
+def answer_generator(
+    model: str | Decoder,
+    *,
+    device: str = "auto",
+    concurrency: int | None = None,
+    dtype: str = "auto",
+    max_model_len: int = 0,
+    profile: bool = False,
+) -> AnswerGenerator:
+    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `profile`: time the device's work."""
+    config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=concurrency or 0)
+    if not (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())):
+        return EngineAnswers(build_engine(model, Speculation(drafter=None), config))
+    config = replace(config, page_size=DEVICE_PAGE_SIZE, max_num_seqs=concurrency or DEVICE_CONCURRENCY)
+    if isinstance(model, Decoder):
+        config = config.resolve(model.config)
+        decoder = model.to(device=config.device, dtype=config.weight_dtype)
+    else:
+        folder = sources.resolve(model)
+        settled = config.resolve(load_config(folder))
+        decoder = load_decoder(folder, settled.weight_dtype, settled.device)
+        config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
+    return DeviceAnswers(decoder.eval().requires_grad_(False), config, capture=True, profile=profile)
+
+
+class DeviceAnswers:
+    """On a GPU: rows of a captured decode step. Without `capture` the same loop runs eagerly, on any device."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, *, capture: bool, profile: bool = False) -> None:
+        self.model, self.max_model_len = decoder.config, config.max_model_len
+        self.batch = BatchedAnswers(decoder, config, capture=capture, profile=profile)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+    ) -> Iterator[Answer]:
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)  # refuses what makes no sense
+        ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
+        if len(ends) > MAX_STOP_IDS:
+            raise RequestError(f"{len(ends)} stop ids were given and at most {MAX_STOP_IDS} are watched for; give fewer")
+        check_prompts(prompts, self.model.vocab_size, self.max_model_len)
+        task = Task(max_tokens, temperature, top_p, prompt_seeds(seed, len(prompts)), ends)
+        return self.batch.run(prompts, task)
+
+
+class EngineAnswers:
+    """On a CPU: the engine itself, without drafter or text."""
+
+    def __init__(self, engine: Engine) -> None:
+        engine.tokenizer = None
+        self.engine, self.model, self.max_model_len = engine, engine.model, engine.config.max_model_len
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+    ) -> Iterator[Answer]:
+        ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=ends, ignore_eos=True
+        )
+        check_prompts(prompts, self.model.vocab_size, self.max_model_len)
+        return self._run(prompts, params, prompt_seeds(seed, len(prompts)))
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: list[int]) -> Iterator[Answer]:
+        indexes = iter(range(len(prompts)))
+        index_of: dict[str, int] = {}
+        try:
+            while True:
+                while len(index_of) < 2 * self.engine.config.max_num_seqs and (index := next(indexes, None)) is not None:
+                    request = self.engine.add_request(prompts[index], replace(params, seed=seeds[index]))
+                    index_of[request.id] = index
+                if not index_of:
+                    return
+                for delta in self.engine.step():
+                    if delta.finished:
+                        request = delta.request
+                        yield Answer(index_of.pop(request.id), request.answer, request.finish_reason)
+        finally:
+            for request in list(self.engine.requests.values()):
+                if request.id in index_of:
+                    self.engine.abort(request)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> None:
+    """All of them before the first is run: a mistake in the last should not cost an hour."""
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_model_len:
+            raise RequestError(
+                f"prompt {index} has {len(prompt)} tokens; it must have at least 1 and fewer than {max_model_len}, "
+                "the longest prompt and answer together"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise RequestError(f"prompt {index} holds a token outside the model's vocabulary of {vocab_size}")
+
+
+def prompt_seeds(seed: int | None, count: int) -> list[int]:
+    """One stream of draws per prompt, so that an answer does not depend on which prompts it ran with."""
+    seed = random.getrandbits(62) if seed is None else seed
+    return [_mixed(seed * 0x9E3779B97F4A7C15 + index) for index in range(count)]
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64's finaliser, kept to 63 bits for int64."""
+    mask = 2**64 - 1
+    value &= mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,196 @@
+"""Offline generation: rows refilled, finished and compacted on the device's own state give what the engine gives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
+from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, prompt_seeds
+from fledge.engine.slots import MAX_STOP_IDS
+from fledge.errors import RequestError
+from tests.tiny import tiny_decoder
+
+STOPS = (5, 17, 40, 99)
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    torch.set_num_threads(1)
+
+
+def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(128) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_size: int = 16) -> DeviceAnswers:
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        max_model_len=max_len,
+        max_num_seqs=rows,
+        kv_cache_tokens=tokens or rows * max_len,
+        page_size=page_size,
+    )
+    return DeviceAnswers(decoder, config.resolve(decoder.config), capture=False, profile=True)
+
+
+def by_engine(decoder, max_len: int = 128) -> EngineAnswers:
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=max_len, max_num_seqs=16)
+    return EngineAnswers(build_engine(decoder, Speculation(drafter=None), config))
+
+
+def collected(answers) -> dict[int, tuple[list[int], str]]:
+    found = {}
+    for index, tokens, reason in answers:
+        assert index not in found
+        found[index] = (tokens, reason)
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_greedy_equals_the_engine(architecture):
+    decoder = tiny_decoder(3, architecture)
+    texts = prompts(40)
+    expected = collected(by_engine(decoder).generate(texts, max_tokens=24, stop_ids=STOPS))
+    rows = eager_rows(decoder, rows=8)
+    found = collected(rows.generate(texts, max_tokens=24, stop_ids=STOPS))
+    assert found == expected
+    assert {reason for _, reason in found.values()} == {"stop", "length"}
+    progress = rows.batch.progress
+    assert progress.answer_tokens == sum(len(tokens) for tokens, _ in found.values())
+    assert progress.prompt_tokens == sum(map(len, texts))
+
+
+def test_sliding_window():
+    decoder = tiny_decoder(4, "MistralForCausalLM", windows=(6, None, 6, 6))
+    texts = prompts(12, seed=2)
+    expected = collected(by_engine(decoder).generate(texts, max_tokens=20, stop_ids=()))
+    assert collected(eager_rows(decoder, rows=5).generate(texts, max_tokens=20, stop_ids=())) == expected
+
+
+def test_few_pages_delay_but_do_not_change_answers():
+    decoder = tiny_decoder(5)
+    texts = prompts(20, seed=3)
+    expected = collected(by_engine(decoder).generate(texts, max_tokens=30, stop_ids=STOPS))
+    tight = eager_rows(decoder, rows=8, tokens=128)
+    assert collected(tight.generate(texts, max_tokens=30, stop_ids=STOPS)) == expected
+
+
+def test_the_context_ends_an_answer():
+    decoder = tiny_decoder(6)
+    texts = [[1] * 39, [2] * 20]
+    found = collected(eager_rows(decoder, rows=2, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
+    assert [len(found[index][0]) for index in range(2)] == [1, 20]
+    assert found == collected(by_engine(decoder, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
+
+
+def test_the_batch_shrinks_with_its_work():
+    """At the end rows move together, and smaller steps are run."""
+    decoder = tiny_decoder(7)
+    texts = prompts(40, seed=4)
+    rows = eager_rows(decoder, rows=40)
+    sizes = []
+    step = rows.batch.step
+    rows.batch.step = lambda size, cuts: (sizes.append(size), step(size, cuts))
+    found = collected(rows.generate(texts, max_tokens=60, stop_ids=STOPS))
+    assert found == collected(by_engine(decoder).generate(texts, max_tokens=60, stop_ids=STOPS))
+    assert sizes[0] == 40
+    assert 16 in sizes
+
+
+def test_draws_do_not_depend_on_the_batch():
+    decoder = tiny_decoder(8)
+    texts = prompts(20, seed=5)
+    options = {"max_tokens": 12, "temperature": 0.9, "seed": 11, "stop_ids": STOPS}
+    wide = collected(eager_rows(decoder, rows=20).generate(texts, **options))
+    narrow = collected(eager_rows(decoder, rows=3).generate(texts, **options))
+    assert wide == narrow
+    assert collected(eager_rows(decoder, rows=20).generate(texts, **(options | {"seed": 12}))) != wide
+
+
+def test_a_tiny_top_p_is_greedy():
+    decoder = tiny_decoder(9)
+    texts = prompts(10, seed=6)
+    rows = eager_rows(decoder, rows=4)
+    greedy = collected(rows.generate(texts, max_tokens=10, stop_ids=STOPS))
+    assert collected(rows.generate(texts, max_tokens=10, temperature=1.5, top_p=1e-4, stop_ids=STOPS)) == greedy
+    assert collected(rows.generate(texts, max_tokens=10, temperature=1.5, seed=1, stop_ids=STOPS)) != greedy
+
+
+def test_a_run_given_up_leaves_nothing_behind():
+    decoder = tiny_decoder(10)
+    texts = prompts(20, seed=7)
+    for generator in (eager_rows(decoder, rows=4), by_engine(decoder)):
+        expected = collected(generator.generate(texts, max_tokens=10, stop_ids=STOPS))
+        running = generator.generate(texts, max_tokens=10, stop_ids=STOPS)
+        next(running)
+        running.close()
+        assert collected(generator.generate(texts, max_tokens=10, stop_ids=STOPS)) == expected
+
+
+@pytest.mark.parametrize("generator", [eager_rows(tiny_decoder(), 2), by_engine(tiny_decoder())])
+def test_mistakes_are_named_before_anything_runs(generator):
+    with pytest.raises(RequestError, match="prompt 1 has 0 tokens"):
+        generator.generate([[1], []], max_tokens=4)
+    with pytest.raises(RequestError, match="prompt 0 has 128 tokens"):
+        generator.generate([[1] * 128], max_tokens=4)
+    with pytest.raises(RequestError, match="prompt 0 holds a token outside"):
+        generator.generate([[128]], max_tokens=4)
+    with pytest.raises(RequestError, match="top_p"):
+        generator.generate([[1]], max_tokens=4, top_p=0.0)
+
+
+def test_too_many_stop_ids_are_refused():
+    with pytest.raises(RequestError, match="at most"):
+        eager_rows(tiny_decoder(), 2).generate([[1]], max_tokens=4, stop_ids=range(MAX_STOP_IDS + 1))
+
+
+def test_on_cpu_the_engine_answers():
+    generator = answer_generator(tiny_decoder(11), device="cpu", dtype="float32", max_model_len=64)
+    assert isinstance(generator, EngineAnswers)
+    found = collected(generator.generate(prompts(5), max_tokens=6, stop_ids=STOPS))
+    assert sorted(found) == [0, 1, 2, 3, 4]
+
+
+def test_seeds_are_one_per_prompt_and_stable():
+    assert prompt_seeds(3, 4) == prompt_seeds(3, 6)[:4]
+    assert len({*prompt_seeds(3, 100), *prompt_seeds(4, 100)}) == 200
+    assert all(0 <= seed < 2**63 for seed in prompt_seeds(2**70, 50))
+
+
+def test_batch_sizes():
+    assert batch_sizes(2048)[:3] == [16, 32, 64]
+    assert batch_sizes(100) == [16, 32, 64, 100]
+    assert batch_sizes(3) == [3]
+    graphs = StepGraphs(lambda size: None, batch_sizes(100), torch.device("cpu"), capture=False)
+    assert [graphs.size_for(rows) for rows in (1, 16, 17, 65, 100)] == [16, 16, 32, 100, 100]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_graphs_equal_the_eager_rows_and_never_wait():
+    """fp32 on the GPU: captured and eager give the same tokens; nothing but the late reads waits for the device."""
+    decoder = tiny_decoder(12).cuda()
+    texts = prompts(60, seed=8)
+    settings = EngineConfig(
+        device="cuda", dtype="float32", max_model_len=128, max_num_seqs=32, kv_cache_tokens=4096, page_size=64
+    ).resolve(decoder.config)
+    for options in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
+        results = []
+        for capture in (False, True):
+            generator = DeviceAnswers(decoder, settings, capture=capture)
+            running = generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options)
+            found = [next(running)]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found += running
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            results.append(collected(found))
+        assert results[0] == results[1]
