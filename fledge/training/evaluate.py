@@ -57,7 +57,7 @@ class HeldOut:
         none = torch.zeros(0, dtype=torch.long)
         batch = TrainBatch(tokens, positions, start, none, none, none).to(device)
         target.reserve(length)
-        states = target.states(batch)
+        states = target.states(batch, once=True)
         empty = states.hidden_ND[:0]
         return cls(
             batch.tokens_BT,

@@ -35,7 +35,8 @@ class Target(Protocol):
     vocab_size: int
     hidden_size: int
 
-    def states(self, batch: TrainBatch) -> TargetStates: ...
+    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+        """`once`: this shape of batch will hardly come again, so nothing is compiled for it."""
 
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
@@ -64,17 +65,17 @@ class DecoderTarget:
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch) -> TargetStates:
+    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
         decoder, length = self.decoder, batch.tokens_BT.shape[1]
         flex = use_flex(self.device, length)
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
-        captured = {}
+        captured, run_layer = {}, _layer if once else self._layer
         for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             if index in self.taps:
                 captured[index] = x
-            x = self._layer(self._template[window], weights, x, cos, sin, masks[window], length)
+            x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
         captured[len(self._layers)] = x
         return TargetStates([captured[i] for i in self.taps], decoder.norm(x))
 
@@ -134,7 +135,7 @@ class TransformersTarget:
         pass
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch) -> TargetStates:
+    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
         tokens, positions = batch.tokens_BT.flatten(), batch.positions_BT.flatten()
         taps = [torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)]
         taps = [taps[0].clone() for _ in self.taps]

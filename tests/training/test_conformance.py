@@ -1,4 +1,4 @@
-"""Training step k equals serving step k: the same tokens through the unroll and through the engine's drafter, token by token."""
+"""Training step k equals serving step k: the same tokens through the unroll and, one by one, through the engine's drafter."""
 
 from __future__ import annotations
 
