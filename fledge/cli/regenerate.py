@@ -26,17 +26,20 @@ def regenerate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Let the target answer prompts; a drafter learns best from the target's own words."""
+    from fledge import sources
     from fledge.engine.offline import answer_generator
+    from fledge.tokenizer import Tokenizer
     from fledge.training.data import DataError
     from fledge.training.regenerate import regenerate as run
 
     if prompts is None and not self_prompted:
         raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")
-    generator = answer_generator(model, device, concurrency=concurrency)
+    tokenizer = Tokenizer(sources.resolve(model))
+    generator = answer_generator(model, device=device, concurrency=concurrency)
     try:
         report = run(
             generator,
-            generator.tokenizer,
+            tokenizer,
             prompts,
             out,
             max_tokens=max_tokens,

@@ -53,7 +53,7 @@ class AnswerGenerator(Protocol):
         """Yields (index of the prompt, answer ids, "stop" or "length") as answers finish, in any order.
 
         The answer's ids end with the stop id that ended it. Equal prompts in one call are sampled independently.
-        A generator with a limited context says so in an attribute `max_context` (tokens of prompt and answer).
+        A generator with a limited context says so in an attribute `max_model_len` (tokens of prompt and answer).
         """
         ...
 
@@ -251,11 +251,11 @@ class _Run:
         """Adds the user's next turn and renders the prompt. False if that is not possible: the conversation ends."""
         dialogue.messages.append({"role": "user", "content": dialogue.upcoming.popleft()})
         answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
-        max_context = getattr(self.generator, "max_context", None)
+        max_model_len = getattr(self.generator, "max_model_len", None)
         problem = ""
         try:
             dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers)
-            if max_context is not None and len(dialogue.prompt_ids) + self.sampling["max_tokens"] > max_context:
+            if max_model_len is not None and len(dialogue.prompt_ids) + self.sampling["max_tokens"] > max_model_len:
                 problem = "too_long"
         except TemplateError:
             problem = "refused"

@@ -31,18 +31,18 @@ def tiny_target(seed: int = 0, **overrides) -> Decoder:
     return tiny_decoder(seed, **SIZES | overrides)
 
 
-def save_target(decoder: Decoder, folder: Path) -> Path:
+def save_target(decoder: Decoder, folder: Path, chat_template: str | None = None) -> Path:
     save_decoder(decoder, folder)
-    save_tokenizer(folder, decoder.config.vocab_size)
+    save_tokenizer(folder, decoder.config.vocab_size, chat_template)
     return folder
 
 
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
+def save_tokenizer(folder: Path, vocab_size: int, chat_template: str | None = None) -> None:
     """Words w5, w6, … and the roles of a chat, one token each."""
     words = ["<s>", "</s>", "<unk>", "user", "assistant", *(f"w{i}" for i in range(5, vocab_size))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=chat_template
     )
     fast.save_pretrained(folder)

@@ -21,10 +21,10 @@ QUIET = {"show_progress": False}
 class EchoGenerator:
     """Answers "You said: <the last user turn>", out of order, and keeps what it was asked."""
 
-    def __init__(self, tokenizer, *, fail_after: int | None = None, max_context: int | None = None, strip_stop: bool = False):
+    def __init__(self, tokenizer, *, fail_after: int | None = None, max_model_len: int | None = None, strip_stop: bool = False):
         self.tokenizer, self.fail_after, self.strip_stop = tokenizer, fail_after, strip_stop
-        if max_context is not None:
-            self.max_context = max_context
+        if max_model_len is not None:
+            self.max_model_len = max_model_len
         self.calls: list[dict] = []
         self.answered = 0
 
@@ -179,7 +179,7 @@ def test_counts_duplicates_long_prompts_refusals_and_loops(tmp_path):
 
     lines = [{"prompt": "Hi"}, {"prompt": "Hi"}, {"prompt": "x" * 500}, {"id": "late", "turns": ["Hi", "x" * 500]}]
     prompts = write(tmp_path / "p.jsonl", *lines)
-    generator = Looper(tokenizer, max_context=600)
+    generator = Looper(tokenizer, max_model_len=600)
     report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=256, **QUIET)
     assert (report.duplicates, report.too_long, report.conversations, report.looping) == (1, 1, 2, 2)
     assert len(records(tmp_path / "o.jsonl")["late"]["messages"]) == 2  # ends where there is no room for more
@@ -236,34 +236,25 @@ def test_a_target_that_cannot_write_prompts_is_reported(tmp_path):
         regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", **QUIET)
 
 
-def test_command_line(tmp_path, monkeypatch):
-    import sys
-    from types import ModuleType
-
+def test_command_line(tmp_path):
+    """The whole way, with a tiny model on the CPU engine."""
     import typer
 
     from fledge.cli.regenerate import regenerate as command
+    from tests.interop.tiny_models import save_target, tiny_target
 
-    tokenizer = chat_tokenizer()
-    built = []
-
-    def answer_generator(model, device, *, concurrency):
-        built.append((model, device, concurrency))
-        generator = EchoGenerator(tokenizer)
-        generator.tokenizer = tokenizer
-        return generator
-
-    offline = ModuleType("fledge.engine.offline")
-    offline.answer_generator = answer_generator
-    monkeypatch.setitem(sys.modules, "fledge.engine.offline", offline)
     app = typer.Typer()
     app.command()(command)
-    prompts, out = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "Hi"}), tmp_path / "o.jsonl"
-    arguments = ["--model", "m", "--prompts", str(prompts), "--out", str(out), "--concurrency", "3", "--device", "cpu"]
+    template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant{% endif %}"
+    model = str(save_target(tiny_target(), tmp_path / "model", template))
+    prompts = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "w7 w8"}, {"id": "b", "turns": ["w9", "w20 w21"]})
+    out = tmp_path / "o.jsonl"
+    arguments = ["--model", model, "--prompts", str(prompts), "--out", str(out), "--max-tokens", "9", "--device", "cpu"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert built == [("m", "cpu", 3)]
-    assert records(out).keys() == {"a"}
+    assert records(out).keys() == {"a", "b"}
+    assert [len(turn["answer_ids"]) for turn in records(out)["b"]["turns_ids"]] == [9, 9]
     assert "tokens/s" in result.stderr
-    nothing = CliRunner().invoke(app, ["--model", "m", "--out", str(out)])
+    nothing = CliRunner().invoke(app, ["--model", model, "--out", str(out)])
     assert isinstance(nothing.exception, DataError)
