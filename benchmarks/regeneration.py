@@ -168,6 +168,14 @@ def check(generator: AnswerGenerator, decoder: Decoder, prompts: list[list[int]]
     return {"checked_tokens": total, "differing_tokens": differing, "widest_gap": widest, "ties_only": widest <= TIE}
 
 
+def commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
 def main() -> None:
     args = arguments()
     folder = sources.resolve(args.model)
@@ -184,10 +192,9 @@ def main() -> None:
     if args.checked and isinstance(generator, DeviceAnswers):
         chosen = random.Random(args.seed).sample(prompts, min(args.checked, len(prompts)))
         figures |= check(generator, generator.batch.decoder, chosen, min(args.max_tokens, 256))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     figures |= {
         "command": " ".join(sys.argv),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "torch": torch.__version__,
     }

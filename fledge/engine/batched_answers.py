@@ -60,14 +60,15 @@ class Progress:
 
     steps: int = 0
     row_steps: int = 0  # rows computed, empty ones included
+    answers: int = 0
     answer_tokens: int = 0
     prompt_tokens: int = 0
     prompt_passes: int = 0
 
     @property
     def occupancy(self) -> float:
-        """Share of the computed rows that gave a token."""
-        return self.answer_tokens / self.row_steps if self.row_steps else 0.0
+        """Share of the computed rows that gave a token; an answer's first token comes from the pass over its prompt."""
+        return (self.answer_tokens - self.answers) / self.row_steps if self.row_steps else 0.0
 
 
 @dataclass
@@ -214,6 +215,7 @@ class _Run:
         done, answers, event = self.finished.popleft()
         if event is not None:
             event.synchronize()
+        self.batch.progress.answers += len(done)
         self.batch.progress.answer_tokens += sum(count for _, count in done)
         ready = []
         for (index, count), row in zip(done, answers.numpy(), strict=True):

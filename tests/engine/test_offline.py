@@ -64,6 +64,8 @@ def test_greedy_equals_the_engine(architecture):
     assert {reason for _, reason in found.values()} == {"stop", "length"}
     progress = rows.batch.progress
     assert progress.answer_tokens == sum(len(tokens) for tokens, _ in found.values())
+    assert progress.answers == 40
+    assert 0.3 < progress.occupancy <= 1
     assert progress.prompt_tokens == sum(map(len, texts))
 
 
