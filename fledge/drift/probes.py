@@ -1,0 +1,80 @@
+"""What drift is made of, as plain tensor maths: sizes of states, shares of attention, closeness to the target's states.
+
+Shapes: M drafting rows, H query heads, K key/value heads, S keys, E head size, D hidden size.
+
+A row drafts from position t. The keys it attends to, in the order of their positions:
+
+    0 … sink … | rest of the prompt | settled answer … | t (the pair it drafts from) | t+1 … (drafted since)
+                                                       |<------- own: columns >= t ------------------>|
+
+Columns between are never a row's own: what a row may not see carries no attention and adds nothing to any share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionFigures:
+    """Where the attention goes, per row and head. sink + prompt + answer + own = 1; drafted is part of own."""
+
+    sink_MH: Tensor
+    prompt_MH: Tensor  # the prompt without the sink
+    answer_MH: Tensor  # settled answer before the row
+    own_MH: Tensor  # the pair the row drafts from, and what it drafted since (the paper's "recent")
+    drafted_MH: Tensor  # only what it drafted since
+    entropy_MH: Tensor  # in nats
+
+    @classmethod
+    def cat(cls, parts: list[AttentionFigures]) -> AttentionFigures:
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+
+def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
+    """Scaled scores [M, H, S] in fp32. `keys`: [S, K, E], the same for all rows, or [M, S, K, E], each row's own."""
+    grouped = q_MHE.unflatten(1, (keys.shape[-2], -1)).float()
+    pattern = "mkge,mske->mkgs" if keys.dim() == 4 else "mkge,ske->mkgs"
+    return torch.einsum(pattern, grouped, keys.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
+
+
+def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int, prompt_length: int) -> AttentionFigures:
+    """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt."""
+    column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
+    pivot = pivot_M[:, None, None]
+
+    def mass(where: Tensor) -> Tensor:
+        return torch.where(where, p_MHS, 0.0).sum(-1)
+
+    is_own = column >= pivot
+    is_sink = (column == sink) & ~is_own
+    is_prompt = (column < prompt_length) & ~is_own & ~is_sink
+    own, sink_share, prompt = mass(is_own), mass(is_sink), mass(is_prompt)
+    return AttentionFigures(
+        sink_MH=sink_share,
+        prompt_MH=prompt,
+        answer_MH=mass((column >= prompt_length) & ~is_own & ~is_sink),
+        own_MH=own,
+        drafted_MH=mass(column > pivot),
+        entropy_MH=torch.special.entr(p_MHS).sum(-1),
+    )
+
+
+def rms(states_ND: Tensor) -> Tensor:
+    """Size of each state: ‖x‖₂ / √d."""
+    return states_ND.float().square().mean(-1).sqrt()
+
+
+def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
+    return torch.cosine_similarity(a_ND.float(), b_ND.float(), dim=-1)
+
+
+def slope(values: list[float]) -> float:
+    """Change a step of the straight line through the values of steps 1, 2, … (least squares)."""
+    if len(values) < 2:
+        return 0.0
+    middle = (len(values) - 1) / 2
+    return sum((i - middle) * v for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(len(values)))

@@ -1,0 +1,152 @@
+"""The probes on drafters made by hand, whose attention and sizes are known exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.drift.probes import attention_figures, rms, slope
+from fledge.drift.rollout import TargetText, roll_out
+from fledge.drift.sinks import find_sink
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+LENGTH, ANSWER, DEPTH, SINK = 20, 8, 6, 1
+
+
+def text(seed: int = 3, length: int = LENGTH) -> TargetText:
+    generator = torch.Generator().manual_seed(seed)
+    taps = [torch.randn(length, 32, generator=generator) * size for size in (1.0, 5.0, 20.0)]
+    tokens = torch.randint(0, 128, (length,), generator=generator)
+    return TargetText(tokens, ANSWER, taps, torch.randn(length, 32, generator=generator))
+
+
+def uniform_drafter(**flags):
+    """Queries are zero, so that every visible key gets the same attention."""
+    drafter = tiny_drafter(tiny_drafter_config(own_embedding=True, **flags))
+    for layer in drafter.layers:
+        attention = layer.self_attn
+        attention.qkv_proj.weight[: attention.num_heads * attention.head_dim] = 0
+    return drafter
+
+
+def still_drafter(**flags):
+    """Attention and MLP add nothing: a state passes through unchanged, but for the final norm."""
+    drafter = tiny_drafter(tiny_drafter_config(own_embedding=True, **flags))
+    layer = drafter.layers[0]
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
+    return drafter
+
+
+def test_uniform_attention_is_counted_exactly():
+    result = roll_out(uniform_drafter(), text(), DEPTH, sink=SINK)
+    row = text().rows_M.double()
+    assert row.tolist() == list(range(ANSWER - 1, LENGTH - 2))
+    for step, figures in enumerate(result.attention):
+        keys = row + 1 + step  # columns 0 … t, and one key of its own for each step since
+        expected = {
+            "sink_MH": 1 / keys,
+            "prompt_MH": torch.minimum(row, torch.tensor(float(ANSWER))).sub(1) / keys,
+            "answer_MH": (row - ANSWER).clamp_min(0) / keys,
+            "own_MH": (1 + step) / keys,
+            "drafted_MH": step / keys,
+            "entropy_MH": keys.log(),
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(getattr(figures, name), value.float()[:, None].expand(-1, 4), rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_hides_the_sink():
+    window = 5
+    result = roll_out(uniform_drafter(window=window), text(), DEPTH, sink=SINK)
+    for step, figures in enumerate(result.attention):
+        assert figures.sink_MH.abs().max() == 0
+        torch.testing.assert_close(figures.own_MH, torch.full_like(figures.own_MH, min(1 + step, window) / window))
+
+
+def test_all_attention_on_one_key():
+    """Keys that differ in one component, and queries that ask for it: the sink takes everything."""
+    p = torch.zeros(2, 3, 9)
+    p[0, :, 4], p[1, 0, 1], p[1, 1:, 8] = 1, 1, 1
+    figures = attention_figures(p, torch.tensor([4, 6]), sink=1, prompt_length=3)
+    assert figures.own_MH.tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert figures.drafted_MH.tolist() == [[0, 0, 0], [0, 1, 1]]
+    assert figures.sink_MH.tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert figures.entropy_MH.abs().max() == 0
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_norm_output_pins_the_fed_back_size(fc_norm):
+    drafter = tiny_drafter(tiny_drafter_config(own_embedding=True, fc_norm=fc_norm, norm_output=True))
+    drafter.norm.weight.fill_(1)
+    result = roll_out(drafter, text(), DEPTH)
+    torch.testing.assert_close(result.rms_MJ, torch.ones_like(result.rms_MJ), rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_that_passes_unchanged_keeps_its_size():
+    one = text()
+    drafter = still_drafter()
+    expected = rms(drafter.fuse(one.taps))[one.rows_M]
+    result = roll_out(drafter, one, DEPTH)
+    torch.testing.assert_close(result.rms_MJ, expected[:, None].expand(-1, DEPTH))
+
+
+def test_a_residual_that_doubles_each_step():
+    """Attention adds nothing, and what stands where the MLP does adds the residual once more."""
+    drafter = still_drafter()
+    layer = drafter.layers[0]
+    layer.mlp, layer.post_attention_layernorm = torch.nn.Identity(), torch.nn.Identity()
+    result = roll_out(drafter, text(), DEPTH)
+    ratio = result.rms_MJ[:, 1:] / result.rms_MJ[:, :-1]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 2.0), rtol=1e-4, atol=1e-4)
+
+
+def test_cosine_is_with_the_state_that_is_stood_in_for():
+    """Every position has the same taps, and the state passes unchanged: it is the target's own state at every depth."""
+    one = text()
+    same = TargetText(one.tokens_T, ANSWER, [tap[:1].expand(LENGTH, -1) for tap in one.taps], one.hidden_TD)
+    result = roll_out(still_drafter(), same, DEPTH)
+    torch.testing.assert_close(result.cosine_MJ, torch.ones_like(result.cosine_MJ))
+    drafter = still_drafter()
+    shifted = roll_out(drafter, one, 1)
+    fused = drafter.fuse(one.taps)
+    rows = one.rows_M
+    torch.testing.assert_close(shifted.cosine_MJ[:, 0], torch.cosine_similarity(fused[rows], fused[rows + 1]))
+
+
+def test_noise_has_the_size_it_says():
+    one = text(length=400)
+    clean, noisy = (roll_out(still_drafter(), one, 1, noise=noise).rms_MJ[:, 0] for noise in (0.0, 0.75))
+    assert float((noisy / clean).square().mean()) == pytest.approx(1 + 0.75**2, rel=0.03)
+
+
+def test_slope_is_of_the_straight_line():
+    assert slope([1.0, 3.0, 5.0, 7.0]) == pytest.approx(2.0)
+    assert slope([4.0]) == 0.0
+
+
+def test_the_sink_is_found_where_it_is():
+    """Queries that ask for one direction, and a single token whose key has it."""
+    decoder = tiny_decoder(num_layers=2)
+    config = decoder.config
+    queries = config.num_heads * config.head_dim
+    pivot = 77
+    for layer in decoder.layers:
+        layer.self_attn.qkv_proj.weight.zero_()
+    decoder.embed_tokens.weight.normal_(0, 0.01)
+    decoder.embed_tokens.weight[:, 0] = 1.0  # all tokens: asks
+    decoder.embed_tokens.weight[pivot, 1] = 3.0  # one token: answers
+    for layer in decoder.layers:
+        layer.input_layernorm.weight.fill_(1)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        # The last component of a head turns slowest under the rotary embedding: its pair hardly moves over a short text.
+        for head in range(config.num_heads):
+            layer.self_attn.qkv_proj.weight[head * config.head_dim + 3, 0] = 4.0
+        for head in range(config.num_kv_heads):
+            layer.self_attn.qkv_proj.weight[queries + head * config.head_dim + 3, 1] = 4.0
+    texts = [[5, 9, pivot, *range(10, 40)], [7, 8, pivot, *range(40, 75)]]
+    sink = find_sink(decoder, texts)
+    assert sink.column == 2
+    assert sink.clear
+    assert sink.share > 0.9
