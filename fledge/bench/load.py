@@ -1,0 +1,264 @@
+"""An asynchronous load client for any OpenAI-compatible server: ours, vLLM's, others.
+
+Figures, by the names in use: TTFT (time to first token), TPOT (time per output token after the first), ITL (time between
+pieces of the stream), and tokens/s per user (one over TPOT) and in total. Acceptance is read from /metrics before and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import httpx
+import numpy as np
+
+from fledge.errors import UserError
+
+PERCENTILES = (50, 90, 99)
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+SAMPLE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    url: str
+    model: str | None = None  # None: the first that the server lists
+    api_key: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    request_rate: float | None = None  # requests a second, Poisson; None: as fast as the concurrency allows
+    speculate: bool | None = None  # Fledge's extension; None: not sent
+    seed: int = 0
+    timeout: float = 600.0
+
+
+@dataclass
+class Sample:
+    """One request as its caller saw it."""
+
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+    gaps: list[float] = field(default_factory=list)  # between pieces of the stream
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Time per output token after the first."""
+        if self.first_token_seconds is None or self.completion_tokens < 2:
+            return None
+        return (self.seconds - self.first_token_seconds) / (self.completion_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    drafts: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    accepted_at: tuple[float, ...] = ()
+
+    def since(self, before: Acceptance) -> Acceptance:
+        earlier = [*before.accepted_at, *[0.0] * (len(self.accepted_at) - len(before.accepted_at))]
+        at = tuple(new - old for new, old in zip(self.accepted_at, earlier, strict=True))
+        return Acceptance(self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted, at)
+
+    @property
+    def length(self) -> float | None:
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+    @property
+    def by_position(self) -> list[float]:
+        return [count / self.drafts for count in self.accepted_at] if self.drafts else []
+
+    @classmethod
+    def parse(cls, metrics: str) -> Acceptance:
+        totals: dict[str, float] = {}
+        at: dict[int, float] = {}
+        for line in metrics.splitlines():
+            found = SAMPLE.match(line)
+            if found is None:
+                continue
+            name, labels, value = found[1], found[2] or "", float(found[3])
+            position = re.search(r'position="(\d+)"', labels)
+            if name == ACCEPTED_AT and position is not None:
+                at[int(position[1])] = at.get(int(position[1]), 0.0) + value
+            elif name in (DRAFTS, DRAFTED, ACCEPTED):
+                totals[name] = totals.get(name, 0.0) + value
+        by_position = tuple(at.get(position, 0.0) for position in range(max(at, default=-1) + 1))
+        return cls(totals.get(DRAFTS, 0.0), totals.get(DRAFTED, 0.0), totals.get(ACCEPTED, 0.0), by_position)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one level of concurrency gave."""
+
+    concurrency: int
+    seconds: float
+    samples: list[Sample]
+    acceptance: Acceptance
+
+    @property
+    def good(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [sample.error for sample in self.samples if sample.error is not None]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(sample.completion_tokens for sample in self.good)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def per_user_tokens_per_second(self) -> float:
+        """The mean over requests of one over their TPOT: what a reader of one stream sees."""
+        rates = [1 / tpot for sample in self.good if (tpot := sample.token_seconds)]
+        return float(np.mean(rates)) if rates else 0.0
+
+    def milliseconds(self, name: str) -> dict[str, float]:
+        """Mean and percentiles of `ttft`, `tpot`, `itl` or `latency`."""
+        values = {
+            "ttft": [sample.first_token_seconds for sample in self.good],
+            "tpot": [sample.token_seconds for sample in self.good],
+            "itl": [gap for sample in self.good for gap in sample.gaps],
+            "latency": [sample.seconds for sample in self.good],
+        }[name]
+        present = [1000 * value for value in values if value is not None]
+        if not present:
+            return {}
+        return {"mean": float(np.mean(present))} | {f"p{p}": float(np.percentile(present, p)) for p in PERCENTILES}
+
+    def to_dict(self) -> dict[str, object]:
+        acceptance = asdict(self.acceptance) | {"length": self.acceptance.length, "by_position": self.acceptance.by_position}
+        return {
+            "concurrency": self.concurrency,
+            "seconds": self.seconds,
+            "requests": len(self.samples),
+            "errors": self.errors,
+            "prompt_tokens": sum(sample.prompt_tokens for sample in self.good),
+            "output_tokens": self.output_tokens,
+            "requests_per_second": len(self.good) / self.seconds if self.seconds else 0.0,
+            "tokens_per_second": self.tokens_per_second,
+            "per_user_tokens_per_second": self.per_user_tokens_per_second,
+            **{f"{name}_ms": self.milliseconds(name) for name in ("ttft", "tpot", "itl", "latency")},
+            "acceptance": acceptance,
+        }
+
+
+async def run_level(
+    settings: LoadSettings,
+    conversations: Sequence[Sequence[dict[str, str]]],
+    concurrency: int,
+    on_done: Callable[[Sample], None] = lambda _: None,
+) -> LoadReport:
+    """Sends every conversation once, at most `concurrency` at a time."""
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    chance = random.Random(settings.seed)
+    waiting = iter(conversations)
+    samples: list[Sample] = []
+    next_start = time.perf_counter()
+
+    async with httpx.AsyncClient(base_url=settings.url, headers=headers, limits=limits, timeout=settings.timeout) as client:
+        model = settings.model or await _first_model(client)
+        before = await _acceptance(client)
+
+        async def user() -> None:
+            nonlocal next_start
+            for messages in waiting:
+                if settings.request_rate is not None:
+                    next_start += chance.expovariate(settings.request_rate)
+                    await asyncio.sleep(max(0.0, next_start - time.perf_counter()))
+                sample = await _ask(client, model, messages, settings)
+                samples.append(sample)
+                on_done(sample)
+
+        begin = next_start = time.perf_counter()
+        await asyncio.gather(*(user() for _ in range(concurrency)))
+        seconds = time.perf_counter() - begin
+        acceptance = (await _acceptance(client)).since(before)
+    return LoadReport(concurrency, seconds, samples, acceptance)
+
+
+async def _ask(client: httpx.AsyncClient, model: str, messages: Sequence[dict[str, str]], settings: LoadSettings) -> Sample:
+    body: dict[str, object] = {
+        "model": model,
+        "messages": list(messages),
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if settings.ignore_eos:
+        body["ignore_eos"] = True
+    if settings.speculate is not None:
+        body["speculate"] = settings.speculate
+    sample = Sample()
+    begin = last = time.perf_counter()
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                sample.error = f"status {response.status_code}: {text[:200]}"
+                return sample
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    sample.error = str(chunk["error"])[:200]
+                    return sample
+                if usage := chunk.get("usage"):
+                    sample.prompt_tokens = usage.get("prompt_tokens", 0)
+                    sample.completion_tokens = usage.get("completion_tokens", 0)
+                if _has_text(chunk):
+                    now = time.perf_counter()
+                    if sample.first_token_seconds is None:
+                        sample.first_token_seconds = now - begin
+                    else:
+                        sample.gaps.append(now - last)
+                    last = now
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        sample.error = f"{type(error).__name__}: {error}"
+    sample.seconds = last - begin  # to the last piece of text: closing the stream is not decoding
+    return sample
+
+
+def _has_text(chunk: dict) -> bool:
+    deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or ()]
+    return any(delta.get(name) for delta in deltas for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
+
+
+async def _first_model(client: httpx.AsyncClient) -> str:
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        return response.json()["data"][0]["id"]
+    except httpx.HTTPStatusError as error:
+        hint = "; give --api-key" if error.response.status_code == 401 else ""
+        raise UserError(f"{client.base_url}: /v1/models answers {error.response.status_code}{hint}") from None
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"{client.base_url} is not an OpenAI-compatible server, or is not running ({error})") from None
+
+
+async def _acceptance(client: httpx.AsyncClient) -> Acceptance:
+    """From /metrics; nothing if the server has none."""
+    try:
+        response = await client.get("/metrics")
+    except httpx.HTTPError:
+        return Acceptance()
+    return Acceptance.parse(response.text) if response.status_code == 200 else Acceptance()

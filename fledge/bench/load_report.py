@@ -1,0 +1,166 @@
+"""Prompts for the load client, its runs over several levels, and what they look like as a table and a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.bench.datasets import load_items
+from fledge.bench.load import LoadReport, LoadSettings, Sample, run_level
+from fledge.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Conversation = list[dict[str, str]]
+Runs = list[tuple[str, list[LoadReport]]]  # by name: one report a level
+ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def read_conversations(data: str) -> list[Conversation]:
+    """First turns of a data set (`builtin`, a folder, a hub id), or the prompts of a file: JSONL in any of the usual
+    shapes, or a plain text with one a line. Each becomes messages that end with the user's turn."""
+    path = Path(data).expanduser()
+    if not path.is_file():
+        return [[{"role": "user", "content": item.turns[0]}] for item in load_items(data)]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--data {path}: cannot be read ({error})") from None
+    result: list[Conversation] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record: Any = line
+        if path.suffix in (".jsonl", ".json"):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"--data {path}, line {number}: not valid JSON ({error})") from None
+        messages = _conversation(record)
+        if messages is None:
+            raise UserError(
+                f"--data {path}, line {number}: no prompt in it; a line is a JSON object with 'prompt', 'messages', "
+                "'conversations', 'turns' or 'question'"
+            )
+        result.append(messages)
+    if not result:
+        raise UserError(f"--data {path}: no prompts in it")
+    return result
+
+
+def _conversation(record: Any) -> Conversation | None:
+    if isinstance(record, str):
+        return [{"role": "user", "content": record}]
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get("turns"), list) and record["turns"]:
+        return _conversation(record["turns"][0])
+    for name in ("prompt", "question", "instruction", "text"):
+        if isinstance(record.get(name), str) and record[name]:
+            return [{"role": "user", "content": record[name]}]
+    turns = record.get("messages") or record.get("conversations") or record.get("prompt")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    messages = [
+        {
+            "role": ROLES.get(role := turn.get("role") or turn.get("from") or "", role),
+            "content": str(turn.get("content") or turn.get("value") or ""),
+        }
+        for turn in turns
+    ]
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()  # recorded answers are left for the server to write
+    return messages or None
+
+
+def run_levels(
+    settings: LoadSettings,
+    conversations: Sequence[Conversation],
+    levels: Sequence[int],
+    plain: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Runs:
+    """All levels; with `plain` each again without speculation, right after, so that both see the same machine."""
+    variants = [("speculative", replace(settings, speculate=True)), ("plain", replace(settings, speculate=False))]
+    runs: Runs = [(name, []) for name, _ in variants] if plain else [("server", [])]
+    for level in levels:
+        for (name, reports), variant in zip(runs, [one for _, one in variants] if plain else [settings], strict=True):
+            done = 0
+
+            def count(_: Sample, level: int = level, name: str = name) -> None:
+                nonlocal done
+                done += 1
+                say(f"{name}, concurrency {level}: {done} of {len(conversations)} answered")
+
+            reports.append(asyncio.run(run_level(variant, conversations, level, count)))
+    return runs
+
+
+def load_table(url: str, runs: Runs) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"load on {url}", caption="times in milliseconds: median / 99th percentile")
+    for heading in (
+        "concurrency",
+        "run",
+        "requests",
+        "errors",
+        "tok/s",
+        "tok/s per user",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "acceptance length",
+    ):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for index in range(len(runs[0][1])):
+        for name, reports in runs:
+            report = reports[index]
+            length = report.acceptance.length
+            table.add_row(
+                str(report.concurrency),
+                name,
+                str(len(report.samples)),
+                str(len(report.errors)),
+                f"{report.tokens_per_second:.1f}",
+                f"{report.per_user_tokens_per_second:.1f}",
+                *(_median_and_tail(report.milliseconds(kind)) for kind in ("ttft", "tpot", "itl")),
+                f"{length:.2f}" if length is not None else "–",
+            )
+    return table
+
+
+def _median_and_tail(figures: dict[str, float]) -> str:
+    return f"{figures['p50']:.1f} / {figures['p99']:.1f}" if figures else "–"
+
+
+def plot(runs: Runs, path: Path) -> None:
+    """Total throughput against what one user sees, a point a level: up and to the right is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    for name, reports in runs:
+        users = [report.per_user_tokens_per_second for report in reports]
+        totals = [report.tokens_per_second for report in reports]
+        axes.plot(users, totals, marker="o", label=name)
+        for report, x, y in zip(reports, users, totals, strict=True):
+            axes.annotate(f"{report.concurrency}", (x, y), textcoords="offset points", xytext=(5, 5))
+    axes.set(xlabel="tokens/s per user", ylabel="tokens/s in total", title="by concurrency")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, dpi=150, format="png")
+    pyplot.close(figure)
+    os.replace(partial, path)

@@ -1,0 +1,66 @@
+"""`fledge bench-serve`: load on a running server, ours or any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
+    data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one a line, or 'builtin'.")],
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, one level after the other.")] = "1,4,16",
+    request_rate: Annotated[float | None, typer.Option(help="Requests a second, at random times (Poisson).")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts a level; 0: all of the file.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, where the server can.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Also measure without speculation, on a Fledge server.")] = False,
+    model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--png", help="Draw throughput against speed per user.")] = None,
+) -> None:
+    """Measure throughput, tokens/s per user, TTFT, TPOT, ITL and acceptance of an OpenAI-compatible server."""
+    from rich.console import Console
+
+    from fledge.bench.load import LoadSettings
+    from fledge.bench.load_report import load_table, plot, read_conversations, run_levels
+    from fledge.bench.provenance import provenance, write_json
+    from fledge.errors import UserError
+
+    try:
+        levels = [int(level) for level in concurrency.split(",")]
+    except ValueError:
+        levels = []
+    if not levels or min(levels) < 1:
+        raise UserError(f"--concurrency: numbers separated by commas are wanted, such as 1,4,16, not {concurrency!r}")
+    if request_rate is not None and request_rate <= 0:
+        raise UserError("--request-rate must be positive")
+    conversations = read_conversations(data)
+    conversations = conversations[:num_prompts] if num_prompts else conversations
+    settings = LoadSettings(
+        url.rstrip("/").removesuffix("/v1"),
+        model=model,
+        api_key=api_key,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        request_rate=request_rate,
+    )
+    console = Console()
+    with console.status("…") as status:
+        runs = run_levels(settings, conversations, levels, plain, status.update)
+    console.print(load_table(settings.url, runs))
+    errors = [error for _, reports in runs for report in reports for error in report.errors]
+    for error in errors[:3]:
+        console.print(f"[red]{error}[/]", highlight=False)
+    if json_file is not None:
+        results = {name: [report.to_dict() for report in reports] for name, reports in runs}
+        write_json(json_file, {"url": settings.url, "runs": results, "provenance": provenance(conversations)})
+    if picture is not None:
+        plot(runs, picture)
+    if errors:
+        raise typer.Exit(1)

@@ -1,0 +1,112 @@
+"""vLLM's command lines move over; what cannot be followed is refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from fledge.errors import UserError
+from fledge.serving.flags import ServeFlags, human_int, parse
+from fledge.serving.foreign_flags import MAY_BE, REFUSED
+from fledge.serving.launch import chosen_engine
+
+
+def test_defaults_are_vllms() -> None:
+    flags = parse([])
+    assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("0.0.0.0", 8000, 20, "info")
+    assert flags.model == "smollm2-135m"
+    assert flags.speculative_config.speculation.drafter == "auto"
+    assert flags.api_key == ()
+
+
+def test_a_users_model_is_served_plainly_unless_a_drafter_is_asked_for() -> None:
+    assert parse(["some/model"]).speculative_config.speculation.drafter == "none"
+    assert parse(["some/model", "--drafter", "ngram", "--depth", "3"]).speculative_config.speculation.depth == "3"
+
+
+def test_a_vllm_command_line_moves_over_unchanged() -> None:
+    flags = parse(
+        [
+            "org/model", "--speculative-config", '{"method":"eagle3","model":"org/drafter","num_speculative_tokens":3}',
+            "--host", "127.0.0.1", "--port", "9000", "--api-key", "a", "b", "--max-model-len", "4k", "--max-num-seqs", "32",
+            "--served-model-name", "one", "two", "--dtype", "half", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+            "--reasoning-parser", "qwen3", "--tensor-parallel-size", "1", "--enforce-eager", "--block-size=32",
+            "--max_num_batched_tokens", "1K",
+        ]
+    )  # fmt: skip
+    speculation = flags.speculative_config.speculation
+    assert (speculation.drafter, speculation.depth) == ("org/drafter", 3)
+    assert flags.names == ("one", "two")
+    assert flags.api_key == ("a", "b")
+    config = flags.engine_config
+    assert (config.max_model_len, config.max_num_seqs, config.dtype, config.page_size) == (4000, 32, "float16", 32)
+    assert config.max_batched_tokens == 1024
+
+
+def test_keys_of_json_flags_may_be_dotted() -> None:
+    flags = parse(["--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=4"])
+    assert flags.speculative_config.speculation.drafter == "ngram"
+    assert flags.speculative_config.speculation.depth == 4
+    assert (flags.speculative_config.prompt_lookup_max, flags.speculative_config.prompt_lookup_min) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tensor-parallel-size", "4"], ["--tensor-parallel-size", "--engine vllm"]),
+        (["-tp=2"], ["--engine vllm"]),
+        (["--quantization", "awq"], ["--quantization", "float16"]),
+        (["--enable-lora"], ["merge", "--engine vllm"]),
+        (["--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
+        (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
+        (["--speculative-config", '{"method":"medusa"}'], ["medusa", "eagle3", "--engine vllm"]),
+        (["--speculative-config", '{"method":"eagle3"}'], ["'model'"]),
+        (["--speculative-config", '{"method":"ngram","speed":3}'], ["'speed'"]),
+        (["--speculative-config", '{"model":"x","disable_by_batch_size":4}'], ["disable_by_batch_size", "speculate"]),
+        (["--speculative-config", '{"method":"ngram"}', "--drafter", "ngram"], ["--drafter"]),
+        (["--enable-auto-tool-choice"], ["--tool-call-parser"]),
+        (["--tool-call-parser", "nonsense"], ["hermes"]),
+        (["--chat-template", "no-such-file.jinja"], ["--chat-template"]),
+        (["--port", "many"], ["--port"]),
+        (["a", "--model", "b"], ["two models"]),
+        (["--api-key", ""], ["--api-key"]),
+    ],
+)
+def test_refusals_name_the_flag_and_the_way_out(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_refusal_gives_a_reason() -> None:
+    for flag, reason in REFUSED.items():
+        with pytest.raises(UserError, match="does not apply here: "):
+            parse([flag, "1"])
+        assert len(reason) > 10
+    for flag, allowed in MAY_BE.items():
+        assert isinstance(parse([flag, *allowed.values[:1]]), ServeFlags)
+
+
+def test_a_template_is_a_file_or_itself(tmp_path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    assert parse(["--chat-template", str(file)]).chat_template == "{{ messages }}"
+    assert parse(["--chat-template", "{{ x }}"]).chat_template == "{{ x }}"
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert parse([]).api_key == ("secret",)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("auto", 0), ("-1", 0)]
+)
+def test_numbers_as_people_write_them(text: str, number: int) -> None:
+    assert human_int(text) == number
+
+
+def test_the_engine_is_known_before_foreign_flags_are_judged() -> None:
+    assert chosen_engine(["m", "--tensor-parallel-size", "4", "--engine", "vllm"]) == "vllm"
+    assert chosen_engine(["m", "--engine=vllm"]) == "vllm"
+    assert chosen_engine(["m"]) == "fledge"

@@ -1,0 +1,133 @@
+"""Every format, whole and in pieces of any size: the calls are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from fledge.serving.message import MessageParser
+from fledge.serving.tool_parsers import TOOL_PARSERS
+from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
+
+WEATHER = ("get_weather", {"city": 'Paris, "France" }{ é', "days": 3, "nested": {"a": [1, {"b": "]"}]}})
+CLOCK = ("now", {})
+
+
+def as_json(name: str, arguments: dict, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+def kimi(name: str, arguments: dict, index: int) -> str:
+    return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+
+
+# format, text, content, calls
+CASES = [
+    ("hermes", f"<tool_call>\n{as_json(*WEATHER)}\n</tool_call>", "", [WEATHER]),
+    ("hermes", f"Let me look. <tool_call>{as_json(*WEATHER)}</tool_call>\n<tool_call>{as_json(*CLOCK)}</tool_call>",
+     "Let me look. ", [WEATHER, CLOCK]),
+    ("hermes", f'<tool_call>{{"arguments": {json.dumps(WEATHER[1])}, "name": "get_weather"}}</tool_call>', "", [WEATHER]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [CLOCK]),
+    ("hermes", '<tool_call>{"name": "now", "id": 3, "arguments": null}</tool_call>', "", [CLOCK]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", "2 < 3 and <tool is no call", "2 < 3 and <tool is no call", []),
+    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    ("hermes", "plain answer", "plain answer", []),
+    ("llama3_json", as_json(*WEATHER, "parameters"), "", [WEATHER]),
+    ("llama3_json", f"<|python_tag|>{as_json(*WEATHER, 'parameters')}; {as_json(*CLOCK, 'parameters')}", "", [WEATHER, CLOCK]),
+    ("llama3_json", "\n " + as_json(*WEATHER), "", [WEATHER]),
+    ("llama3_json", '{"a": 1}', '{"a": 1}', []),
+    ("llama3_json", "{no json", "{no json", []),
+    ("llama3_json", "plain answer", "plain answer", []),
+    ("pythonic", "[get_weather(city='Paris, \"France\" }{ é', days=3, nested={'a': [1, {'b': ']'}]}), now()]",
+     "", [WEATHER, CLOCK]),
+    ("pythonic", '[f(x=-1.5, y=True, z=None, s="it\'s (a) \\"test\\"")]',
+     "", [("f", {"x": -1.5, "y": True, "z": None, "s": "it's (a) \"test\""})]),
+    ("pythonic", "[1] is a reference", "[1] is a reference", []),
+    ("pythonic", "plain answer", "plain answer", []),
+    ("kimi_k2", f"Hm.<|tool_calls_section_begin|>{kimi(*WEATHER, 0)}{kimi(*CLOCK, 1)}<|tool_calls_section_end|>",
+     "Hm.", [WEATHER, CLOCK]),
+    ("kimi_k2", "a < b <| c", "a < b <| c", []),
+]  # fmt: skip
+
+
+def pieces(text: str, seed: int) -> list[str]:
+    """Whole (0), character by character (1), or in random pieces."""
+    if seed == 0:
+        return [text]
+    chance = random.Random(seed)
+    result = []
+    while text:
+        size = 1 if seed == 1 else chance.randint(1, 12)
+        result.append(text[:size])
+        text = text[size:]
+    return result
+
+
+def parsed(parser: MessageParser, parts: list[str]) -> tuple[dict, dict]:
+    """The message, and the same put together from the stream's deltas as a client does it."""
+    content, calls = "", {}
+    deltas = [delta for part in parts for delta in parser.push(part)] + parser.finish()
+    for delta in deltas:
+        content += delta.get("content", "")
+        for call in delta.get("tool_calls", ()):
+            known = calls.setdefault(call["index"], {"name": "", "arguments": "", "id": call.get("id")})
+            known["name"] += call["function"].get("name", "")
+            known["arguments"] += call["function"].get("arguments", "")
+    return parser.message(), {"content": content, "calls": [calls[index] for index in sorted(calls)]}
+
+
+@pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_calls_are_found_in_any_pieces(style: str, text: str, content: str, calls: list, seed: int) -> None:
+    message, streamed = parsed(MessageParser(tools=TOOL_PARSERS[style]()), pieces(text, seed))
+    found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
+    assert found == calls
+    assert (message["content"] or "") == content == streamed["content"]
+    assert [(call["name"], json.loads(call["arguments"])) for call in streamed["calls"]] == calls
+    assert len({call["id"] for call in streamed["calls"]}) == len(calls)
+
+
+def test_arguments_stream_before_the_call_is_complete() -> None:
+    parser = TOOL_PARSERS["hermes"]()
+    parser.push('<tool_call>{"name": "f", "arguments": {"text": "a long ')
+    events = parser.push("text")
+    assert [event.text for event in events] == ["text"]
+
+
+def test_kimi_keeps_its_ids() -> None:
+    text = f"<|tool_calls_section_begin|>{kimi(*CLOCK, 7)}<|tool_calls_section_end|>"
+    message, _ = parsed(MessageParser(tools=TOOL_PARSERS["kimi_k2"]()), [text])
+    assert message["tool_calls"][0]["id"] == "functions.now:7"
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "f", "argu', '<tool_call>{"na', "<tool_ca"])
+def test_what_was_cut_off_is_not_lost_unless_it_began_a_call(text: str) -> None:
+    message, streamed = parsed(MessageParser(tools=TOOL_PARSERS["hermes"]()), [text])
+    assert bool(message.get("tool_calls")) == ('"f"' in text)
+    assert streamed["content"] == ("" if '"f"' in text else text)
+
+
+def test_one_call_at_most_when_parallel_calls_are_off() -> None:
+    text = f"<tool_call>{as_json(*WEATHER)}</tool_call><tool_call>{as_json(*CLOCK)}</tool_call>"
+    message, streamed = parsed(MessageParser(tools=TOOL_PARSERS["hermes"](), parallel=False), pieces(text, 2))
+    assert len(message["tool_calls"]) == len(streamed["calls"]) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_forced_calls(seed: int) -> None:
+    message, _ = parsed(MessageParser(tools=NamedParser("f")), pieces('{"a": 1}', seed))
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    text = f"[{as_json(*WEATHER, 'parameters')}, {as_json(*CLOCK, 'parameters')}]"
+    message, _ = parsed(MessageParser(tools=RequiredParser()), pieces(text, seed))
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
+
+
+def test_definitions_move_to_where_references_look() -> None:
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
+    schema = required_schema([("f", parameters)], parallel=False)
+    assert schema["$defs"] == {"A": {"type": "integer"}}
+    assert schema["maxItems"] == 1
+    assert "$defs" in parameters  # the caller's own is left alone
