@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ from fledge.training.warm_start import (
     start_random,
 )
 
-log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 
@@ -95,6 +93,8 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         decoder = load_decoder(folder, dtype, device)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes")
         stop_ids, weights = model_config.eos_token_ids, last_layer(decoder)
+        if recipe.run.distributed == "fsdp" and world.size > 1:
+            target.shard(world)
     else:
         model, shape = _transformers_model(folder, dtype, device)
         config = drafter_config(recipe, shape)
@@ -245,7 +245,8 @@ def _vocabulary(
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary
-    if given or own.with_name("vocabulary.json").exists():
+    # The first process decides: it may write the file before another one looks.
+    if given or world.broadcast(own.with_name("vocabulary.json").exists()):
         vocabulary = DraftVocabulary.load(given or own)
         vocabulary.check(vocab_size=config.vocab_size, **hashes)
         if len(vocabulary) != config.draft_vocab_size:

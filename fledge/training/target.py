@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,10 +14,9 @@ from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.training.attention import BLOCK, Mask, packed_attend, packed_mask
+from fledge.training.distributed import World
 from fledge.training.losses import Head
 from fledge.training.ttt import TrainBatch
-
-log = logging.getLogger(__name__)
 
 
 class TargetStates(NamedTuple):
@@ -40,6 +38,9 @@ class Target(Protocol):
 
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
+
+    def without_compiler(self) -> None:
+        """Compiling failed: go on without."""
 
 
 def use_flex(device: torch.device, length: int) -> bool:
@@ -63,6 +64,7 @@ class DecoderTarget:
         with torch.device("meta"):
             self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
+        self._sharded = False
 
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
@@ -75,12 +77,28 @@ class DecoderTarget:
         for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             if index in self.taps:
                 captured[index] = x
-            x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
+            if self._sharded:
+                x = decoder.layers[index](x, cos, sin, packed_attend(masks, length))
+            else:
+                x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
         captured[len(self._layers)] = x
         return TargetStates([captured[i] for i in self.taps], decoder.norm(x))
 
     def reserve(self, num_positions: int) -> None:
         self.decoder.rotary.reserve(num_positions)
+
+    def without_compiler(self) -> None:
+        self._layer = _layer
+
+    def shard(self, world: World) -> None:
+        """Spreads the layers over all processes; each is gathered when its turn comes. All must then make the same passes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (world.size,))
+        for layer in self.decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        self._sharded = True
 
 
 def _layer(
@@ -132,7 +150,10 @@ class TransformersTarget:
             )
 
     def reserve(self, num_positions: int) -> None:
-        pass
+        """Nothing to do: transformers looks after its positions."""
+
+    def without_compiler(self) -> None:
+        """It uses none."""
 
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:

@@ -128,13 +128,13 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(str(folder))
 
 
-def make(folder: str | Path, num_answers: int = 3000, seed: int = 0) -> Path:
+def make(folder: str | Path, num_answers: int = 3000, seed: int = 0, steps: int = 300) -> Path:
     """Makes target and answers, unless both are there."""
     folder = Path(folder)
     target, answers = folder / "target", folder / "answers.jsonl"
     if answers.is_file() and (target / "config.json").is_file():
         return folder
-    decoder = learned_target(seed=seed)
+    decoder = learned_target(steps, seed)
     shutil.rmtree(target, ignore_errors=True)
     save_decoder(decoder, target)
     save_tokenizer(target)

@@ -22,10 +22,11 @@ from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
 from fledge.training.checkpoint import checkpoints, load_checkpoint, restore_random_state, save_checkpoint
 from fledge.training.curves import draw_curves
 from fledge.training.distributed import World
-from fledge.training.evaluate import evaluate
+from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
+from fledge.training.offline import StatesOnDisk
 from fledge.training.optimizers import build_optimizers, clip_gradients
 from fledge.training.packing import PackedLoader
 from fledge.training.prefetch import Prefetcher, StepInput
@@ -60,8 +61,10 @@ class _Window:
 
 
 class Trainer:
-    def __init__(self, pieces: Pieces, world: World) -> None:
-        self.pieces, self.world, self.recipe = pieces, world, pieces.recipe
+    def __init__(self, pieces: Pieces, world: World, held_out: HeldOut | None) -> None:
+        """`held_out`: on the first process, which evaluates."""
+        self.pieces, self.world, self.recipe, self.held_out = pieces, world, pieces.recipe, held_out
+        self.target = pieces.target
         recipe, self.drafter, self.device = self.recipe, pieces.drafter, pieces.device
         self.folder = Path(recipe.output)
         world.broadcast_parameters(self.drafter)
@@ -104,7 +107,7 @@ class Trainer:
         )
         num_positions = data.sequence_length + data.position_offset_max
         batch_tokens = data.sequence_length * data.batch_rows
-        return Objective(self.drafter, self.pieces.target, settings, num_positions, batch_tokens)
+        return Objective(self.drafter, self.target, settings, num_positions, batch_tokens)
 
     def _total_steps(self) -> int | None:
         """None: only the clock ends the run."""
@@ -115,12 +118,36 @@ class Trainer:
             limits.append(max(1, int(run.epochs * self.loader.batches_per_epoch / run.accumulate)))
         return min(limits) if limits else None
 
+    def use_states_on_disk(self) -> None:
+        """Runs the target over all data, unless that is done; then training no longer holds it."""
+        recipe, folder = self.recipe, self.recipe.run.hidden_states_folder
+        identity = {
+            "model": recipe.target.model,
+            "dtype": recipe.target.dtype,
+            "layers": list(self.drafter.config.aux_layer_ids),
+        }
+        states = StatesOnDisk(
+            self.target,
+            len(self.drafter.config.aux_layer_ids),
+            Path(folder or self.folder / "states"),
+            identity,
+            self.world.rank,
+        )
+        shown = 0.0
+        for share in states.fill(self.loader, self.objective.plan, self.device, self.world.rank, self.world.size):
+            if share >= shown + 0.1 or share == 1.0:
+                shown = share
+                self.journal.say(f"target states on disk: {share:.0%}")
+        self.world.barrier()
+        states.reload()
+        states.release_target()
+        self.target = self.objective.target = states
+
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> Result:
         run, journal = self.recipe.run, self.journal
         result = Result(self.step, False, self.best, self.folder / "best")
-        self.held_out = held_out_texts(self.pieces) if self.world.is_first else None
         prefetch = Prefetcher(self.loader, self.objective, self.device, run.accumulate)
         restore = self._catch_interrupts()
         self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
@@ -214,8 +241,10 @@ class Trainer:
             loss.backward()
         except Exception as error:
             if self.objective.settings.compile and _is_compiler_error(error) and self.step < 2:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                inner = getattr(error, "inner_exception", error)
+                reason = (str(inner).strip() or type(inner).__name__).splitlines()[0]
                 self.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
+                self.target.without_compiler()
                 self.objective = self._objective(compile=False)
                 self.optimizer.zero_grad()
                 return self._forward_backward(batch, weights, measure)
@@ -245,7 +274,7 @@ class Trainer:
         write_atomically(where, lambda file: torch.save([vars(p) for p in step_input.packed], file))
         text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
         for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
-            taps = self.pieces.target.states(batch).taps
+            taps = self.target.states(batch).taps
             finite = torch.stack([torch.isfinite(x).all(-1) for x in taps]).all(0).view(batch.tokens_BT.shape).cpu()
             if not finite.all():
                 row, column = (~finite).nonzero()[0].tolist()
@@ -323,7 +352,7 @@ class Trainer:
         state = {n: v.detach().to(dtype) if v.is_floating_point() else v for n, v in self.drafter.state_dict().items()}
         copy.load_state_dict(state, assign=True)
         copy.rotary = self.drafter.rotary
-        return copy.share(self.pieces.target.embedding, self.pieces.target.lm_head).eval().requires_grad_(False)
+        return copy.share(self.target.embedding, self.target.lm_head).eval().requires_grad_(False)
 
     def export(self, folder: Path, evaluation: dict[str, Any] | None) -> None:
         provenance = {
@@ -410,8 +439,13 @@ def train(recipe: Recipe) -> Result:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
         pieces = assemble(recipe, world, say)
-        trainer = Trainer(pieces, world)
+        # A sharded target needs all processes for every pass, though the first alone evaluates.
+        takes_part = world.is_first or recipe.run.distributed == "fsdp"
+        held_out = held_out_texts(pieces) if takes_part else None
+        trainer = Trainer(pieces, world, held_out if world.is_first else None)
         say(f"packing: {trainer.loader}")
+        if recipe.run.hidden_states == "offline":
+            trainer.use_states_on_disk()
         if trainer.step:
             say(f"resuming at step {trainer.step:,}")
         return trainer.fit()

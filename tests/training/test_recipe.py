@@ -1,0 +1,95 @@
+"""Recipes: what is read, overridden and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fledge.training.recipe import Recipe, RecipeError, build, load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SMALL = {"output": "out", "target": {"model": "toy"}, "data": {"train": "toy"}, "run": {"steps": 3}}
+
+
+def write(tmp_path: Path, content: dict) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(path, tmp_path):
+    recipe = load_recipe(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe.to_yaml())
+    assert load_recipe(copy) == recipe
+
+
+def test_there_are_recipes():
+    assert {path.stem for path in RECIPES} >= {
+        "tiny",
+        "smollm2-135m-eagle3",
+        "smollm2-135m-eagle3.1",
+        "qwen3-8b-eagle3.1",
+    }
+
+
+def test_the_two_smollm2_recipes_differ_in_version_output_and_learning_rate_alone():
+    ours, twin = (load_recipe(RECIPES[0].parent / f"smollm2-135m-eagle{v}.yaml").to_dict() for v in ("3.1", "3"))
+    for recipe in (ours, twin):
+        del recipe["output"], recipe["drafter"]["version"], recipe["optimizer"]["learning_rate"]
+    assert ours == twin
+
+
+def test_overrides_are_dotted_yaml(tmp_path):
+    recipe = load_recipe(
+        write(tmp_path, SMALL),
+        ["optimizer.learning_rate=5e-4", "drafter.aux_layers=[1, 3]", "drafter.window=null", "run.compile=no", "seed=7"],
+    )
+    assert recipe.optimizer.learning_rate == 5e-4
+    assert recipe.drafter.aux_layers == (1, 3)
+    assert recipe.drafter.window is None
+    assert recipe.run.compile == "no"
+    assert recipe.seed == 7
+    assert recipe.data.train == ("toy",)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rat=1", "unknown key optimizer.learning_rat; did you mean optimizer.learning_rate"),
+        ("optimiser.kind=adamw", "unknown key optimiser; did you mean optimizer"),
+        ("zzz=1", "unknown key zzz; known: output"),
+        ("run.steps=many", "run.steps: expected int, found 'many'"),
+        ("run.steps=0", "run.steps must be at least 1"),
+        ("run.steps=true", "run.steps: expected int, found True"),
+        ("objective.loss=mse", "objective.loss: 'mse' is none of kl, lk, mix"),
+        ("drafter.version=4", "drafter.version: '4' is none of 3, 3.1"),
+        ("drafter.window=4", "drafter.window must be larger"),
+        ("evaluation.select_depth=4", "select_depth 4 is not among"),
+        ("data.augmentation.template_probability=2", "template_probability must lie between 0 and 1"),
+        ("run.steps=null", "say when it ends"),
+        ("data.train=[]", "data.train names no file"),
+        ("run", "key=value"),
+        ("seed.deeper=1", "seed.deeper"),
+        ("data=null", "data: expected keys and values"),
+    ],
+)
+def test_mistakes_are_refused_by_name(tmp_path, override, message):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        load_recipe(write(tmp_path, SMALL | {"seed": 1}), [override])
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(RecipeError, match=r"target\.model: missing"):
+        build(Recipe, {**SMALL, "target": {}}, "")
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(RecipeError, match="there is no such recipe"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(RecipeError, match="not YAML"):
+        load_recipe(tmp_path / "bad.yaml")

@@ -1,0 +1,298 @@
+"""Whole runs on a toy target: they learn, resume exactly, stop where they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_config
+from fledge.errors import UserError
+from fledge.training import toy
+from fledge.training.journal import read_journal
+from fledge.training.recipe import Recipe, build, load_recipe
+from fledge.training.trainer import Trainer, TrainingStopped, train
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory) -> Path:
+    torch.set_num_threads(1)
+    return toy.make(tmp_path_factory.mktemp("toy"), num_answers=240, steps=25)
+
+
+@pytest.fixture
+def recipe(toy_folder, tmp_path) -> Recipe:
+    content = {
+        "output": str(tmp_path / "run"),
+        "target": {"model": str(toy_folder / "target")},
+        "data": {
+            "train": [str(toy_folder / "answers.jsonl")],
+            "held_out_samples": 4,
+            "sequence_length": 128,
+            "batch_rows": 2,
+        },
+        "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
+        "objective": {"ttt_steps": 3},
+        "run": {"steps": 12, "log_every": 1, "save_every": 5, "evaluate_every": 6, "device": "cpu"},
+        "evaluation": {"max_new_tokens": 16, "depths": [2, 4], "select_depth": 4},
+    }
+    return build(Recipe, content, "")
+
+
+def losses(recipe: Recipe) -> dict[int, float]:
+    lines = read_journal(Path(recipe.output) / "log.jsonl")
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def final_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return torch.load(Path(recipe.output) / "checkpoints" / "step-00000012.pt", weights_only=True)["drafter"]
+
+
+def interrupt_at(monkeypatch, step: int, how) -> None:
+    original = Trainer._train_step
+
+    def train_step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if self.step == step - 1:
+            how()
+        return result
+
+    monkeypatch.setattr(Trainer, "_train_step", train_step)
+
+
+def test_the_tiny_recipe_learns(tmp_path):
+    """From chance (1.0) to more than three tokens a step, in a third of the recipe's steps."""
+    path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+    result = train(load_recipe(path, [f"output={tmp_path / 'tiny'}", "run.steps=130", "run.evaluate_every=65"]))
+    first, *_, last = (e["acceptance_length"][5] for e in result.evaluations)
+    assert first < 1.2
+    assert last > 3.0
+    assert result.best_acceptance_length == pytest.approx(max(first, last, result.best_acceptance_length))
+    drafter = load_drafter(result.best_folder, load_config(tmp_path / "tiny" / "toy" / "target"))
+    assert drafter.config.version == "3.1"
+    provenance = json.loads((result.best_folder / "provenance.json").read_text())
+    assert provenance["evaluation"]["acceptance_length"]["5"] == result.best_acceptance_length
+    assert provenance["data"]["data_hash"]
+    assert (tmp_path / "tiny" / "curves.png").stat().st_size > 10_000
+    assert list((tmp_path / "tiny" / "tensorboard").iterdir())
+
+
+def test_resuming_is_exact(recipe, tmp_path, monkeypatch):
+    """Interrupted by Ctrl-C and then killed without warning, the run gives the same losses and weights, bit by bit."""
+    train(recipe)
+    broken = replace(recipe, output=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        result = train(broken)
+    assert (result.step, result.finished) == (3, False)
+
+    class KilledError(Exception):
+        pass
+
+    def die():
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 9, die)
+        with pytest.raises(KilledError):
+            train(broken)
+    assert max(losses(broken)) == 8
+    assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").iterdir()) == ["step-00000003.pt", "step-00000005.pt"]
+    assert train(broken).finished
+    assert losses(broken) == losses(recipe)
+    assert len(losses(recipe)) == 12
+    for name, value in final_weights(recipe).items():
+        assert torch.equal(value, final_weights(broken)[name]), name
+
+
+def test_a_finished_run_is_left_as_it_is(recipe):
+    train(recipe)
+    before = losses(recipe)
+    assert train(recipe).finished
+    assert losses(recipe) == before
+
+
+def test_accumulating_equals_a_larger_batch(recipe, tmp_path):
+    run = replace(recipe.run, steps=4)
+    large = replace(recipe, output=str(tmp_path / "large"), run=run, data=replace(recipe.data, batch_rows=4))
+    small = replace(recipe, output=str(tmp_path / "small"), run=replace(run, accumulate=2))
+    train(large)
+    train(small)
+    for step, loss in losses(large).items():
+        assert losses(small)[step] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"kind": "muon", "schedule": "wsd"}},
+        {"objective": {"loss": "mix", "renormalise": False, "recompute": True}},
+        {"drafter": {"version": "3", "init": "random", "own_embedding": True, "window": 16}},
+        {"drafter": {"draft_vocab_size": None, "own_head": False, "num_layers": 2}},
+        {"run": {"compute_dtype": "bfloat16", "epochs": 0.5}},
+        {"data": {"position_offset_max": 50, "long": "drop"}},
+    ],
+    ids=str,
+)
+def test_options_train(recipe, change):
+    content = recipe.to_dict()
+    content["run"]["steps"] = 8
+    for section, settings in change.items():
+        content[section] |= settings
+    recipe = build(Recipe, content, "")
+    result = train(recipe)
+    assert result.finished
+    values = list(losses(recipe).values())
+    assert sum(values[-2:]) < sum(values[:2])
+
+
+def test_a_time_budget_ends_the_run_and_its_schedule(recipe):
+    recipe = replace(recipe, run=replace(recipe.run, steps=None, max_seconds=1.0))
+    result = train(recipe)
+    assert result.finished
+    rates = [x["learning_rate"] for x in read_journal(Path(recipe.output) / "log.jsonl") if x["kind"] == "train"]
+    assert rates[-1] < 0.5 * max(rates)
+
+
+def test_patience_ends_a_run_that_does_not_improve(recipe):
+    recipe = replace(
+        recipe,
+        optimizer=replace(recipe.optimizer, learning_rate=0.0),
+        run=replace(recipe.run, steps=40, patience=2, evaluate_every=3),
+    )
+    assert train(recipe).step == 6
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(recipe, monkeypatch):
+    def poison(self, *args, **kwargs):
+        if self.step == 4:
+            with torch.no_grad():
+                self.drafter.fc.weight.fill_(float("nan"))
+        return original(self, *args, **kwargs)
+
+    original = Trainer._train_step
+    monkeypatch.setattr(Trainer, "_train_step", poison)
+    with pytest.raises(TrainingStopped, match=r"step 5: the loss is not a finite number.*documents are fine.*learning_rate"):
+        train(recipe)
+    assert (Path(recipe.output) / "not-finite.pt").exists()
+    assert not (Path(recipe.output) / "checkpoints" / "step-00000005.pt").exists()
+
+
+def test_compiler_failures_fall_back_to_eager(recipe, monkeypatch, capfd):
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def failing(function=None, **kwargs):
+        def run(*args, **kwargs):
+            raise BackendCompilerFailed(lambda: None, RuntimeError("no compiler here"), None)
+
+        return run
+
+    monkeypatch.setattr("fledge.training.objective.torch.compile", failing)
+    recipe = replace(recipe, run=replace(recipe.run, compile="yes", steps=2))
+    result = train(recipe)
+    assert result.finished
+    assert "torch.compile failed" in capfd.readouterr().err
+
+
+def test_states_on_disk_train_alike(recipe, tmp_path):
+    """The target runs once; the second epoch, packed anew, finds every document."""
+    run = replace(recipe.run, steps=None, epochs=1.5)
+    online = replace(recipe, run=run, data=replace(recipe.data, limit=80))
+    offline = replace(online, output=str(tmp_path / "offline"), run=replace(run, hidden_states="offline"))
+    train(online)
+    train(offline)
+    assert losses(offline).keys() == losses(online).keys()
+    for step, loss in losses(online).items():
+        assert losses(offline)[step] == pytest.approx(loss, rel=1e-3)
+    index = tmp_path / "offline" / "states" / "index-0.jsonl"
+    before = index.read_text()
+    train(replace(offline, run=replace(offline.run, epochs=1.6)))
+    assert index.read_text() == before
+    other = replace(
+        offline,
+        output=str(tmp_path / "other"),
+        drafter=replace(recipe.drafter, aux_layers=(0, 1, 2)),
+        run=replace(offline.run, hidden_states_folder=str(index.parent)),
+    )
+    with pytest.raises(UserError, match="another target"):
+        train(other)
+
+
+def test_another_drafter_is_not_resumed(recipe):
+    train(replace(recipe, run=replace(recipe.run, steps=2)))
+    with pytest.raises(UserError, match="belongs to another drafter"):
+        train(replace(recipe, drafter=replace(recipe.drafter, num_layers=2)))
+    with pytest.raises(UserError, match="draft vocabulary has 64 tokens"):
+        train(replace(recipe, drafter=replace(recipe.drafter, draft_vocab_size=32)))
+
+
+def test_a_vocabulary_of_other_data_is_refused(recipe, toy_folder, tmp_path):
+    train(replace(recipe, run=replace(recipe.run, steps=1)))
+    other = tmp_path / "other.jsonl"
+    lines = (toy_folder / "answers.jsonl").read_text().splitlines()
+    other.write_text("\n".join(lines[:-1]) + "\n")
+    data = replace(recipe.data, train=(str(other),), vocabulary=str(Path(recipe.output) / "vocabulary"))
+    with pytest.raises(UserError, match="counted with another training data"):
+        train(replace(recipe, output=str(tmp_path / "b"), data=data))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("drafter", {"aux_layers": (1, 2, 9)}, "cannot be tapped after"),
+        ("drafter", {"aux_layers": (2, 1)}, "must ascend"),
+        ("drafter", {"draft_vocab_size": 5000}, "more than the target's"),
+        ("drafter", {"own_head": False}, "draft_vocab_size must be null"),
+        ("data", {"train": ("nowhere.jsonl",)}, "no such file"),
+        ("data", {"batch_rows": 5000}, "lower batch_rows"),
+        ("evaluation", {"max_prompt_tokens": 1}, "no held-out prompt"),
+        ("run", {"device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(recipe, section, change, message):
+    if section == "run" and torch.cuda.is_available():
+        change, message = {"device": "cuda:99"}, "CUDA"
+    changed = replace(recipe, **{section: replace(getattr(recipe, section), **change)})
+    with pytest.raises((UserError, RuntimeError), match=message):
+        train(changed)
+
+
+def test_an_empty_data_set_is_refused(recipe, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(UserError, match="no sample is left"):
+        train(replace(recipe, data=replace(recipe.data, train=(str(empty),))))
+
+
+def test_an_eagle_3_drafter_is_upgraded(recipe, tmp_path):
+    old = replace(recipe, output=str(tmp_path / "old"), drafter=replace(recipe.drafter, version="3"))
+    train(old)
+    new = replace(
+        recipe,
+        output=str(tmp_path / "new"),
+        drafter=replace(recipe.drafter, init_from=str(tmp_path / "old" / "best")),
+    )
+    train(new)
+    assert load_drafter(tmp_path / "new" / "best").config.version == "3.1"
+    assert losses(new)[1] < losses(old)[1]
+
+
+def test_the_command(recipe, tmp_path):
+    import typer
+    from typer.testing import CliRunner
+
+    from fledge.cli.train import train as command
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(path), "run.steps=2"])
+    assert result.exit_code == 0
+    assert "acceptance length" in result.stderr
