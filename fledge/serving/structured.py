@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xgrammar
@@ -21,6 +21,11 @@ CACHE_BYTES = 256 << 20
 SOURCE_PLACE = re.compile(r"^\[[\d:]+\]\s+\S+:\d+:\s*")
 
 
+class Grammar(NamedTuple):
+    compiled: xgrammar.CompiledGrammar
+    is_json: bool
+
+
 class GrammarCompiler:
     """Compiles what callers ask for, for one vocabulary; what was compiled before is kept."""
 
@@ -30,41 +35,44 @@ class GrammarCompiler:
             tokenizer._tokenizer, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES)
+        # JSON has no raw control characters, but the library lets them into strings whose length is bounded.
+        controls = [token for token, text in enumerate(info.decoded_vocab) if any(byte < 0x20 for byte in text)]
+        self._never_in_json = torch.tensor(controls, dtype=torch.long)
 
-    def json_object(self) -> xgrammar.CompiledGrammar:
+    def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"})
 
-    def json_schema(self, schema: dict[str, Any] | bool | str) -> xgrammar.CompiledGrammar:
+    def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         # `strict_mode` forbids properties that the schema does not name, as OpenAI's structured output does. Free white
         # space would let a small model write nothing else until its tokens are spent.
         options = {"strict_mode": True, "any_whitespace": False}
-        return self._compile("JSON schema", text, lambda: self._compiler.compile_json_schema(text, **options))
+        return self._compile("JSON schema", text, lambda: self._compiler.compile_json_schema(text, **options), is_json=True)
 
-    def regex(self, pattern: str) -> xgrammar.CompiledGrammar:
+    def regex(self, pattern: str) -> Grammar:
         return self._compile("regular expression", pattern, lambda: self._compiler.compile_regex(pattern))
 
-    def ebnf(self, text: str) -> xgrammar.CompiledGrammar:
+    def ebnf(self, text: str) -> Grammar:
         return self._compile("grammar", text, lambda: self._compiler.compile_grammar(text))
 
-    def choice(self, choices: Sequence[str]) -> xgrammar.CompiledGrammar:
+    def choice(self, choices: Sequence[str]) -> Grammar:
         if not choices:
             raise RequestError("a choice needs at least one text to choose")
         return self.ebnf("root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in choices))
 
-    def _compile(self, kind: str, text: str, work: Callable[[], xgrammar.CompiledGrammar]) -> xgrammar.CompiledGrammar:
+    def _compile(self, kind: str, text: str, work: Callable[[], xgrammar.CompiledGrammar], is_json: bool = False) -> Grammar:
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(f"the {kind} has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are taken")
         try:
-            return work()
+            return Grammar(work(), is_json)
         except Exception as error:  # the library raises several kinds, all for what it was given
             reason = SOURCE_PLACE.sub("", (str(error).strip() or type(error).__name__).splitlines()[-1])
             raise RequestError(f"the {kind} cannot be used: {reason}") from error
 
-    def processor(
-        self, grammar: xgrammar.CompiledGrammar, begin: Callable[[Sequence[int]], int] | None = None
-    ) -> GrammarProcessor:
-        return GrammarProcessor(grammar, self.vocab_size, self.end_token_ids, begin)
+    def processor(self, grammar: Grammar, begin: Callable[[Sequence[int]], int] | None = None) -> GrammarProcessor:
+        """A new one for each answer. `begin`: where in the answer the grammar starts to hold; -1: not yet."""
+        banned = self._never_in_json if grammar.is_json else None
+        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned)
 
 
 class GrammarProcessor:
@@ -83,11 +91,12 @@ class GrammarProcessor:
         vocab_size: int,
         end_token_ids: Sequence[int],
         begin: Callable[[Sequence[int]], int] | None = None,
+        banned: Tensor | None = None,
     ) -> None:
         self.matcher = xgrammar.GrammarMatcher(grammar)
         self.bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
         self.end_token_ids = torch.tensor(list(end_token_ids))
-        self.begin = begin  # where in the answer the grammar starts to hold; -1: not yet
+        self.begin, self.banned = begin, banned
         self.followed: list[int] = []
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -98,6 +107,8 @@ class GrammarProcessor:
             return logits  # past the end token: what comes here is dropped
         self.matcher.fill_next_token_bitmask(self.bitmask)
         xgrammar.apply_token_bitmask_inplace(logits, self.bitmask.to(logits.device))
+        if self.banned is not None:
+            logits[self.banned.to(logits.device)] = -torch.inf
         if not torch.isfinite(logits.max()):
             # Nothing is left, as when the grammar is complete and the end was banned by `min_tokens`: it ends.
             logits[self.end_token_ids.to(logits.device)] = 0

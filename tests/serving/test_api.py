@@ -1,0 +1,343 @@
+"""The routes, in this process: answers, streams, errors, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from fledge.serving.service import Service
+
+HELLO = [{"role": "user", "content": "the cat sat"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[Any]], *flags: str) -> Any:
+    async def main() -> Any:
+        async with start(*flags) as (client, service):
+            result = await test(client, service)
+            await check_all_free(service)
+            return result
+
+    return asyncio.run(main())
+
+
+async def check_all_free(service: Service) -> None:
+    """Nothing is left behind: no request, no page."""
+    for _ in range(200):
+        engine = service.engine.engine
+        if not engine.requests and not service.engine.num_in_flight:
+            break
+        await asyncio.sleep(0.01)
+    engine.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert service.engine.num_in_flight == 0
+
+
+async def ask(client: httpx.AsyncClient, path: str = CHAT, status: int = 200, **body: Any) -> dict[str, Any]:
+    if path == CHAT:
+        body.setdefault("messages", HELLO)
+    response = await client.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def stream(client: httpx.AsyncClient, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
+    if path == CHAT:
+        body.setdefault("messages", HELLO)
+    response = await client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_a_stream_adds_up_to_the_answer(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"temperature": 0, "max_tokens": 24, "logprobs": True, "top_logprobs": 2, "include_speculation": True}
+        whole = await ask(client, **body)
+        chunks = await stream(client, stream_options={"include_usage": True}, **body)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert text == whole["choices"][0]["message"]["content"] != ""
+        spans = [span for choice in choices for span in choice.get("speculation", {}).get("spans", ())]
+        assert "".join(piece for piece, _ in spans) == text
+        logprobs = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+        assert logprobs == whole["choices"][0]["logprobs"]["content"]
+        assert len(logprobs) == 24
+        assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+        assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 24
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+    run(in_process, test)
+
+
+def test_completions_take_texts_and_ids(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        ids = (await ask(client, "/tokenize", prompt="the cat"))["tokens"]
+        body = {"temperature": 0, "max_tokens": 8, "logprobs": 1}
+        by_text, by_ids = await ask(client, TEXT, prompt="the cat", **body), await ask(client, TEXT, prompt=ids, **body)
+        assert by_text["choices"] == by_ids["choices"]
+        several = await ask(client, TEXT, prompt=["the cat", "the dog"], n=2, **body)
+        assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
+        assert several["choices"][0]["text"] == several["choices"][1]["text"] == by_text["choices"][0]["text"]
+        assert several["usage"]["completion_tokens"] == 32
+        chunks = await stream(client, TEXT, prompt="the cat", echo=False, **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == by_text["choices"][0]["text"]
+        offsets = by_text["choices"][0]["logprobs"]["text_offset"]
+        assert offsets == [at for chunk in chunks for at in (chunk["choices"][0]["logprobs"] or {}).get("text_offset", ())]
+        echoed = await ask(client, TEXT, prompt="the cat", echo=True, temperature=0, max_tokens=8)
+        assert echoed["choices"][0]["text"] == "the cat" + by_text["choices"][0]["text"]
+
+    run(in_process, test)
+
+
+def test_sampling_fields_do_what_they_say(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        def text(answer: dict) -> str:
+            return answer["choices"][0]["message"]["content"]
+
+        seeded = {"temperature": 1.5, "max_tokens": 12}
+        assert text(await ask(client, seed=7, **seeded)) == text(await ask(client, seed=7, **seeded))
+        assert text(await ask(client, seed=7, **seeded)) != text(await ask(client, seed=8, **seeded))
+        several = await ask(client, seed=7, n=3, **seeded)
+        assert len({choice["message"]["content"] for choice in several["choices"]}) == 3
+        greedy = {"temperature": 0, "max_completion_tokens": 12}
+        plain = await ask(client, logprobs=True, **greedy)
+        sharp = await ask(client, temperature=1.0, min_p=1.0, max_tokens=12, seed=1)
+        assert text(sharp) == text(plain)  # only the likeliest token is left
+        token = (await ask(client, "/tokenize", prompt="cat"))["tokens"][-1]
+        piece = (await ask(client, "/detokenize", tokens=[token]))["prompt"]
+        pushed = {"logit_bias": {str(token): 30}, "temperature": 0, "max_tokens": 40}
+        assert text(await ask(client, **pushed)) == piece * 40
+        assert text(await ask(client, presence_penalty=2.0, **pushed)) == piece * 40
+        worn_out = text(await ask(client, frequency_penalty=2.0, **pushed))
+        assert worn_out.startswith(piece * 5)
+        assert worn_out != piece * 40
+
+    run(in_process, test)
+
+
+def test_stop_strings_are_cut_and_never_streamed(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        free = await ask(client, temperature=0, max_tokens=24)
+        text = free["choices"][0]["message"]["content"]
+        stop = text[6:9]
+        cut = await ask(client, temperature=0, max_tokens=24, stop=[stop, "never comes"])
+        choice = cut["choices"][0]
+        assert choice["message"]["content"] == text[: text.index(stop)]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        chunks = await stream(client, temperature=0, max_tokens=24, stop=stop, include_speculation=True)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == text[: text.index(stop)]
+        spans = [span for choice in choices for span in choice.get("speculation", {}).get("spans", ())]
+        assert "".join(piece for piece, _ in spans) == text[: text.index(stop)]
+        kept = await ask(client, temperature=0, max_tokens=24, stop=stop, include_stop_str_in_output=True)
+        assert kept["choices"][0]["message"]["content"].endswith(stop)
+
+    run(in_process, test)
+
+
+MISTAKES = [
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": HELLO, "temperature": -1}, 400, "temperature"),
+    (CHAT, {"messages": HELLO, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
+    (CHAT, {"messages": HELLO, "n": 200}, 400, "n"),
+    (CHAT, {"messages": HELLO, "model": "gpt-5"}, 404, "gpt-5"),
+    (CHAT, {"messages": HELLO, "max_tokens": 100_000}, 400, "context"),
+    (CHAT, {"messages": [{"role": "user", "content": "cat " * 2000}]}, 400, "context"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"cat": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"99999": 1}}, 400, "99999"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 3}, 400, "logprobs"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 50}, 400, "20"),
+    (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop"),
+    (CHAT, {"messages": HELLO, "chat_template": "{{ x }}"}, 400, "--chat-template"),
+    (CHAT, {"messages": HELLO, "continue_final_message": True}, 400, "assistant"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "--enable-auto-tool-choice"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, 400, "stream"),
+    (CHAT, {"messages": HELLO, "use_beam_search": True}, 400, "use_beam_search"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": [99999]}, 400, "99999"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXT, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    ("/v1/responses", {"input": []}, 400, "input"),
+    ("/v1/responses", {"input": "a", "previous_response_id": "r"}, 400, "messages"),
+    ("/v1/responses", {"input": "a", "tools": [{}]}, 400, "tools"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/detokenize", {"tokens": [99999]}, 400, "99999"),
+    ("/nowhere", {}, 404, "/nowhere"),
+]
+
+
+def test_mistakes_are_told_in_openais_shape(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        for path, body, status, word in MISTAKES:
+            response = await client.post(path, json=body)
+            assert response.status_code == status, (path, body, response.text)
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert word in error["message"], (body, error)
+        raw = {
+            b"{": "JSON",
+            b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}": "",
+            b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "surrogate",
+            b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}': "",
+            b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}': "",
+        }
+        for content, word in raw.items():
+            response = await client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+            assert response.status_code == 400, (content[:80], response.text)
+            assert word in response.json()["error"]["message"]
+        assert (await client.get(CHAT)).status_code == 405
+
+    run(in_process, test)
+
+
+def test_the_key_is_wanted_everywhere_but_at_health(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        paths = (await client.get("/openapi.json", headers={"Authorization": "Bearer right"})).json()["paths"]
+        routes = [(method, path) for path, methods in paths.items() for method in methods]
+        routes += [("get", "/"), ("get", "/openapi.json"), ("get", "/nowhere")]
+        assert len(routes) > 10
+        for method, path in routes:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}, {"Authorization": "right"}):
+                response = await client.request(method, path, headers=headers)
+                assert response.status_code == (200 if path == "/health" else 401), (method, path)
+                if path != "/health":
+                    assert response.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"Authorization": "Bearer right"}, {"Authorization": "Bearer other"}):
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
+        assert "Basic" in (await client.get("/")).headers["WWW-Authenticate"]
+        password = base64.b64encode(b"anyone:right").decode()
+        assert (await client.get("/", headers={"Authorization": f"Basic {password}"})).status_code == 200
+
+    run(in_process, test, "--api-key", "right", "other")
+
+
+def test_a_full_queue_is_a_503_with_a_time_to_come_back(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        responses = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(12)))
+        refused = [response for response in responses if response.status_code == 503]
+        assert len(refused) == 12 - 3
+        assert all(int(response.headers["Retry-After"]) >= 1 for response in refused)
+        assert all(response.json()["error"]["code"] == "overloaded" for response in refused)
+        assert {response.status_code for response in responses} == {200, 503}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
+    run(in_process, test, "--max-num-seqs", "2", "--max-queue", "1")
+
+
+def test_requests_that_are_too_large_are_refused(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        large = json.dumps({"messages": [{"role": "user", "content": "x" * 5000}]}).encode()
+        assert (await client.post(CHAT, content=large)).status_code == 413
+
+        async def parts():
+            for at in range(0, len(large), 1000):
+                yield large[at : at + 1000]
+
+        response = await client.post(CHAT, content=parts(), headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+        assert "--max-request-bytes" in response.json()["error"]["message"]
+
+    run(in_process, test, "--max-request-bytes", "2K")
+
+
+def test_tokens_go_there_and_back(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        found = await ask(client, "/tokenize", prompt="the quick fox é", return_token_strs=True)
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert (await ask(client, "/detokenize", tokens=found["tokens"]))["prompt"] == "the quick fox é"
+        chat = await ask(client, "/tokenize", messages=HELLO)
+        assert (await ask(client, "/detokenize", tokens=chat["tokens"]))["prompt"].endswith("<|im_start|>assistant\n")
+
+    run(in_process, test)
+
+
+def test_a_final_message_is_continued(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        messages = [*HELLO, {"role": "assistant", "content": "on the"}]
+        body = {"continue_final_message": True, "add_generation_prompt": False}
+        tokens = (await ask(client, "/tokenize", messages=messages, **body))["tokens"]
+        assert (await ask(client, "/detokenize", tokens=tokens))["prompt"].endswith("on the")
+        answer = await ask(client, messages=messages, max_tokens=4, temperature=0, **body)
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        other = await ask(client, "/v1/responses", input="hi", max_output_tokens=3, instructions="be brief")
+        assert other["status"] == "incomplete"
+        assert other["usage"]["output_tokens"] == 3
+
+    run(in_process, test, "--chat-template", "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+
+
+def test_figures_bear_vllms_names(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        await ask(client, temperature=0, max_tokens=60, ignore_eos=True)
+        text = (await client.get("/metrics")).text
+        lines = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+        labels = '{engine="0",model_name="tiny"}'
+        assert lines[f"vllm:generation_tokens_total{labels}"] == 60
+        assert lines[f"vllm:time_to_first_token_seconds_count{labels}"] == 1
+        assert lines[f"vllm:e2e_request_latency_seconds_count{labels}"] == 1
+        assert lines[f"vllm:request_queue_time_seconds_count{labels}"] == 1
+        assert lines[f"vllm:kv_cache_usage_perc{labels}"] == 0
+        assert lines['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] == 1
+        drafts = lines[f"vllm:spec_decode_num_drafts_total{labels}"]
+        assert drafts > 0
+        at = [value for name, value in lines.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total")]
+        assert sum(at) == lines[f"vllm:spec_decode_num_accepted_tokens_total{labels}"]
+        assert (await client.get("/version")).json()["version"]
+
+    run(in_process, test)
+
+
+def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        engine = service.engine.engine
+        step = engine.step
+
+        def fail():
+            raise RuntimeError("secret internals")
+
+        for round_ in range(3):
+            assert (await client.get("/health")).json() == {"status": "ready"}
+            engine.step = fail
+            told = await ask(client, status=500, max_tokens=4)
+            assert "secret" not in json.dumps(told)
+            engine.step = step
+            if round_ == 0:  # one failure is survived
+                assert (await ask(client, max_tokens=4))["usage"]["completion_tokens"] >= 1
+                engine.step = fail
+                await ask(client, status=500, max_tokens=4)
+        assert (await client.get("/health")).status_code == 503
+        await ask(client, status=503, max_tokens=4)
+
+    run(in_process, test)
+
+
+@pytest.mark.parametrize("stop_after", [0, 3])
+def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> None:
+    async def main() -> None:
+        async with in_process() as (client, service):
+            asked = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
+            while len(service.engine.engine.requests) < 1:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(stop_after / 1000)
+            await service.engine.stop()
+            assert (await asked).status_code == 503
+
+    asyncio.run(main())

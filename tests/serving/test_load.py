@@ -1,0 +1,195 @@
+"""Load: many clients, some of whom hang up or send nonsense. FLEDGE_LOAD_SECONDS=120 makes it a long one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+from tests.serving.conftest import TINY_FLAGS
+from tests.serving.processes import ServerProcess
+
+SECONDS = float(os.environ.get("FLEDGE_LOAD_SECONDS", "6"))
+CLIENTS = 64
+QUIET = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
+BAD = [
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "hi"}], "temperature": -3},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**7},
+    {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": {"type": "nonsense"}}},
+]  # fmt: skip
+
+
+async def one_request(client: httpx.AsyncClient, chance: random.Random, seen: Counter) -> None:
+    kind = chance.random()
+    if kind < 0.05:
+        response = await client.post("/v1/chat/completions", json=chance.choice(BAD))
+        seen[f"bad {response.status_code}"] += 1
+        return
+    words = " ".join(chance.choice(["the", "cat", "weather", "fox", "dog"]) for _ in range(chance.randint(1, 40)))
+    body = {"messages": [{"role": "user", "content": words}], "max_tokens": chance.randint(1, 60), "ignore_eos": True}
+    body["temperature"] = chance.choice([0, 1])
+    if chance.random() < 0.1:
+        body |= {"response_format": {"type": "json_object"}, "ignore_eos": False}
+    if kind < 0.15:  # hangs up
+        leave_after = chance.randint(0, 4)
+        async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                leave_after -= 1
+                if leave_after < 0:
+                    break
+        seen["left"] += 1
+    elif kind < 0.55:
+        response = await client.post("/v1/chat/completions", json=body)
+        seen[f"whole {response.status_code}"] += 1
+        if body["ignore_eos"]:
+            assert response.json()["usage"]["completion_tokens"] == body["max_tokens"]
+    else:
+        lines = []
+        async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert not any('"error"' in line for line in lines), lines
+        seen[f"stream {response.status_code}"] += 1
+
+
+async def load(url: str, seconds: float) -> Counter:
+    seen: Counter = Counter()
+    deadline = time.monotonic() + seconds
+    limits = httpx.Limits(max_connections=CLIENTS)
+
+    async def user(seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < deadline:
+            await one_request(client, chance, seen)
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await asyncio.gather(*(user(seed) for seed in range(CLIENTS)))
+    return seen
+
+
+def free_at_the_end(url: str) -> None:
+    """Running, waiting and cache use are all zero."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    for _ in range(100):
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        left = [line for line in lines if line.startswith(names) and not line.endswith(" 0.0")]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def test_many_clients_some_of_them_rude(tiny_folder: Path) -> None:
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET]) as server:
+        asyncio.run(load(server.url, min(2.0, SECONDS / 3)))  # warm up: threads, caches, allocator
+        before = server.resident_bytes()
+        seen = asyncio.run(load(server.url, SECONDS))
+        free_at_the_end(server.url)
+        grown = server.resident_bytes() - before
+        assert set(seen) <= {"bad 400", "left", "whole 200", "stream 200"}, seen
+        assert min(seen[kind] for kind in ("bad 400", "left", "whole 200", "stream 200")) > 0
+        assert grown < 64 << 20, f"memory grew by {grown >> 20} MiB over {sum(seen.values())} requests"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert "Traceback" not in server.output()
+
+
+def test_a_caller_who_hangs_up_frees_the_request_at_once(tiny_folder: Path) -> None:
+    async def main(url: str) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True}
+        for stream in (True, False):
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                asked = [
+                    asyncio.create_task(client.post("/v1/chat/completions", json=body | {"stream": stream})) for _ in range(8)
+                ]
+                await asyncio.sleep(0.3)
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+            free_at_the_end(url)
+
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET]) as server:
+        asyncio.run(main(server.url))
+        aborted = [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+        assert float(aborted[0].rsplit(" ", 1)[1]) > 0
+        assert "Traceback" not in server.output()
+
+
+def test_sigterm_under_load_loses_no_accepted_request(tiny_folder: Path) -> None:
+    async def main(server: ServerProcess) -> tuple[list[str], int]:
+        outcomes: list[str] = []
+        stopping = asyncio.Event()
+
+        async def user(client: httpx.AsyncClient, seed: int) -> None:
+            body = {
+                "messages": [{"role": "user", "content": f"the cat {seed}"}],
+                "max_tokens": 60,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            while not stopping.is_set():
+                accepted = False
+                try:
+                    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                        accepted = response.status_code == 200
+                        lines = [line async for line in response.aiter_lines() if line]
+                    complete = lines[-1:] == ["data: [DONE]"] and '"finish_reason":"length"' in lines[-2]
+                    outcomes.append("complete" if complete else f"cut: {lines[-2:]}")
+                except httpx.TransportError as error:
+                    outcomes.append(f"lost: {error!r}" if accepted else "refused")
+                    return
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=32)) as client:
+            users = [asyncio.create_task(user(client, seed)) for seed in range(32)]
+            await asyncio.sleep(1.0)
+            ended = asyncio.create_task(asyncio.to_thread(server.terminate))
+            await asyncio.sleep(0.2)
+            stopping.set()
+            await asyncio.gather(*users)
+            return outcomes, await ended
+
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET]) as server:
+        outcomes, code = asyncio.run(main(server))
+        assert code == 0, server.output()
+        assert set(outcomes) <= {"complete", "refused"}, Counter(outcomes)
+        assert outcomes.count("complete") >= 32
+        assert "Traceback" not in server.output()
+
+
+def test_a_stop_has_a_limit(tiny_folder: Path) -> None:
+    """Requests that outlast the limit are let go, told so, and the process ends."""
+
+    async def main(server: ServerProcess) -> list[str]:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True, "stream": True, "n": 8}
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+            async def ask() -> str:
+                try:
+                    return (await client.post("/v1/chat/completions", json=body)).text
+                except httpx.TransportError as error:
+                    return repr(error)
+
+            asked = [asyncio.create_task(ask()) for _ in range(12)]
+            await asyncio.sleep(0.5)
+            assert await asyncio.to_thread(server.terminate, 20) == 0
+            return await asyncio.gather(*asked)
+
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET, "--shutdown-timeout", "1"]) as server:
+        began = time.monotonic()
+        asyncio.run(main(server))
+        assert time.monotonic() - began < 15
+
+
+def test_health_tells_loading_from_failing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    with ServerProcess([str(tmp_path)], wait=False) as server:
+        assert server.process.wait(60) == 1
+        last = server.output().strip().splitlines()[-1]
+        assert last.startswith("fledge: ")
+        assert "Traceback" not in server.output()

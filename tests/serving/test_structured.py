@@ -1,0 +1,143 @@
+"""Grammars hold at every position, and speculation changes nothing under them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.request import Request
+from fledge.errors import RequestError
+from fledge.sampling import SamplingParams
+from fledge.serving.structured import MAX_GRAMMAR_CHARACTERS, GrammarCompiler, GrammarProcessor
+from fledge.speculation.depth import TreeShape
+from fledge.tokenizer import Tokenizer
+from tests.serving.model_folder import make_tokenizer
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+END = 2
+# Repeats itself, so that look-up drafts are accepted, and ends at a length that drafts run beyond.
+COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 12, "maxItems": 12}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size, [END])
+
+
+def engine_with(tokenizer: Tokenizer, drafter: str) -> Engine:
+    decoder = tiny_decoder(vocab_size=tokenizer.vocab_size, eos_token_ids=(END,))
+    speculation = Speculation(None if drafter == "none" else drafter, 4)
+    if drafter in ("chain", "tree"):
+        network = tiny_drafter(tiny_drafter_config(decoder.config))
+        speculation = Speculation(network, 4, TreeShape(3, 10) if drafter == "tree" else None)
+    config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=4, kv_cache_tokens=2048, threads=1)
+    return build_engine(decoder, speculation, config, tokenizer=tokenizer)
+
+
+def answer(engine: Engine, compiler: GrammarCompiler, grammar, **params) -> Request:
+    settings = {"max_tokens": 150, "temperature": 0.0} | params
+    params = SamplingParams(**settings, logits_processors=[compiler.processor(grammar)])
+    request = engine.add_request([5, 6, 7, 8], params)
+    while not request.finished:
+        engine.step()
+    engine.check_integrity()
+    return request
+
+
+@pytest.mark.parametrize("schema", [COLOURS, PERSON])
+@pytest.mark.parametrize("drafter", ["ngram", "chain", "tree"])
+def test_speculation_changes_nothing(tokenizer: Tokenizer, compiler: GrammarCompiler, drafter: str, schema: dict) -> None:
+    grammar = compiler.json_schema(schema)
+    plain = answer(engine_with(tokenizer, "none"), compiler, grammar)
+    speculative = answer(engine_with(tokenizer, drafter), compiler, grammar)
+    assert speculative.answer == plain.answer
+    assert plain.finish_reason == "stop"
+    value = json.loads(plain.text)
+    assert len(value) == 12 if schema is COLOURS else set(value) == {"name", "age"}
+    if drafter == "ngram" and schema is COLOURS:
+        assert speculative.stats.accepted > 20
+    if drafter != "ngram":
+        assert speculative.stats.drafted > 0
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "tree"])
+def test_samples_obey_the_grammar(tokenizer: Tokenizer, compiler: GrammarCompiler, drafter: str) -> None:
+    engine, grammar = engine_with(tokenizer, drafter), compiler.json_schema(PERSON)
+    for seed in range(5):
+        value = json.loads(answer(engine, compiler, grammar, temperature=2.0, seed=seed).text)
+        assert 0 <= value["age"] <= 120
+        assert len(value["name"]) <= 8
+
+
+def allowed(processor: GrammarProcessor, tokens: Sequence[int], size: int) -> list[int]:
+    return torch.isfinite(processor(tokens, torch.zeros(size))).nonzero().flatten().tolist()
+
+
+def test_the_matcher_follows_any_walk(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Back, forth and sideways: what is allowed depends on the tokens alone, not on what was asked before."""
+    grammar = compiler.json_schema(PERSON)
+    text = tokenizer.encode('{"name": "Ann", "age": 34}', add_special_tokens=False)
+    other = tokenizer.encode('{"name": "Bo"', add_special_tokens=False)
+    walks = [text[:3], text[:9], text[:4], other, text, [*text, END], text[:2], [], other[:5], [*text, END, 7], text[:6]]
+    followed = compiler.processor(grammar)
+    for walk in walks:
+        fresh = compiler.processor(grammar)
+        assert allowed(followed, walk, tokenizer.vocab_size) == allowed(fresh, walk, tokenizer.vocab_size), walk
+    assert allowed(followed, text, tokenizer.vocab_size) == [END]
+
+
+def test_it_ends_even_when_the_end_is_banned(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    request = answer(engine_with(tokenizer, "none"), compiler, compiler.choice(["cat"]), min_tokens=20)
+    assert request.text.startswith("cat")
+
+
+def test_other_grammars(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    engine = engine_with(tokenizer, "ngram")
+    assert answer(engine, compiler, compiler.choice(["yes", 'n"o'])).text in ("yes", 'n"o')
+    digits = answer(engine, compiler, compiler.regex(r"[0-9]{4}-[0-9]{2}")).text
+    assert len(digits) == 7
+    assert digits[4] == "-"
+    assert answer(engine, compiler, compiler.ebnf('root ::= "a" "b" | "c"')).text in ("ab", "c")
+
+
+def test_a_grammar_may_wait_for_the_end_of_a_thought(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    mark = 9
+    processor = compiler.processor(
+        compiler.choice(["cat"]), lambda tokens: list(tokens).index(mark) + 1 if mark in tokens else -1
+    )
+    assert len(allowed(processor, [4, 5], tokenizer.vocab_size)) == tokenizer.vocab_size
+    after = allowed(processor, [4, 5, mark], tokenizer.vocab_size)
+    assert all("cat".startswith(tokenizer.decode([token])) for token in after)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, False, {"enum": []}, {"pattern": "((", "type": "string"}]
+)
+def test_a_bad_schema_is_the_callers_mistake(compiler: GrammarCompiler, schema: dict) -> None:
+    with pytest.raises(RequestError, match="JSON schema") as caught:
+        compiler.json_schema(schema)
+    assert ".cc" not in str(caught.value)
+
+
+def test_a_huge_schema_is_refused(compiler: GrammarCompiler) -> None:
+    with pytest.raises(RequestError, match="characters"):
+        compiler.json_schema({"enum": ["x" * MAX_GRAMMAR_CHARACTERS]})
