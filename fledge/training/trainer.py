@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge import __version__
-from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError
-from fledge.models.drafter import EagleDrafter
 from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
 from fledge.training.checkpoint import checkpoints, load_checkpoint, restore_random_state, save_checkpoint
 from fledge.training.curves import draw_curves
+from fledge.training.diagnosis import describe_not_finite
 from fledge.training.distributed import World
 from fledge.training.evaluate import HeldOut, evaluate
+from fledge.training.export import export, served_copy
+from fledge.training.interrupts import Interrupts
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
@@ -66,7 +63,7 @@ class Trainer:
         self.pieces, self.world, self.recipe, self.held_out = pieces, world, pieces.recipe, held_out
         self.target = pieces.target
         recipe, self.drafter, self.device = self.recipe, pieces.drafter, pieces.device
-        self.folder = Path(recipe.output)
+        self.folder, self.dtype = Path(recipe.output), getattr(torch, recipe.run.compute_dtype)
         world.broadcast_parameters(self.drafter)
         self.objective = self._objective(compile=recipe.run.compile == "yes")
         self.optimizer = build_optimizers(
@@ -89,18 +86,17 @@ class Trainer:
         )
         self.step, self.seconds, self.tokens, self.best, self.stale = 0, 0.0, 0, 0.0, 0
         self.total_steps = self._total_steps()
-        self.interrupted = False
+        self.interrupts = Interrupts()
         self._resume()
         self.journal = Journal(self.folder, active=world.is_first, resumed_step=self.step, total_steps=self.total_steps)
 
     def _objective(self, compile: bool) -> Objective:
         asked, data = self.recipe.objective, self.recipe.data
-        dtype = getattr(torch, self.recipe.run.compute_dtype)
         settings = ObjectiveSettings(
             steps=asked.ttt_steps,
             decay=asked.decay,
             loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
-            compute_dtype=None if dtype == torch.float32 else dtype,
+            compute_dtype=None if self.dtype == torch.float32 else self.dtype,
             chunk_rows=asked.chunk_rows,
             recompute=asked.recompute,
             compile=compile,
@@ -142,6 +138,7 @@ class Trainer:
         states.reload()
         states.release_target()
         self.target = self.objective.target = states
+        self.pieces = replace(self.pieces, target=states)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -149,39 +146,12 @@ class Trainer:
         run, journal = self.recipe.run, self.journal
         result = Result(self.step, False, self.best, self.folder / "best")
         prefetch = Prefetcher(self.loader, self.objective, self.device, run.accumulate)
-        restore = self._catch_interrupts()
         self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
         self._reset_window()
-        loader_state = self.loader_state
         try:
-            if self.step == 0:
-                self._evaluate(result)
-            while not self._is_done():
-                step_input = next(prefetch)
-                began = time.perf_counter()
-                counts, stop, seconds = self._agree(step_input.num_valid_K)
-                if stop:
-                    break
-                self.optimizer.set_factor(self._factor(seconds))
-                is_logged = (self.step + 1) % run.log_every == 0
-                metrics = self._train_step(step_input, counts, measure=is_logged)
-                self.step += 1
-                self.loader_state = loader_state = step_input.loader_state
-                if is_logged:
-                    self._log(metrics, counts, step_input.epoch)
-                self.seconds += time.perf_counter() - began
-                last = self._is_done()
-                if self.step % run.evaluate_every == 0 or last:
-                    self._check_finite()
-                    self._evaluate(result)
-                if self.step % run.save_every == 0 and not last:
-                    self._check_finite()
-                    self.save(loader_state)
-            self._check_finite()
-            self.save(loader_state)
-            result.finished = self._is_done()
+            with self.interrupts:
+                self._loop(prefetch, result)
         finally:
-            restore()
             prefetch.close()
             self.journal.close()
         result.step, result.best_acceptance_length = self.step, self.best
@@ -193,6 +163,35 @@ class Trainer:
                 journal.say(f"interrupted at step {self.step:,}; the same command goes on from here")
         return result
 
+    def _loop(self, prefetch: Prefetcher, result: Result) -> None:
+        run = self.recipe.run
+        if self.step == 0:
+            self._evaluate(result)
+        while not self._is_done():
+            step_input = next(prefetch)
+            began = time.perf_counter()
+            counts, stop, seconds = self._agree(step_input.num_valid_K)
+            if stop:
+                break
+            self.optimizer.set_factor(self._factor(seconds))
+            is_logged = (self.step + 1) % run.log_every == 0
+            metrics = self._train_step(step_input, counts, measure=is_logged)
+            self.step += 1
+            self.loader_state = step_input.loader_state
+            if is_logged:
+                self._log(metrics, counts, step_input.epoch)
+            self.seconds += time.perf_counter() - began
+            last = self._is_done()
+            if self.step % run.evaluate_every == 0 or last:
+                self._check_finite()
+                self._evaluate(result)
+            if self.step % run.save_every == 0 and not last:
+                self._check_finite()
+                self.save()
+        self._check_finite()
+        self.save()
+        result.finished = self._is_done()
+
     def _is_done(self) -> bool:
         run = self.recipe.run
         if self.total_steps is not None and self.step >= self.total_steps:
@@ -203,7 +202,7 @@ class Trainer:
 
     def _agree(self, num_valid_K: Tensor) -> tuple[Tensor, bool, float]:
         """(positions valid at each step over all processes, whether anyone wants to stop, the first one's seconds)."""
-        mine = torch.tensor([float(self.interrupted), self.seconds if self.world.is_first else 0.0])
+        mine = torch.tensor([float(self.interrupts.wanted), self.seconds if self.world.is_first else 0.0])
         facts = self.world.sum(torch.cat([num_valid_K.double(), mine.double()]))
         self.agreed_seconds = float(facts[-1])
         return facts[:-2].float(), bool(facts[-2] > 0), self.agreed_seconds
@@ -223,7 +222,8 @@ class Trainer:
             loss, batch_metrics = self._forward_backward(batch, weights, measure)
             metrics.append(batch_metrics)
             self._window.loss += loss
-            self._window.tokens += batch.tokens_BT.numel()
+            self._window.tokens += batch.tokens_BT.numel() * self.world.size
+            self.tokens += batch.tokens_BT.numel() * self.world.size
         self.world.sum_gradients(self.drafter.parameters())
         norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.clip)
         self.optimizer.step()
@@ -262,31 +262,8 @@ class Trainer:
         """Waits for the device."""
         bad = int(self._window.first_bad)
         if bad >= 0:
-            raise TrainingStopped(self._describe_bad(bad))
-
-    def _describe_bad(self, bad: int) -> str:
-        """Where the loss stopped being a number, and whose fault it was."""
-        step_input = next((x for step, x in self._recent if step == bad), None)
-        text = f"step {bad + 1}: the loss is not a finite number"
-        if step_input is None:
-            return text
-        where = self.folder / "not-finite.pt"
-        write_atomically(where, lambda file: torch.save([vars(p) for p in step_input.packed], file))
-        text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
-        for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
-            taps = self.target.states(batch).taps
-            finite = torch.stack([torch.isfinite(x).all(-1) for x in taps]).all(0).view(batch.tokens_BT.shape).cpu()
-            if not finite.all():
-                row, column = (~finite).nonzero()[0].tolist()
-                return text + (
-                    f"; the target's own states are not finite in batch {number}, row {row}, "
-                    f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
-                )
-        documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
-        return text + (
-            f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
-            "lower optimizer.learning_rate, or lengthen optimizer.warmup"
-        )
+            step_input = next((x for step, x in self._recent if step == bad), None)
+            raise TrainingStopped(describe_not_finite(bad + 1, step_input, self.target, self.folder))
 
     def _log(self, metrics: list[StepMetrics], counts: Tensor, epoch: float) -> None:
         window = self._window
@@ -296,8 +273,6 @@ class Trainer:
         facts = self.world.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         seconds = time.perf_counter() - window.began
-        tokens = window.tokens * self.world.size
-        self.tokens += tokens
         counts = counts.clamp_min(1).double()
         figures = {
             "loss": float(facts[-1]),
@@ -308,7 +283,7 @@ class Trainer:
             "grad_norm": float(window.grad_norm / window.steps),
             "epoch": epoch,
             "tokens": self.tokens,
-            "tokens_per_second": tokens / seconds,
+            "tokens_per_second": window.tokens / seconds,
         }
         if self.device.type == "cuda":
             figures["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -327,7 +302,8 @@ class Trainer:
         figures = None
         if self.world.is_first:
             asked = self.recipe.evaluation
-            figures = evaluate(self.served_drafter(), self.held_out, asked.depths, asked.sink_column)
+            drafter = served_copy(self.drafter, self.target, self.dtype)
+            figures = evaluate(drafter, self.held_out, asked.depths, asked.sink_column)
             length = figures["acceptance_length"][asked.select_depth]
             self.journal.record("evaluation", self.step, figures)
             shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
@@ -337,42 +313,23 @@ class Trainer:
         if length > self.best:
             self.best, self.stale = length, 0
             if self.world.is_first:
-                self.export(self.folder / "best", figures)
+                self._export(self.folder / "best", figures)
         else:
             self.stale += 1
         self._window.began += time.perf_counter() - began  # the tokens per second are those of training
 
     # --- keeping --------------------------------------------------------------------------------------------------
 
-    def served_drafter(self) -> EagleDrafter:
-        """A copy as it would be served: in the compute type."""
-        dtype = getattr(torch, self.recipe.run.compute_dtype)
-        with torch.device("meta"):
-            copy = EagleDrafter(self.drafter.config)
-        state = {n: v.detach().to(dtype) if v.is_floating_point() else v for n, v in self.drafter.state_dict().items()}
-        copy.load_state_dict(state, assign=True)
-        copy.rotary = self.drafter.rotary
-        return copy.share(self.target.embedding, self.target.lm_head).eval().requires_grad_(False)
+    def _export(self, folder: Path, evaluation: dict[str, Any]) -> None:
+        where = {"step": self.step, "tokens": self.tokens, "evaluation": evaluation}
+        export(self.drafter, folder, self.dtype, {**where, **self.pieces.provenance, "recipe": self.recipe.to_dict()})
 
-    def export(self, folder: Path, evaluation: dict[str, Any] | None) -> None:
-        provenance = {
-            "fledge": __version__,
-            "torch": torch.__version__,
-            "step": self.step,
-            "tokens": self.tokens,
-            "evaluation": evaluation,
-            **self.pieces.provenance,
-            "recipe": self.recipe.to_dict(),
-        }
-        dtype = torch.float32 if self.recipe.run.compute_dtype == "float32" else torch.bfloat16
-        save_drafter(self.drafter, folder, dtype=dtype, texts={"provenance.json": json.dumps(provenance, indent=2) + "\n"})
-
-    def save(self, loader_state: dict[str, Any] | None) -> None:
+    def save(self) -> None:
         if self.world.is_first:
             state = {
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "loader": loader_state,
+                "loader": self.loader_state,
                 "seconds": self.seconds,
                 "tokens": self.tokens,
                 "best": self.best,
@@ -402,24 +359,6 @@ class Trainer:
         self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
         restore_random_state(state["random"])
 
-    def _catch_interrupts(self):
-        """Ctrl-C or SIGTERM: finish the step, save, leave. A second one is not caught."""
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def interrupt(number: int, frame: Any) -> None:
-            self.interrupted = True
-            restore()
-
-        for number in before:
-            signal.signal(number, interrupt)
-        return restore
-
 
 def _is_compiler_error(error: Exception) -> bool:
     module = type(error).__module__
@@ -443,11 +382,17 @@ def train(recipe: Recipe) -> Result:
         takes_part = world.is_first or recipe.run.distributed == "fsdp"
         held_out = held_out_texts(pieces) if takes_part else None
         trainer = Trainer(pieces, world, held_out if world.is_first else None)
+        del pieces, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")
         if recipe.run.hidden_states == "offline":
             trainer.use_states_on_disk()
         if trainer.step:
             say(f"resuming at step {trainer.step:,}")
         return trainer.fit()
+    except torch.OutOfMemoryError as error:
+        raise TrainingStopped(
+            f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.batch_rows (and raise run.accumulate), "
+            "set objective.recompute=true, or lower objective.chunk_rows"
+        ) from error
     finally:
         world.leave()

@@ -1,0 +1,35 @@
+"""Why a loss stopped being a number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fledge.training.prefetch import StepInput
+from fledge.training.samples import write_atomically
+from fledge.training.target import Target
+
+
+def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:
+    """Where it happened and whose fault it was. Keeps the batch in `folder` for whoever wants to look."""
+    text = f"step {step}: the loss is not a finite number"
+    if step_input is None:
+        return text
+    where = folder / "not-finite.pt"
+    write_atomically(where, lambda file: torch.save([vars(packed) for packed in step_input.packed], file))
+    text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
+    for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
+        finite = torch.stack([torch.isfinite(tap).all(-1) for tap in target.states(batch).taps]).all(0)
+        finite = finite.view(batch.tokens_BT.shape).cpu()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            return text + (
+                f"; the target's own states are not finite in batch {number}, row {row}, "
+                f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
+            )
+    documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
+    return text + (
+        f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
+        "lower optimizer.learning_rate, or lengthen optimizer.warmup"
+    )
