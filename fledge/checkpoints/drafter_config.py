@@ -213,8 +213,7 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "max_position_embeddings": config.max_positions,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
+        **rope_to_hf(config.rope),
     }
     if config.window is not None:
         # vLLM heeds the window only of layers that layer_types calls sliding
@@ -222,9 +221,10 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     return layers
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """In the spelling that every version of transformers and vLLM reads."""
     if rope.kind == "default":
-        return None
+        return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.original_max_positions is not None:
         scaling["original_max_position_embeddings"] = rope.original_max_positions
@@ -234,4 +234,4 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         optional = {key: getattr(rope, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
         scaling |= {key: value for key, value in optional.items() if value is not None}
-    return scaling
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}

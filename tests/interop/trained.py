@@ -1,7 +1,7 @@
 """A tiny target and drafters that really predict it, trained within seconds on a language made for the purpose.
 
-The language: words follow each other along a cycle through all words, and which of four cycles is told by the first token
-alone (a role or one of three kinds of word). So a drafter must read the target's states; the last token is not enough.
+The language: words follow each other along cycles through all words; which cycle is told by the word two before, and
+another pair of cycles holds in texts that begin with the role `user`. So the last token is not enough to draft by.
 Weights start out wild, so that layers, norms and positions matter and a checkpoint that is read wrongly shows.
 """
 
@@ -19,7 +19,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.training.ttt import Unroll, step_masks
 from tests.tiny import tiny_drafter_config, tiny_model_config
 
-FIRST_WORD, USER, NUM_DIALECTS = 5, 3, 4
+FIRST_WORD, USER, KINDS = 5, 3, 2
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -29,18 +29,18 @@ SIZES: dict[str, Any] = {
     "num_kv_heads": 1,
     "head_dim": 32,
     "max_positions": 512,
-    "rope": RopeConfig(theta=1e6),
+    "rope": RopeConfig(theta=8.0),
     "eos_token_ids": (1,),
     "bos_token_id": 0,
 }
-LENGTH, BATCH, WILDNESS = 32, 24, 3.0
+LENGTH, BATCH, GROWTH, SHARPNESS, BACK = 32, 24, 1.6, 4.0, 2
 
 
 def cycles() -> Tensor:
-    """[4, V]: the word after each word, in each dialect."""
+    """[2 * KINDS, V]: the word after each word, in each of the dialects."""
     generator = torch.Generator().manual_seed(11)
     tables = []
-    for _ in range(NUM_DIALECTS):
+    for _ in range(2 * KINDS):
         order = torch.randperm(SIZES["vocab_size"] - FIRST_WORD, generator=generator) + FIRST_WORD
         table = torch.full((SIZES["vocab_size"],), int(order[0]))
         table[order] = order.roll(-1)
@@ -54,20 +54,21 @@ def texts(count: int, generator: torch.Generator, noise: float, roles: bool = Tr
     text = torch.randint(FIRST_WORD, size, (count, LENGTH), generator=generator)
     jump = torch.rand(count, LENGTH, generator=generator) < noise
     if roles:
-        text[torch.rand(count, generator=generator) < 1 / NUM_DIALECTS, 0] = USER
-    dialect = torch.where(text[:, 0] == USER, NUM_DIALECTS - 1, text[:, 0] % (NUM_DIALECTS - 1))
-    for t in range(2, LENGTH):
+        text[torch.rand(count, generator=generator) < 1 / 3, 0] = USER
+    with_role = text[:, 0] == USER
+    for t in range(1 + BACK, LENGTH):
+        dialect = KINDS * with_role + text[:, t - 1 - BACK] % KINDS
         text[:, t] = torch.where(jump[:, t], text[:, t], table[dialect, text[:, t - 1]])
     return text
 
 
-def trained_target(steps: int = 150) -> Decoder:
+def trained_target(steps: int = 220) -> Decoder:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     decoder = Decoder(tiny_model_config(**SIZES))
-    for layer in decoder.layers:
+    for depth, layer in enumerate(decoder.layers):  # each layer writes about as much as all below it
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.weight.data.mul_(WILDNESS)
+            linear.weight.data.mul_(3 * GROWTH**depth)
     positions = torch.arange(LENGTH).repeat(BATCH)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
@@ -82,17 +83,20 @@ def trained_target(steps: int = 150) -> Decoder:
     return decoder.eval().requires_grad_(False)
 
 
-def trained_drafter(target: Decoder, steps: int = 80, roles: bool = True, unroll: int = 3, **settings: Any) -> EagleDrafter:
+def trained_drafter(target: Decoder, steps: int = 120, roles: bool = True, unroll: int = 3, **settings: Any) -> EagleDrafter:
     """Learns the target's greedy choices; without `roles` it never saw a text that begins with one."""
     torch.manual_seed(2)
     generator = torch.Generator().manual_seed(3)
-    config: DrafterConfig = tiny_drafter_config(target.config, **{"aux_layer_ids": (2, 4, 5), **settings})
+    defaults = {"aux_layer_ids": (2, 4, 5), "rope": target.config.rope}
+    config: DrafterConfig = tiny_drafter_config(target.config, **{**defaults, **settings})
     drafter = EagleDrafter(config)
     for norm in (drafter.norm, drafter.layers[0].hidden_norm):
         norm.weight.data.mul_(torch.randn(config.hidden_size).sign())
-    if config.draft_vocab_size < config.vocab_size:  # leave out words in the middle, keep the roles
+    num_qk = (config.num_heads + config.num_kv_heads) * config.head_dim
+    drafter.layers[0].self_attn.qkv_proj.weight.data[:num_qk].mul_(SHARPNESS)  # sharp attention: positions matter
+    if config.draft_vocab_size < config.vocab_size:  # leave out the first words
         left_out = config.vocab_size - config.draft_vocab_size
-        kept = torch.cat([torch.arange(20), torch.arange(20 + left_out, config.vocab_size)])
+        kept = torch.cat([torch.arange(FIRST_WORD), torch.arange(FIRST_WORD + left_out, config.vocab_size)])
         drafter.d2t.copy_(kept - torch.arange(config.draft_vocab_size))
     draft_ids = torch.full((config.vocab_size,), -100)  # what cross-entropy ignores
     draft_ids[torch.arange(config.draft_vocab_size) + drafter.d2t] = torch.arange(config.draft_vocab_size)

@@ -1,0 +1,246 @@
+"""Is a drafter's acceptance sane for its target, and if not, which known mistake explains it? Found by trying.
+
+The target's greedy text does not depend on the drafter, so every trial drafts for the same text and trials compare one to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.bench.mistakes import Change, changes, layer_searches
+from fledge.bench.prompts import DEMO
+from fledge.checkpoints import eagle3, origins
+from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.models.drafter import EagleDrafter
+from fledge.sampling import SamplingParams
+
+DEPTH = 4
+# A drafter that belongs to its target has its first token accepted in half the steps and more; a wrong one hardly ever.
+SANE_FIRST = 0.3
+# From here on nothing is searched for any further.
+GOOD_FIRST = 0.6
+# How much more a change must bring, in tokens accepted a step, before it is called a repair.
+REPAIR_RATIO, REPAIR_MARGIN = 1.1, 0.1
+# Another prompt format gives another text, so that more is asked for.
+FORMAT_RATIO, FORMAT_MARGIN = 1.5, 0.4
+# Serving past its position limit is what breaks a drafter: below this a limit is a template's leftover, not a choice.
+SMALLEST_SENSIBLE_POSITIONS = 4096
+
+
+@dataclass(frozen=True)
+class Trial:
+    fault: str  # the mistake it would undo; "" as it stands
+    remedy: str
+    accepted: float  # drafted tokens accepted a step
+    first: float  # share of steps whose first drafted token was accepted
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    fault: str | None  # None: nothing wrong found
+    explanation: str
+    remedy: str
+    as_it_stands: Trial | None  # None: it cannot be loaded
+    repaired: Trial | None
+    trials: list[Trial] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        return self.fault is None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"healthy": self.healthy, **asdict(self)}
+
+
+class AcceptanceMeter:
+    """Decodes the same prompts with one drafter after the other."""
+
+    def __init__(
+        self, model: str, prompts: Sequence[str], *, max_tokens: int = 48, device: str = "auto", dtype: str = "auto"
+    ) -> None:
+        settings = EngineConfig(device=device, dtype=dtype, max_num_seqs=len(prompts))
+        plain = build_engine(model, Speculation("none"), settings)
+        self.decoder, self.tokenizer, self.config = plain.runner.decoder, plain.tokenizer, plain.config
+        self.max_tokens = max_tokens
+        self.formats = {"as text": [self.tokenizer.encode(prompt) for prompt in prompts]}
+        if self.tokenizer.has_chat_template:
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            self.formats = {
+                "by the chat template": [self._chat(chat) for chat in chats],
+                **self.formats,
+            }
+        self.served = next(iter(self.formats))
+
+    @property
+    def target(self) -> ModelConfig:
+        return self.decoder.config
+
+    def _chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def measure(self, network: EagleDrafter, fault: str = "", remedy: str = "", prompt_format: str | None = None) -> Trial:
+        engine = build_engine(self.decoder, Speculation(network, DEPTH), self.config, tokenizer=self.tokenizer)
+        params = SamplingParams(temperature=0, max_tokens=self.max_tokens)
+        for prompt in self.formats[prompt_format or self.served]:
+            engine.add_request(prompt, params)
+        while engine.has_unfinished():
+            engine.step()
+        rates = engine.stats.unconditional_rates
+        return Trial(fault, remedy, engine.stats.acceptance_length - 1, rates[0] if rates else 0.0)
+
+
+def diagnose(
+    drafter: str | Path,
+    model: str,
+    *,
+    prompts: Sequence[str] | None = None,
+    max_tokens: int = 48,
+    device: str = "auto",
+    dtype: str = "auto",
+    thorough: bool = False,
+    on_trial: Callable[[str], None] = lambda _: None,
+) -> Diagnosis:
+    """`thorough`: try every layer in place of each tap even if acceptance is good; `on_trial` is told what is tried."""
+    files = origins.canonical(read_drafter_files(find_drafter(drafter)))
+    on_trial("loading the target")
+    meter = AcceptanceMeter(
+        model, prompts or [prompt.text for prompt in DEMO], max_tokens=max_tokens, device=device, dtype=dtype
+    )
+    config, problems = eagle3.check(files, meter.target)
+    foreign = _made_for_another(config, meter.target)
+    if foreign:
+        return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems)
+    as_it_stands = None
+    if not problems:
+        on_trial("as it stands")
+        as_it_stands = meter.measure(_built(files, config))
+    trials = [trial for change in changes(files, config, meter.target) if (trial := _try(meter, change, on_trial))]
+    if as_it_stands is not None:
+        trials += _try_formats(meter, files, config, on_trial)
+    best = _best_repair(as_it_stands, trials)
+    if best is None and as_it_stands is not None and as_it_stands.first < SANE_FIRST:
+        searched = [trial for change in layer_searches(files, config, meter.target) if (trial := _try(meter, change, on_trial))]
+        trials += searched
+        best = _best_repair(as_it_stands, searched)
+    return _conclude(files, config, problems, as_it_stands, trials, best, meter)
+
+
+def _made_for_another(config: DrafterConfig | None, target: ModelConfig) -> str:
+    if config is None:
+        return ""
+    differing = [
+        f"{name} {mine}, the target has {theirs}"
+        for name, mine, theirs in (
+            ("hidden size", config.target_hidden_size, target.hidden_size),
+            ("vocabulary", config.vocab_size, target.vocab_size),
+        )
+        if mine != theirs
+    ]
+    return "made for a target of " + "; ".join(differing) if differing else ""
+
+
+def _built(files: DrafterFiles, config: DrafterConfig) -> EagleDrafter:
+    return eagle3.build_drafter(config, files, torch.float32, "cpu")
+
+
+def _try(meter: AcceptanceMeter, change: Change, on_trial: Callable[[str], None]) -> Trial | None:
+    """None: the drafter cannot be loaded so either."""
+    config, problems = eagle3.check(change.files, meter.target)
+    if problems:
+        return None
+    on_trial(change.remedy)
+    return meter.measure(_built(change.files, config), change.fault, change.remedy)
+
+
+def _try_formats(
+    meter: AcceptanceMeter, files: DrafterFiles, config: DrafterConfig, on_trial: Callable[[str], None]
+) -> list[Trial]:
+    trials = []
+    for name in meter.formats:
+        if name != meter.served:
+            on_trial(f"prompts {name}")
+            remedy = f"serve prompts {name}, or train the drafter on prompts {meter.served}"
+            trials.append(meter.measure(_built(files, config), "wrong template", remedy, name))
+    return trials
+
+
+def _best_repair(as_it_stands: Trial | None, trials: Sequence[Trial]) -> Trial | None:
+    """The likeliest (first) of those that come near the best, if the best is worth the name of a repair."""
+
+    def repairs(trial: Trial) -> bool:
+        if trial.first < SANE_FIRST:
+            return False
+        if as_it_stands is None:
+            return True
+        ratio, margin = REPAIR_RATIO, REPAIR_MARGIN
+        if trial.fault == "wrong template":
+            ratio, margin = FORMAT_RATIO, FORMAT_MARGIN
+        return trial.accepted >= ratio * as_it_stands.accepted + margin
+
+    able = [trial for trial in trials if repairs(trial)]
+    if not able:
+        return None
+    most = max(trial.accepted for trial in able)
+    likeliest = next(trial for trial in able if trial.accepted >= 0.97 * most)
+    if "layers" in likeliest.fault:  # neighbouring layers help too: the best of them is meant
+        return max((trial for trial in able if "layers" in trial.fault), key=lambda trial: trial.accepted)
+    return likeliest
+
+
+def _conclude(
+    files: DrafterFiles,
+    config: DrafterConfig | None,
+    problems: list[str],
+    as_it_stands: Trial | None,
+    trials: list[Trial],
+    best: Trial | None,
+    meter: AcceptanceMeter,
+) -> Diagnosis:
+    def diagnosis(fault: str | None, explanation: str, remedy: str = "") -> Diagnosis:
+        return Diagnosis(fault, explanation, remedy, as_it_stands, best, trials, problems)
+
+    if best is not None:
+        before = "it cannot be loaded" if as_it_stands is None else f"{as_it_stands.accepted:.2f} drafted tokens a step"
+        return diagnosis(best.fault, f"{before} as it stands; {best.accepted:.2f} a step once repaired", best.remedy)
+    if as_it_stands is None:
+        return diagnosis("unreadable", "; ".join(problems), "fetch the checkpoint again, or ask its maker")
+    never_filled = config.draft_vocab_size < config.vocab_size and not files.tensors["d2t"].any()
+    if as_it_stands.first < SANE_FIRST and never_filled:
+        said = f"{_sane(as_it_stands)}, and d2t is all zero: the map from draft to target ids was never filled"
+        return diagnosis("d2t never filled", said, "take d2t and t2d from the run that trained it")
+    if as_it_stands.first < SANE_FIRST:
+        said = f"the first drafted token is accepted in {as_it_stands.first:.1%} of the steps, and no known mistake explains it"
+        if _embedding_is_foreign(files, meter):
+            said += "; its embedding is not the target's"
+        return diagnosis("wrong target", said, "it belongs to another target, or it was hardly trained")
+    limit = min(meter.target.max_positions, SMALLEST_SENSIBLE_POSITIONS)
+    if config.max_positions < limit:
+        return diagnosis(
+            "position limit",
+            f"{_sane(as_it_stands)} on short prompts, but max_position_embeddings is {config.max_positions}: "
+            f"servers cut or clamp there, and the target goes to {meter.target.max_positions}",
+            "set max_position_embeddings to the length it was trained for",
+        )
+    return diagnosis(None, _sane(as_it_stands))
+
+
+def _sane(trial: Trial) -> str:
+    return f"{trial.accepted:.2f} drafted tokens accepted a step, the first one in {trial.first:.1%} of the steps"
+
+
+def _embedding_is_foreign(files: DrafterFiles, meter: AcceptanceMeter) -> bool:
+    """Trainers freeze the embedding they copy from the target: another one gives another target away."""
+    own = files.tensors.get("embed_tokens.weight")
+    theirs = meter.decoder.embed_tokens.weight
+    if own is None or own.shape != theirs.shape:
+        return False
+    return float(torch.cosine_similarity(own.float(), theirs.float().cpu(), dim=-1).mean()) < 0.9

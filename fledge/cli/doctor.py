@@ -1,0 +1,60 @@
+"""`fledge doctor`: is a drafter's acceptance sane for its target, and if not, why."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fledge.bench.doctor import Diagnosis, diagnose
+from fledge.cli.options import Device, Dtype, MaxTokens, Model
+
+
+def doctor(
+    drafter: Annotated[str, typer.Argument(help="Folder, name or hub id of a drafter.")],
+    model: Model = "smollm2-135m",
+    max_tokens: MaxTokens = 48,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Try every target layer in place of each tap, even if acceptance is good.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Decode a few prompts, and if few drafts are accepted, try the known mistakes until one explains it."""
+    with Console(stderr=True).status("reading the drafter") as status:
+        diagnosis = diagnose(
+            drafter,
+            model,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            thorough=thorough,
+            on_trial=lambda text: status.update(text),
+        )
+    if as_json:
+        print(json.dumps(diagnosis.as_dict()))
+    else:
+        _print(diagnosis)
+    if not diagnosis.healthy:
+        raise typer.Exit(1)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    console = Console()
+    table = Table("tried", "accepted a step", "first accepted", box=None)
+    if diagnosis.as_it_stands is not None:
+        table.add_row("as it stands", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
+    for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
+        table.add_row(f"{trial.fault}: {trial.remedy}", f"{trial.accepted:.2f}", f"{trial.first:.1%}")
+    console.print(table)
+    for problem in diagnosis.problems:
+        console.print("[red]problem:[/red]", problem)
+    if diagnosis.healthy:
+        console.print("[green]healthy:[/green]", diagnosis.explanation)
+    else:
+        console.print(f"[red]{diagnosis.fault}:[/red]", diagnosis.explanation)
+        console.print("[bold]what to do:[/bold]", diagnosis.remedy)
