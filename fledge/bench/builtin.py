@@ -9,15 +9,15 @@ _PASSAGES = (
     "[2] In the flood of 1968 the eastern pier sank by eleven centimetres; the bridge was closed for five months.\n"
     "[3] Since 2009 lorries above 18 tonnes must use the motorway bridge, four kilometres downstream.",
     "Manual, section 4. To reset the pump, hold the green key for six seconds until the lamp blinks twice. If the lamp stays "
-    "red, the filter is blocked: switch off the power, unscrew the cap, rinse the filter under warm water and put it back dry.\n"
+    "red, the filter is blocked: switch off the power, unscrew the cap, rinse the filter in warm water and put it back dry.\n"
     "Manual, section 7. The pump must not run dry for more than one minute.",
 )
 
 _ARTICLE = (
     "The village of Ansel had no school for nine years after the old one burned down. Children walked over the hill to Brecht, "
-    "an hour each way, and in the snow months many stayed at home. Last spring a retired carpenter offered his workshop, parents "
-    "cleared it out in a weekend, and the county agreed to pay one teacher. In September twenty-three pupils sat down at benches "
-    "that still smell of pine. The county will decide next year whether the school may stay."
+    "an hour each way, and in the snow months many stayed at home. Last spring a retired carpenter offered his workshop, "
+    "parents cleared it out in a weekend, and the county agreed to pay one teacher. In September twenty-three pupils sat down "
+    "at benches that still smell of pine. The county will decide next year whether the school may stay."
 )
 
 
@@ -70,9 +70,7 @@ BUILT_IN: tuple[Item, ...] = (
     ),
     *_items(
         "rag",
-        (
-            f"{_PASSAGES[0]}\n\nUsing only the passages above, say why heavy lorries may not use the Tallow bridge, and since when.",
-        ),
+        (f"{_PASSAGES[0]}\n\nUsing only the passages above, say why lorries may not use the Tallow bridge, and since when.",),
         (f"{_PASSAGES[1]}\n\nUsing only the manual above: the lamp stays red. What do I do?",),
     ),
     *_items(

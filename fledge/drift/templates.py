@@ -77,8 +77,8 @@ def no_template(tokenizer: Tokenizer, messages: Messages) -> list[int]:
 def no_bos(tokenizer: Tokenizer, messages: Messages) -> list[int] | None:
     """The own template without the special token it begins with; None where it begins with none."""
     tokens = own(tokenizer, messages)
-    first = tokens[0]
-    return tokens[1:] if first == tokenizer.bos_token_id or first in tokenizer.special_ids else None
+    is_special = tokens[0] == tokenizer.bos_token_id or not tokenizer.decode(tokens[:1])  # decoding leaves special ones out
+    return tokens[1:] if is_special else None
 
 
 def foreign(tokenizer: Tokenizer, name: str, messages: Messages) -> list[int]:

@@ -1,0 +1,96 @@
+"""`fledge drift`: how far drafters drift, and how well they hold under stress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fledge.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def drift(
+    model: Annotated[str, typer.Argument(help="The target: built-in name, folder, GGUF file or hub id.")],
+    drafter: Annotated[list[str], typer.Option("--drafter", "-d", help="A drafter to look at; give several to compare.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.html, report.json and plots.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A few prompts of everything: minutes on a CPU.")] = False,
+    data: Annotated[str, typer.Option(help="Prompts: 'builtin', a JSONL file or folder, or a hub id.")] = "builtin",
+    documents: Annotated[
+        Path | None, typer.Option(help="Folder of .txt or .md texts for long contexts. Default: Python's own documentation.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens. 0: 128, or 32 when quick.")] = 0,
+    max_model_len: Annotated[int, typer.Option(help="Longest context to measure. 0: the model's limit.")] = 0,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """See where drafters drift: states, attention and acceptance by depth, under other templates, prompts and lengths."""
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from fledge.drift.lab import run_lab
+    from fledge.drift.report import write_report
+    from fledge.drift.suites import Settings
+    from fledge.drift.words import in_words
+    from fledge.errors import UserError
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give a folder for the report")
+    settings = Settings.quick() if quick else Settings()
+    if max_tokens:
+        settings = replace(settings, max_tokens=max_tokens)
+    with Console(stderr=True).status("starting") as status:
+        figures = run_lab(
+            model,
+            drafter,
+            settings=settings,
+            data=data,
+            documents=documents,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            on_progress=status.update,
+        )
+        status.update("writing the report")
+        page = write_report(figures, out)
+    _print(Console(), figures, in_words(figures))
+    print(f"report: {page}")
+
+
+def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]]) -> None:
+    """One screen: drift of each drafter, its acceptance length in the best and worst condition of each suite, and words."""
+    from rich.table import Table
+
+    from fledge.drift.words import shown_depth
+
+    names = [one["name"] for one in figures["drafters"]]
+    sink = figures["sink"]
+    console.print(f"[bold]{figures['model']}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention")
+    table = Table("", *names, box=None)
+    step = next(iter(figures["probes"].values())).get("drift_step", 8)
+    for label, key, form in (
+        (f"fed-back RMS, step {step} / step 1", "rms_ratio", "{:.2f}×"),
+        ("sink share a step", "sink_share_slope", "{:+.4f}"),
+        ("own share a step", "own_share_slope", "{:+.4f}"),
+    ):
+        values = (figures["probes"][name].get(key) for name in names)
+        table.add_row(label, *("–" if value is None else form.format(value) for value in values))
+    for suite in figures["suites"]:
+        depth = shown_depth(suite)
+        cells = []
+        for name in names:
+            lengths = {c["name"]: c["drafters"][name]["acceptance_length"][depth] for c in suite["conditions"]}
+            worst = min(lengths, key=lengths.get)
+            base = suite["baseline"] or max(lengths, key=lengths.get)
+            cells.append(
+                f"{lengths[base]:.2f} … {lengths[worst]:.2f} ({worst})" if len(lengths) > 1 else f"{lengths[base]:.2f}"
+            )
+        table.add_row(f"{suite['name']}, depth {depth}: baseline … worst", *cells)
+    console.print(table)
+    for name in words if "together" not in words else ["together"]:
+        for line in words[name]:
+            console.print(f"[dim]·[/] {line}", highlight=False)

@@ -1,0 +1,218 @@
+"""The report of a lab run: one HTML file that needs nothing else, the plots beside it, and every figure as JSON."""
+
+from __future__ import annotations
+
+import base64
+import os
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fledge.bench.provenance import write_json
+from fledge.drift import plots
+from fledge.drift.words import in_words
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
+h3 { font-size: 1rem; margin-bottom: .3rem } img { max-width: 100% } .dim { color: #666; font-size: .9em }
+table { border-collapse: collapse; font-size: .88em; margin: .6rem 0 } th, td { padding: .2rem .6rem; text-align: right }
+th { border-bottom: 1px solid #999 } th:first-child, td:first-child { text-align: left }
+tr:nth-child(even) td { background: #f6f6f4 }
+.base td { font-weight: 600 } .low { color: #b3261e } .good { color: #2e6b1f } pre { font-size: .8em; white-space: pre-wrap }
+"""
+# Shares of the baseline that are coloured: what a robust drafter should keep, and what it plainly lost.
+GOOD, LOW = 0.85, 0.7
+
+
+def write_report(figures: dict[str, Any], folder: Path) -> Path:
+    """Writes report.html, report.json and plots/*.png; returns the HTML file."""
+    figures = {**figures, "words": in_words(figures)}
+    images = {"by-step": plots.by_step(figures)}
+    for share in ("sink_share", "own_share"):
+        if any(one.get(f"{share}_by_head") for one in figures["probes"].values()):
+            images[share.replace("_", "-")] = plots.by_head(figures, share)
+    for suite in figures["suites"]:
+        images[_slug(suite["name"])] = plots.suite(figures, suite)
+    for name, content in images.items():
+        _write(folder / "plots" / f"{name}.png", content)
+    write_json(folder / "report.json", figures)
+    _write(folder / "report.html", html(figures, images).encode())
+    return folder / "report.html"
+
+
+def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
+    names = [one["name"] for one in figures["drafters"]]
+    parts = [
+        f"<h1>Drift report: {escape(figures['model'])}</h1>",
+        f"<p class=dim>{escape(', '.join(names))} · {escape(figures['device'])}, {escape(figures['dtype'])} · "
+        f"{escape(str(figures['provenance']['time']))}</p>",
+        "<h2>What drifts, where, and how much</h2>",
+        *(_sentences(name, lines) for name, lines in figures["words"].items()),
+        "<h2>Drafters</h2>",
+        _drafters(figures),
+        "<h2>By draft step</h2>",
+        _image(images["by-step"], "probes by draft step"),
+        _sink(figures["sink"]),
+        *(_image(images[name], name) for name in ("sink-share", "own-share") if name in images),
+        "<h2>What the target gives the drafters</h2>",
+        _target_states(figures),
+    ]
+    for suite in figures["suites"]:
+        parts += [
+            f"<h2>{escape(suite['name'].capitalize())}</h2>",
+            f"<p class=dim>{escape(suite['explanation'])}</p>",
+            _image(images[_slug(suite["name"])], suite["name"]),
+            *(_suite_table(suite, name) for name in names),
+        ]
+        if len(names) > 1:
+            parts.append(_ratios(suite, names))
+    parts += ["<h2>How it was measured</h2>", METHOD, "<h2>Provenance</h2>", _provenance(figures)]
+    body = "\n".join(parts)
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Drift: {escape(figures['model'])}</title>"
+        f"<style>{STYLE}</style><body>{body}</body></html>\n"
+    )
+
+
+METHOD = """<p>The target answers each prompt greedily, once. One pass over prompt and answer gives its states; from every
+position of the answer each drafter then drafts with its own tokens, as when serving. As greedy acceptance depends on the
+target's text alone, this tells exactly what a speculative run accepts at every depth. Temperatures are measured with the
+serving engine.</p>
+<ul>
+<li><b>Acceptance length</b>: 1 + accepted drafts / steps over all texts together; the 1 is the token that the target itself
+adds. A token outside the draft vocabulary is a miss. In brackets: without answers that loop.</li>
+<li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the mean where there is none.</li>
+<li><b>RMS</b>: ‖x‖₂/√d of the state that a step gives to the next.</li>
+<li><b>Shares of attention</b>: on the sink, on the rest of the prompt, on the settled answer, and on the drafter's own tokens
+(the one it drafts from and those drafted since); they add up to one. Mean over rows, heads and layers. Read the slope over
+depth rather than the level.</li>
+<li><b>Cosine</b>: of the fed-back state with the fused target state it stands in for, over rows whose drafts were right so
+far.</li>
+</ul>"""
+
+
+def _sentences(name: str, lines: list[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h3>{escape(name.capitalize() if name == 'together' else name)}</h3><ul>{items}</ul>"
+
+
+def _drafters(figures: dict[str, Any]) -> str:
+    rows = []
+    for one in figures["drafters"]:
+        config, probes = one["config"], figures["probes"][one["name"]]
+        window = config["window"] or "none"
+        taps = ", ".join(map(str, config["aux_layer_ids"]))
+        rows.append(
+            [
+                one["name"],
+                f"EAGLE {one['version']}",
+                f"{one['parameters'] / 1e6:.1f} M",
+                f"{config['draft_vocab_size']:,}",
+                taps,
+                str(window),
+                _number(probes.get("rms_ratio"), "×"),
+                _number(probes.get("sink_share_slope"), digits=4),
+                _number(probes.get("own_share_slope"), digits=4),
+            ]
+        )
+    step = next(iter(figures["probes"].values())).get("drift_step", 8)
+    head = [
+        "drafter",
+        "kind",
+        "parameters",
+        "vocabulary",
+        "taps",
+        "window",
+        f"RMS step {step} / 1",
+        "sink share a step",
+        "own share a step",
+    ]
+    return _table(head, rows)
+
+
+def _sink(sink: dict[str, Any]) -> str:
+    clear = "" if sink["clear"] else " It is not a clear one."
+    return (
+        f"<p>The target's sink, found from its own attention: column {sink['column']} (<code>{escape(sink['token'])}</code>) "
+        f"with {sink['share']:.0%} of all attention; uniform attention would give it {sink['uniform']:.1%}. Next: column "
+        f"{sink['runner_up']} with {sink['runner_up_share']:.1%}.{clear}</p>"
+    )
+
+
+def _target_states(figures: dict[str, Any]) -> str:
+    rows = [
+        [f"{name}: {layer}", *(_number(places.get(place)) for place in ("sink", "prompt", "answer"))]
+        for name, states in figures["target_states"].items()
+        for layer, places in states.items()
+    ]
+    return _table(["mean RMS", "at the sink", "prompt", "answer"], rows)
+
+
+def _suite_table(suite: dict[str, Any], name: str) -> str:
+    depths = suite["depths"]
+    head = [f"{name}: acceptance length at depth", *map(str, depths), "kept", "tokens of the prompt", "looping"]
+    rows, classes = [], []
+    for condition in suite["conditions"]:
+        one = condition["drafters"][name]
+        without = one.get("acceptance_length_not_looping") if one.get("looping_texts") else None
+        cells = []
+        for depth in depths:
+            length = f"{one['acceptance_length'][depth]:.2f}"
+            cells.append(f"{length} ({without[depth]:.2f})" if without else length)
+        kept = one["retention"][min(depths, key=lambda d: abs(d - 5))]
+        colour = "good" if kept >= GOOD else ("low" if kept < LOW else "")
+        looping = f"{one['looping_texts']} of {one['texts']}" if "texts" in one else "–"
+        note = f" ({condition['note']})" if condition["note"] else ""
+        share = f"<span class='{colour}'>{kept:.0%}</span>"
+        size = _number(condition.get("prompt_tokens"), digits=0)
+        rows.append([condition["name"] + note, *cells, share, size, looping])
+        classes.append("base" if condition["name"] == suite["baseline"] else "")
+    return _table(head, rows, classes)
+
+
+def _ratios(suite: dict[str, Any], names: list[str]) -> str:
+    head = [f"acceptance length against {names[0]}", *(f"{name}, depth {d}" for name in names[1:] for d in suite["depths"])]
+    rows = []
+    for condition in suite["conditions"]:
+        first = condition["drafters"][names[0]]["acceptance_length"]
+        others = [condition["drafters"][name]["acceptance_length"] for name in names[1:]]
+        rows.append([condition["name"], *(f"{other[d] / first[d]:.2f}×" for other in others for d in suite["depths"])])
+    return _table(head, rows)
+
+
+def _provenance(figures: dict[str, Any]) -> str:
+    lines = [f"{key}: {value}" for key, value in figures["provenance"].items()]
+    lines += [f"data: {figures['data']}", f"settings: {figures['settings']}"]
+    return f"<pre>{escape(chr(10).join(lines))}</pre><p class=dim>Every figure is in report.json.</p>"
+
+
+def _table(head: list[str], rows: list[list[str]], classes: list[str] | None = None) -> str:
+    classes = classes or [""] * len(rows)
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(
+        f"<tr class='{kind}'>"
+        + "".join(f"<td>{cell if cell.startswith('<span') else escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row, kind in zip(rows, classes, strict=True)
+    )
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def _image(content: bytes, name: str) -> str:
+    return f"<img alt='{escape(name)}' src='data:image/png;base64,{base64.b64encode(content).decode()}'>"
+
+
+def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _slug(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)

@@ -1,0 +1,148 @@
+"""Says in words what drifts, where and how much. Every sentence is made from figures of the same report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that is still flat, or only mild
+MOVED = 0.01  # change of an attention share a step from which it counts as moving
+WEAK = 0.85  # share of the baseline's acceptance length below which a condition is named
+
+
+def in_words(figures: dict[str, Any]) -> dict[str, list[str]]:
+    """Sentences by drafter, and under `together` those that compare them."""
+    words = {one["name"]: _one(one["name"], figures) for one in figures["drafters"]}
+    if len(words) > 1:
+        words["together"] = _together(figures)
+    return words
+
+
+def shown_depth(suite: dict[str, Any]) -> int:
+    """The depth that sentences and charts speak of: 5, or the nearest there is."""
+    return min(suite["depths"], key=lambda depth: (abs(depth - 5), depth))
+
+
+def _one(name: str, figures: dict[str, Any]) -> list[str]:
+    probes = figures["probes"][name]
+    sentences = [_size(probes), _shares(probes, figures["sink"]), _closeness(probes), _accuracy(probes)]
+    sentences += [_inputs(figures["target_states"].get(name) or {}, figures, name)]
+    weak, steady = [], []
+    for suite in figures["suites"]:
+        if suite["name"] in ("depth", "domains"):
+            continue
+        (weak if (found := _weakest(suite, name)) else steady).append(found or suite["name"])
+    sentences += [f"Weakest under {text}." for text in weak]
+    if steady:
+        sentences.append(f"Holds at least {WEAK:.0%} of its baseline acceptance length in: {', '.join(steady)}.")
+    return [sentence for sentence in sentences if sentence]
+
+
+def _size(probes: dict[str, Any]) -> str:
+    sizes, ratio = probes.get("rms"), probes.get("rms_ratio")
+    if not sizes or ratio is None:
+        return ""
+    step = probes["drift_step"]
+    moved = f"{sizes[0]:.2f} → {sizes[step - 1]:.2f}, {ratio:.2f}× from step 1 to {step}"
+    if ratio > MILD:
+        return f"The fed-back state grows with every step (RMS {moved}): the drift that a norm on the fed-back state stops."
+    if ratio > FLAT:
+        return f"The fed-back state grows a little (RMS {moved})."
+    if ratio < 1 / FLAT:
+        return f"The fed-back state shrinks (RMS {moved})."
+    return f"The fed-back state keeps its size (RMS {moved})."
+
+
+def _shares(probes: dict[str, Any], sink: dict[str, Any]) -> str:
+    if "sink_share_slope" not in probes:
+        return ""
+    at = probes["drift_step"] - 1
+    parts = []
+    for name, label in (
+        ("sink_share", "the sink"),
+        ("own_share", "its own tokens"),
+        ("prompt_share", "the rest of the prompt"),
+    ):
+        first, last, change = probes[name][0], probes[name][at], probes[f"{name}_slope"]
+        verb = "stays on" if abs(change) < MOVED else ("moves to" if change > 0 else "leaves")
+        parts.append(f"{verb} {label} ({first:.2f} → {last:.2f}, {change:+.3f} a step)")
+    unclear = "" if sink["clear"] else " The target has no clear sink, so read the sink's share with care."
+    return f"Attention {parts[0]}, {parts[1]} and {parts[2]}.{unclear}"
+
+
+def _closeness(probes: dict[str, Any]) -> str:
+    known = [(step, value) for step, value in enumerate(probes.get("cosine") or [], 1) if value is not None]
+    known = [pair for pair in known if pair[0] <= probes.get("drift_step", 8)]
+    if len(known) < 2:
+        return ""
+    (first_step, first), (last_step, last) = known[0], known[-1]
+    return (
+        f"While its drafts are right, its state points as the target's does to a cosine of {first:.2f} at step {first_step} "
+        f"and {last:.2f} at step {last_step}."
+    )
+
+
+def _accuracy(probes: dict[str, Any]) -> str:
+    accuracy = [value for value in probes.get("accuracy") or [] if value is not None]
+    if len(accuracy) < 2:
+        return ""
+    at = min(8, len(accuracy))
+    deep = f", {accuracy[-1]:.0%} at step {len(accuracy)}" if len(accuracy) > at else ""
+    return f"Drafts are the target's token in {accuracy[0]:.0%} of cases at step 1, {accuracy[at - 1]:.0%} at step {at}{deep}."
+
+
+def _inputs(states: dict[str, Any], figures: dict[str, Any], name: str) -> str:
+    sizes = {layer: places["answer"] for layer, places in states.items() if layer.startswith("layer") and "answer" in places}
+    if len(sizes) < 2:
+        return ""
+    (low, small), (high, large) = min(sizes.items(), key=lambda x: x[1]), max(sizes.items(), key=lambda x: x[1])
+    config = next(one["config"] for one in figures["drafters"] if one["name"] == name)
+    normed = config["fc_norm"] or config["norm_before_fc"]
+    effect = "which its norm before the fc layer evens out" if normed else "and the largest dominates the fused input"
+    return f"The target's states differ in size by {large / small:.1f}× ({low}: {small:.2f}, {high}: {large:.2f}), {effect}."
+
+
+def _weakest(suite: dict[str, Any], name: str) -> str:
+    """The condition with the lowest share of the baseline, if it is low enough to speak of."""
+    depth = shown_depth(suite)
+    found = [(c["drafters"][name]["retention"][depth], c) for c in suite["conditions"] if c["name"] != suite["baseline"]]
+    if not found:
+        return ""
+    share, condition = min(found, key=lambda pair: pair[0])
+    if share >= WEAK:
+        return ""
+    length = condition["drafters"][name]["acceptance_length"][depth]
+    base = suite["baseline"] or "the mean"
+    return f"{suite['name']}: “{condition['name']}” (acceptance length {length:.2f} at depth {depth}, {share:.0%} of {base})"
+
+
+def _together(figures: dict[str, Any]) -> list[str]:
+    names = [one["name"] for one in figures["drafters"]]
+    probes = figures["probes"]
+    sentences = []
+    ratios = {name: probes[name].get("rms_ratio") for name in names}
+    if all(ratio is not None for ratio in ratios.values()):
+        step = probes[names[0]]["drift_step"]
+        listed = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in ratios.items())
+        sentences.append(f"Growth of the fed-back state to step {step}: {listed}.")
+    slopes = {name: probes[name].get("sink_share_slope") for name in names}
+    if all(value is not None for value in slopes.values()):
+        sentences.append("Sink share a step: " + ", ".join(f"{name} {value:+.4f}" for name, value in slopes.items()) + ".")
+    first = names[0]
+    for name in names[1:]:
+        by_condition = [
+            (
+                c["drafters"][name]["acceptance_length"][d] / c["drafters"][first]["acceptance_length"][d],
+                suite["name"],
+                c["name"],
+            )
+            for suite in figures["suites"]
+            for d in [shown_depth(suite)]
+            for c in suite["conditions"]
+        ]
+        best, worst = max(by_condition), min(by_condition)
+        ahead = sum(ratio > 1 for ratio, *_ in by_condition)
+        sentences.append(
+            f"Against {first}, {name} accepts longer in {ahead} of {len(by_condition)} conditions; at best {best[0]:.2f}× "
+            f"({best[1]}: {best[2]}), at worst {worst[0]:.2f}× ({worst[1]}: {worst[2]})."
+        )
+    return sentences

@@ -1,0 +1,171 @@
+"""The whole lab on a tiny model: every suite, the report, its words, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from fledge.bench.datasets import Item, load_items
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.checkpoints.hf import load_decoder
+from fledge.drift import templates
+from fledge.drift.documents import Document, load_documents
+from fledge.drift.lab import run_lab
+from fledge.drift.suites import Settings, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.words import in_words
+from fledge.engine.build import Speculation, build_engine
+from fledge.errors import UserError
+from fledge.sampling import SamplingParams
+from fledge.tokenizer import Tokenizer
+from tests.serving.model_folder import make_model
+from tests.tiny import tiny_drafter, tiny_drafter_config
+
+SETTINGS = replace(
+    Settings.quick(),
+    max_tokens=12,
+    probe_depth=9,
+    depth=5,
+    prompts=2,
+    system_prompts=("none", "short", "German"),
+    lengths=(128, 256, 4096),
+    noise=(1.0,),
+    temperatures=(0.0, 1.0),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("lab")
+    model = make_model(root / "model", max_positions=1500)
+    decoder = load_decoder(model)
+    for name, flags in (("three", {}), ("three-one", {"fc_norm": True, "norm_output": True})):
+        drafter = tiny_drafter(tiny_drafter_config(decoder.config, **flags))
+        save_drafter(drafter, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def figures(folders):
+    names = [str(folders / name) for name in ("three", "three-one")]
+    return run_lab(str(folders / "model"), names, settings=SETTINGS, dtype="float32")
+
+
+def suite(figures, name):
+    return next(one for one in figures["suites"] if one["name"] == name)
+
+
+def test_every_suite_is_there(figures):
+    assert [one["name"] for one in figures["suites"]] == [
+        "domains", "templates", "system prompts", "context length", "multi-turn", "noise", "depth", "temperature",
+    ]  # fmt: skip
+    assert len(suite(figures, "domains")["conditions"]) == 11
+    names = [one["name"] for one in suite(figures, "templates")["conditions"]]
+    assert names == ["own", "no template", "no BOS", "ChatML", "Llama-3", "Alpaca", "Vicuna", "plain transcript"]
+    assert suite(figures, "depth")["depths"] == list(range(1, 10))
+    assert len(suite(figures, "multi-turn")["conditions"]) == 4
+
+
+def test_lengths_reach_the_models_limit(figures):
+    conditions = suite(figures, "context length")["conditions"]
+    tokens = [one["prompt_tokens"] for one in conditions]
+    assert [one["name"] for one in conditions] == ["128 tokens", "256 tokens", "1488 tokens"]
+    for name, size in zip((128, 256, 1488), tokens, strict=True):
+        assert name - 8 <= size <= name
+
+
+def test_probes_by_step_and_head(figures):
+    for name, flat in (("three", False), ("three-one", True)):
+        probes = figures["probes"][name]
+        assert len(probes["rms"]) == len(probes["sink_share"]) == len(probes["sink_share_by_head"]) == 9
+        assert len(probes["sink_share_by_head"][0]) == 4
+        shares = [sum(probes[f"{part}_share"][3] for part in ("sink", "prompt", "answer", "own"))]
+        assert shares[0] == pytest.approx(1)
+        assert (abs(probes["rms_ratio"] - 1) < 0.1) == flat
+    states = figures["target_states"]["three"]
+    assert list(states) == ["layer 1", "layer 2", "layer 3", "fc output"]
+
+
+def test_acceptance_is_that_of_the_engine(figures, folders):
+    """The templates suite's figure, served: the same prompts, the same drafter, the same depth."""
+    tokenizer = Tokenizer(folders / "model")
+    few = chosen(load_items("builtin", limit=1), 2)
+    prompts = next(c for c in chat_templates(tokenizer, few).conditions if c.name == "Alpaca").prompts
+    engine = build_engine(str(folders / "model"), Speculation(str(folders / "three-one"), 3))
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=12))
+    while engine.has_unfinished():
+        engine.step()
+    condition = next(c for c in suite(figures, "templates")["conditions"] if c["name"] == "Alpaca")
+    assert condition["drafters"]["three-one"]["acceptance_length"][3] == pytest.approx(engine.stats.acceptance_length)
+
+
+def test_words_name_what_moved(figures):
+    words = in_words(figures)
+    assert any("grows" in line for line in words["three"])
+    assert any("keeps its size" in line for line in words["three-one"])
+    assert any("three-one accepts longer in" in line for line in words["together"])
+
+
+def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatch):
+    import typer
+
+    from fledge.cli.drift import drift
+
+    monkeypatch.setattr("fledge.drift.lab.run_lab", lambda *_, **__: figures)
+    app = typer.Typer()
+    app.command()(drift)
+    result = CliRunner().invoke(app, ["model", "--drafter", "three", "--drafter", "three-one", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "fed-back RMS" in result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in re.sub(r"base64,[^']+", "", page)
+    assert page.count("data:image/png;base64,") == len(list((tmp_path / "plots").glob("*.png"))) == 11
+    assert "fed-back state grows" in page
+    assert "keeps its size" in page
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert stored["provenance"]["prompts_sha256"] == figures["provenance"]["prompts_sha256"]
+    assert stored["words"]["three"]
+
+
+def test_a_drafter_without_states_is_refused(folders):
+    with pytest.raises(UserError, match="ngram"):
+        run_lab(str(folders / "model"), ["ngram"], settings=SETTINGS)
+
+
+def test_no_bos_drops_one_token(folders):
+    tokenizer = Tokenizer(folders / "model")
+    messages = [{"role": "user", "content": "the cat"}]
+    own = templates.own(tokenizer, messages)
+    assert templates.no_bos(tokenizer, messages) == own[1:]
+    assert templates.foreign(tokenizer, "ChatML", messages) == own
+    assert "### Response:" in tokenizer.decode(templates.foreign(tokenizer, "Alpaca", messages))
+
+
+def test_later_turns_hold_the_targets_answers(folders):
+    tokenizer = Tokenizer(folders / "model")
+    answer = tokenizer.encode("the lazy dog")
+
+    def answers(prompts):
+        return [[*answer, 2] for _ in prompts]
+
+    made = multi_turn(tokenizer, [Item("a", "b", ("one", "two"))], 1, answers, 1000, (2,))
+    text = tokenizer.decode(made.conditions[1].prompts[0], skip_special_tokens=False)
+    assert "the lazy dog<|im_end|>" in text
+    assert "east" in text
+
+
+def test_documents(tmp_path, folders):
+    documents, source = load_documents(None)
+    assert "Python" in source
+    assert all(len(document.text) > 2000 for document in documents)
+    with pytest.raises(UserError, match=r"no \.txt"):
+        load_documents(tmp_path)
+    (tmp_path / "a.txt").write_text("A real text. " * 400)
+    documents, _ = load_documents(tmp_path)
+    made = lengths(Tokenizer(folders / "model"), documents, (200,), 2, 1000, "mine")
+    assert all(195 <= len(prompt) <= 200 for prompt in made.conditions[0].prompts)
+    assert isinstance(documents[0], Document)
