@@ -164,7 +164,8 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         self.commands.put(_Stop())
-        await asyncio.to_thread(self._thread.join)
+        if self.state != "loading":  # loading cannot be hurried, and ends with the process
+            await asyncio.to_thread(self._thread.join)
 
     @property
     def capacity(self) -> int:

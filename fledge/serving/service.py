@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 
 # What a model's generation_config.json may set for requests that leave it open.
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
+LEAST_TEMPERATURE = 0.01
 # Compiling a grammar takes milliseconds; one that takes longer than this is refused.
 GRAMMAR_SECONDS = 20.0
 
@@ -160,14 +162,19 @@ class Service:
             value = getattr(fields, name)
             return value if value is not None else self.defaults.get(name, fallback)
 
+        temperature, penalty = pick("temperature", 1.0), pick("repetition_penalty", 1.0)
+        if not 0.01 <= penalty <= 100:
+            raise ApiError("repetition_penalty must lie between 0.01 and 100", param="repetition_penalty")
+        if 0 < temperature < LEAST_TEMPERATURE:
+            temperature = LEAST_TEMPERATURE
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(fields.min_tokens, max_tokens),
-            temperature=pick("temperature", 1.0),
+            temperature=temperature,
             top_p=pick("top_p", 1.0),
             top_k=int(pick("top_k", 0)),
             min_p=pick("min_p", 0.0),
-            repetition_penalty=pick("repetition_penalty", 1.0),
+            repetition_penalty=penalty,
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=_logit_bias(fields.logit_bias),

@@ -109,6 +109,7 @@ def test_sampling_fields_do_what_they_say(in_process) -> None:
         assert text(await ask(client, seed=7, **seeded)) != text(await ask(client, seed=8, **seeded))
         several = await ask(client, seed=7, n=3, **seeded)
         assert len({choice["message"]["content"] for choice in several["choices"]}) == 3
+        await ask(client, temperature=5e-324, max_tokens=4)  # too small to divide by
         greedy = {"temperature": 0, "max_completion_tokens": 12}
         plain = await ask(client, logprobs=True, **greedy)
         sharp = await ask(client, temperature=1.0, min_p=1.0, max_tokens=12, seed=1)
@@ -149,6 +150,7 @@ MISTAKES = [
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": HELLO, "temperature": -1}, 400, "temperature"),
     (CHAT, {"messages": HELLO, "top_p": 0}, 400, "top_p"),
+    (CHAT, {"messages": HELLO, "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
     (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
     (CHAT, {"messages": HELLO, "n": 200}, 400, "n"),
     (CHAT, {"messages": HELLO, "model": "gpt-5"}, 404, "gpt-5"),
