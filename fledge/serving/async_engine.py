@@ -141,6 +141,10 @@ class _Stop:
     pass
 
 
+def shutting_down() -> ApiError:
+    return overloaded("the server is shutting down; try again in a moment", 5)
+
+
 class AsyncEngine:
     def __init__(self, build: Callable[[], Engine], metrics: Metrics, max_queue: int) -> None:
         self.metrics, self.max_queue = metrics, max_queue
@@ -167,6 +171,11 @@ class AsyncEngine:
         if self.state != "loading":  # loading cannot be hurried, and ends with the process
             await asyncio.to_thread(self._thread.join)
 
+    async def stop_after(self, seconds: float) -> None:
+        """The limit of a graceful end: what runs longer is told so instead of being cut off."""
+        await asyncio.sleep(seconds)
+        self.commands.put(_Stop())
+
     @property
     def capacity(self) -> int:
         return (self.engine.config.max_num_seqs if self.engine is not None else 0) + self.max_queue
@@ -191,6 +200,9 @@ class AsyncEngine:
         generation = Generation(self, works)
         self.num_in_flight += len(works)
         self.commands.put(_Add(generation))
+        if self.state == "stopped":  # else the engine thread will find it, at the latest when it stops
+            generation.close()
+            raise shutting_down()
         try:
             taken = await generation.events.get()
         except asyncio.CancelledError:
@@ -224,7 +236,11 @@ class AsyncEngine:
             self._take_commands()
             if self.engine.has_unfinished() and self.state == "ready":
                 self._step()
-        self._fail_all(overloaded("the server is shutting down", 5))
+        self._fail_all(shutting_down())
+        while not self.commands.empty():
+            command = self.commands.get()
+            if isinstance(command, _Add):
+                self._deliver([(command.generation, shutting_down())])
 
     def _take_commands(self) -> None:
         """All that are waiting; when there is nothing else to do, waits for one."""

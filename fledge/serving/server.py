@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import signal
@@ -16,6 +17,23 @@ from fledge.serving.flags import ServeFlags
 from fledge.serving.service import Service
 
 KEEP_ALIVE_SECONDS = 60
+# How long after our own limit connections are cut: by then everyone has been told.
+BACKSTOP_SECONDS = 5
+
+
+class _Server(uvicorn.Server):
+    """Waits for running requests as uvicorn does; those that outlast the limit get an answer that says so."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        limit = asyncio.create_task(self.service.engine.stop_after(self.service.flags.shutdown_timeout))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            limit.cancel()
 
 
 def run(flags: ServeFlags) -> None:
@@ -30,9 +48,9 @@ def run(flags: ServeFlags) -> None:
         ssl_keyfile=flags.ssl_keyfile,
         ssl_certfile=flags.ssl_certfile,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout),
+        timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout) + BACKSTOP_SECONDS,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, service)
     service.engine.on_failure = lambda: setattr(server, "should_exit", True)
     # The server waits for running requests and then raises the signal again: by then it has been followed.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -184,8 +184,11 @@ def test_a_stop_has_a_limit(tiny_folder: Path) -> None:
 
     with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET, "--shutdown-timeout", "1"]) as server:
         began = time.monotonic()
-        asyncio.run(main(server))
+        answers = asyncio.run(main(server))
         assert time.monotonic() - began < 15
+        assert sum("shutting down" in answer for answer in answers) > 0
+        assert all("shutting down" in answer or '"finish_reason":"length"' in answer for answer in answers), answers
+        assert "Traceback" not in server.output()
 
 
 def test_health_tells_loading_from_failing(tmp_path: Path) -> None:
