@@ -1,0 +1,78 @@
+"""Other engines on the same prompts: transformers' own generation, and vLLM where it is installed.
+
+Each runs in a process of its own, so that memory, threads and libraries do not meet; vLLM may live in another environment.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fledge.errors import UserError
+
+SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py"}
+
+
+def run_baseline(
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    model: Path,
+    drafter: Path | None,
+    depths: Sequence[int],
+    concurrencies: Sequence[int],
+    max_tokens: int,
+    device: str,
+    python: str = "",
+    assistant: str = "",
+    timeout: float = 3600,
+) -> dict[str, Any]:
+    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model."""
+    if name not in SCRIPTS:
+        raise UserError(f"baseline {name!r} is not known; there are {', '.join(SCRIPTS)}")
+    python = python or sys.executable
+    missing = _missing(python, name)
+    if missing:
+        return {"baseline": name, "skipped": missing}
+    with TemporaryDirectory() as folder:
+        task, out = Path(folder) / "task.json", Path(folder) / "out.json"
+        content = {
+            "model": str(model),
+            "drafter": str(drafter) if drafter else None,
+            "assistant": assistant or None,
+            "prompts": [list(prompt) for prompt in prompts],
+            "depths": list(depths),
+            "concurrencies": list(concurrencies),
+            "max_tokens": max_tokens,
+            "device": device,
+        }
+        task.write_text(json.dumps(content))
+        script = Path(__file__).with_name(SCRIPTS[name])
+        try:
+            done = subprocess.run([python, str(script), str(task), str(out)], capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"baseline": name, "skipped": f"it took more than {timeout:.0f} seconds"}
+        if not out.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            return {
+                "baseline": name,
+                "skipped": f"it ended with code {done.returncode}: {lines[-1] if lines else 'no message'}",
+            }
+        return {"baseline": name, **json.loads(out.read_text())}
+
+
+def _missing(python: str, name: str) -> str:
+    try:
+        found = subprocess.run(
+            [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"],
+            capture_output=True,
+            timeout=120,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return f"{python} cannot be run"
+    return f"{name} is not installed in {python}" if found.returncode else ""

@@ -1,0 +1,206 @@
+"""The benchmark's matrix: every drafter, depth and shape at every concurrency, each beside plain decoding in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fledge import sources
+from fledge.bench.baselines import run_baseline
+from fledge.bench.datasets import Item
+from fledge.bench.provenance import provenance
+from fledge.bench.runs import Encode, IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.errors import UserError
+from fledge.models.decoder import Decoder
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from fledge.tokenizer import Tokenizer
+
+Progress = Callable[[str], None]
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of speculating."""
+
+    drafter: str
+    depth: int | str
+    tree: TreeShape | None = None
+
+    @property
+    def label(self) -> str:
+        name = self.drafter if self.drafter in ("auto", "ngram") else Path(self.drafter).name
+        shape = f"tree {self.tree.nodes}" if self.tree else "chain"
+        return f"{name}, depth {self.depth}, {shape}"
+
+
+class Bench:
+    """A target that is loaded once, and the engines around it."""
+
+    def __init__(self, model: str, config: EngineConfig, *, raw: bool = False) -> None:
+        self.model = model
+        plain = build_engine(model, Speculation("none"), config)
+        self.decoder: Decoder = plain.runner.decoder
+        self.tokenizer: Tokenizer = plain.tokenizer
+        self.config = plain.config
+        self.plain = plain
+        self.encode: Encode = self._encode_text if raw or not self.tokenizer.has_chat_template else self._encode_chat
+
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    def _encode_text(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
+
+    def engine(self, case: Case) -> Engine:
+        found = Speculation(case.drafter, case.depth, case.tree).resolve_drafter(self.model)
+        drafter = load_drafter(found, self.decoder.config) if isinstance(found, Path) else found
+        speculation = Speculation(drafter, case.depth, case.tree)
+        return build_engine(self.decoder, speculation, self.config, tokenizer=self.tokenizer)
+
+
+def run_bench(
+    bench: Bench,
+    cases: Sequence[Case],
+    items: Sequence[Item],
+    *,
+    concurrencies: Sequence[int],
+    params: SamplingParams,
+    is_looping: IsLooping,
+    repeats: int = 1,
+    on_progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """With `repeats` the fastest run of each counts: other work on the machine only ever slows one down."""
+    bandwidth = copy_bandwidth(bench.config.device)
+    engines = {"": bench.plain} | {case.label: bench.engine(case) for case in cases}
+    for label, engine in engines.items():
+        on_progress(f"warming up {label or 'plain decoding'}")
+        short = replace(params, max_tokens=WARM_UP_TOKENS)
+        first = [replace(item, turns=item.turns[:1]) for item in items]
+        run_items(engine, first[: max(concurrencies)], bench.encode, short, max(concurrencies), speculate=bool(label))
+    results = []
+    for concurrency in concurrencies:
+        runs: dict[str, Run] = {}
+        for number in range(repeats):
+            for label, engine in engines.items():
+                on_progress(f"concurrency {concurrency}, round {number + 1}: {label or 'plain decoding'}")
+                run = run_items(engine, items, bench.encode, params, concurrency, speculate=bool(label))
+                if label not in runs or run.seconds < runs[label].seconds:
+                    runs[label] = run
+        plain = runs.pop("")
+        results.append(
+            {
+                "concurrency": concurrency,
+                "plain": _speed(plain, bandwidth),
+                "speculative": [
+                    _compared(case, engines[case.label], runs[case.label], plain, bandwidth, params, is_looping)
+                    for case in cases
+                ],
+            }
+        )
+    return {
+        "model": bench.model,
+        "device": bench.config.device,
+        "dtype": bench.config.dtype,
+        "copy_bandwidth_bytes_per_second": bandwidth,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "conversations": len(items),
+        "turns": sum(len(item.turns) for item in items),
+        "repeats": repeats,
+        "results": results,
+        "definitions": DEFINITIONS,
+        "provenance": provenance([item.turns for item in items]),
+    }
+
+
+def baselines(
+    bench: Bench,
+    cases: Sequence[Case],
+    items: Sequence[Item],
+    names: Sequence[str],
+    concurrencies: Sequence[int],
+    params: SamplingParams,
+    vllm_python: str = "",
+    assistant: str = "",
+    on_progress: Progress = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Other engines on the first turns, greedily, each answer compared with this engine's plain one."""
+    if not params.greedy:
+        raise UserError("baselines are compared greedily; leave out --temperature")
+    first = [replace(item, turns=item.turns[:1]) for item in items]
+    prompts = [bench.encode([{"role": "user", "content": item.turns[0]}]) for item in first]
+    expected = run_items(bench.plain, first, bench.encode, params, max(concurrencies), speculate=False)
+    resolved = [Speculation(case.drafter).resolve_drafter(bench.model) for case in cases]
+    drafter = next((found for found in resolved if isinstance(found, Path)), None)
+    results = []
+    for name in names:
+        on_progress(f"running {name}")
+        result = run_baseline(
+            name,
+            prompts,
+            model=sources.resolve(bench.model),
+            drafter=drafter,
+            depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [DEFAULT_DEPTH],
+            concurrencies=concurrencies,
+            max_tokens=params.max_tokens,
+            device=bench.config.device,
+            python=vllm_python if name == "vllm" else "",
+            assistant=assistant,
+        )
+        for run in result.get("runs", ()):
+            same = sum(a == b.tokens for a, b in zip(run.pop("answers"), expected.turns, strict=True))
+            run["identical"] = {"same": same, "of": len(expected.turns)}
+        results.append(result)
+    return results
+
+
+DEFINITIONS = {
+    "tokens_per_second_per_user": "tokens after the first of each answer / seconds after its first token, over all answers",
+    "tokens_per_second": "all tokens / wall-clock seconds of the run, prompts included",
+    "speed_up": "tokens_per_second_per_user against plain decoding at the same concurrency, in the same run",
+    "acceptance_length_micro": "1 + accepted / steps over all answers (vLLM's)",
+    "acceptance_length_macro": "the same for each answer, then averaged (SPEED-Bench's)",
+    "overhead": "o = acceptance_length_micro / speed_up - 1: what drafting and wider verification cost",
+    "bandwidth_use": "bytes of weights and keys that each step must read / time, against a measured copy",
+}
+
+
+def _speed(run: Run, bandwidth: float) -> dict[str, Any]:
+    return {
+        "tokens_per_second_per_user": run.tokens_per_second_per_user,
+        "tokens_per_second": run.tokens_per_second,
+        "first_token_seconds": run.first_token_seconds,
+        "tokens": run.tokens,
+        "seconds": run.seconds,
+        "engine_steps": run.engine_steps,
+        "bandwidth_use": run.bytes_per_second / bandwidth,
+    }
+
+
+def _compared(
+    case: Case, engine: Engine, run: Run, plain: Run, bandwidth: float, params: SamplingParams, is_looping: IsLooping
+) -> dict[str, Any]:
+    base = plain.tokens_per_second_per_user
+    speed_up = run.tokens_per_second_per_user / base if base else 0.0
+    accepted = acceptance(run.turns, is_looping)
+    return {
+        "label": case.label,
+        "drafter": engine.drafter.description if engine.drafter is not None else "none",
+        "depth": case.depth,
+        "tree": None if case.tree is None else {"width": case.tree.width, "nodes": case.tree.nodes},
+        **_speed(run, bandwidth),
+        "speed_up": speed_up,
+        "speed_up_total": run.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
+        "acceptance": accepted,
+        "overhead": accepted["acceptance_length_micro"] / speed_up - 1 if speed_up else None,
+        # Sampled answers differ by chance: there is nothing to compare token by token.
+        "identical": identical(plain, run) if params.greedy else None,
+    }

@@ -1,0 +1,153 @@
+"""A benchmark's results: a table for the terminal, JSON with provenance, and plots."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fledge.bench.provenance import write_json
+
+COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
+
+
+def table(figures: dict[str, Any]) -> Table:
+    where = f"{figures['model']} on {figures['device']}, {figures['dtype']}"
+    title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
+    shown = Table(title=title)
+    for heading in (
+        "",
+        "at once",
+        "tok/s per user",
+        "tok/s",
+        "speed-up",
+        "AL micro",
+        "macro",
+        "no loops",
+        "o",
+        "bandwidth",
+        "same",
+    ):
+        shown.add_column(heading, justify="left" if not heading else "right")
+    for result in figures["results"]:
+        plain, concurrency = result["plain"], str(result["concurrency"])
+        shown.add_row("plain", concurrency, *_speeds(plain), "1.00×", "", "", "", "", f"{plain['bandwidth_use']:.0%}", "")
+        for one in result["speculative"]:
+            shown.add_row(one["label"], concurrency, *_speeds(one), *_speculative_cells(one))
+        shown.add_section()
+    for baseline in figures.get("baselines", ()):
+        if "skipped" in baseline:
+            shown.add_row(f"{baseline['baseline']}: skipped")
+            continue
+        for run in baseline["runs"]:
+            label = f"{baseline['baseline']} {baseline['version']}: {run['label']}"
+            length = run.get("acceptance_length_micro")
+            shown.add_row(
+                label, str(run["concurrency"]), *_speeds(run), "", f"{length:.2f}" if length else "", "", "", "", "", _same(run)
+            )
+    return shown
+
+
+def _speeds(one: dict[str, Any]) -> tuple[str, str]:
+    return f"{one['tokens_per_second_per_user']:.1f}", f"{one['tokens_per_second']:.1f}"
+
+
+def _speculative_cells(one: dict[str, Any]) -> list[str]:
+    accepted = one["acceptance"]
+    without = accepted["not_looping"]
+    return [
+        f"{one['speed_up']:.2f}×",
+        f"{accepted['acceptance_length_micro']:.2f}",
+        f"{accepted['acceptance_length_macro']:.2f}",
+        f"{without['acceptance_length_micro']:.2f}" if without else "–",
+        f"{one['overhead']:.2f}" if one["overhead"] is not None else "–",
+        f"{one['bandwidth_use']:.0%}",
+        _same(one),
+    ]
+
+
+def _same(one: dict[str, Any]) -> str:
+    check = one.get("identical")
+    if check is None:
+        return ""
+    return "all" if check["same"] == check["of"] else f"[red]{check['same']} of {check['of']}[/]"
+
+
+def by_position(figures: dict[str, Any]) -> list[str]:
+    """Acceptance by position, a line for each way of speculating."""
+    lines = []
+    for one in figures["results"][0]["speculative"]:
+        rates = " ".join(f"{rate:.0%}" for rate in one["acceptance"]["by_position"])
+        lines.append(f"{one['label']}: accepted by position {rates}")
+    return lines
+
+
+def write(figures: dict[str, Any], folder: Path) -> list[Path]:
+    """bench.json and plots; returns the files."""
+    write_json(folder / "bench.json", figures)
+    files = [folder / "bench.json"]
+    if any(result["speculative"] for result in figures["results"]):
+        files += [_plot_speed(figures, folder / "speed.png"), _plot_acceptance(figures, folder / "acceptance.png")]
+    return files
+
+
+def _plot_speed(figures: dict[str, Any], path: Path) -> Path:
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
+    at_once = [result["concurrency"] for result in figures["results"]]
+    for axis, key in ((left, "tokens_per_second_per_user"), (right, "tokens_per_second")):
+        axis.plot(at_once, [result["plain"][key] for result in figures["results"]], "k--o", markersize=4, label="plain")
+        for number, case in enumerate(figures["results"][0]["speculative"]):
+            speeds = [result["speculative"][number][key] for result in figures["results"]]
+            axis.plot(at_once, speeds, "-o", markersize=4, color=COLOURS[number % len(COLOURS)], label=case["label"])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(at_once, list(map(str, at_once)))
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("conversations at once")
+        axis.set_title("tokens/s per user" if axis is left else "tokens/s in total", fontsize=10)
+        axis.grid(alpha=0.25)
+    left.legend(fontsize=7, frameon=False)
+    return _save(figure, path)
+
+
+def _plot_acceptance(figures: dict[str, Any], path: Path) -> Path:
+    plt = _pyplot()
+    cases = figures["results"][0]["speculative"]
+    categories = list(cases[0]["acceptance"]["by_category"])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, max(3.6, 0.3 * len(categories) * max(1, len(cases) / 2))))
+    thickness = 0.8 / len(cases)
+    for number, case in enumerate(cases):
+        colour, accepted = COLOURS[number % len(COLOURS)], case["acceptance"]
+        rates = accepted["by_position"]
+        left.plot(range(1, len(rates) + 1), rates, "-o", markersize=4, color=colour, label=case["label"])
+        lengths = [accepted["by_category"][category]["acceptance_length_micro"] for category in categories]
+        right.barh([place + number * thickness for place in range(len(categories))], lengths, thickness, color=colour)
+    left.set_ylim(0, 1)
+    left.set_title("share of steps that accept at each position", fontsize=10)
+    left.legend(fontsize=7, frameon=False)
+    left.grid(alpha=0.25)
+    right.set_yticks([place + 0.4 - thickness / 2 for place in range(len(categories))], categories, fontsize=8)
+    right.set_xlim(left=1)
+    right.invert_yaxis()
+    right.set_title("acceptance length by category", fontsize=10)
+    return _save(figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.tight_layout()
+    partial = path.with_name(f"{path.stem}.partial.png")
+    figure.savefig(partial, dpi=110)
+    _pyplot().close(figure)
+    os.replace(partial, path)
+    return path

@@ -1,0 +1,97 @@
+"""`fledge bench`: speculation against plain decoding, and against other engines, on the same prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fledge.cli import options
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="The target: built-in name, folder, GGUF file or hub id.")] = "smollm2-135m",
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Drafters to measure. Default: auto.")] = None,
+    data: Annotated[str, typer.Option(help="'builtin', a JSONL file or a folder of them, or a hub id.")] = "builtin",
+    category: Annotated[list[str] | None, typer.Option(help="Only these categories.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many conversations of each category; 0: all.")] = 0,
+    concurrency: Annotated[str, typer.Option(help="Conversations at once: a list such as 1,4,16.")] = "1",
+    depth: Annotated[str, typer.Option(help="Tokens drafted a step: a list such as 3,5 (or auto).")] = "5",
+    tree: Annotated[bool, typer.Option("--tree", help="Measure draft trees as well as chains.")] = False,
+    tree_width: options.TreeWidth = 4,
+    tree_nodes: options.TreeNodes = 12,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    repeats: Annotated[int, typer.Option(help="Rounds; the fastest run of each counts.")] = 1,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
+    baseline: Annotated[str, typer.Option(help="Other engines to run: transformers, vllm, or both with a comma.")] = "",
+    assistant: Annotated[str, typer.Option(help="A small model for transformers' assisted generation.")] = "",
+    vllm_python: Annotated[str, typer.Option(help="Python of the environment that has vLLM. Default: this one.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json and plots.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
+    from rich.console import Console
+
+    from fledge.bench.datasets import load_items
+    from fledge.bench.matrix import Bench, Case, baselines, run_bench
+    from fledge.bench.report import by_position, table, write
+    from fledge.engine.config import EngineConfig
+    from fledge.sampling import SamplingParams
+    from fledge.speculation.depth import TreeShape
+    from fledge.training.loops import is_looping
+
+    at_once = _numbers(concurrency, "--concurrency")
+    depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
+    names = [name.strip() for name in baseline.split(",") if name.strip()]
+    items = load_items(data, limit=limit, categories=category or ())
+    shapes = [None, TreeShape(tree_width, tree_nodes)] if tree else [None]
+    cases = [
+        Case(name, one, shape)
+        for name in drafter or ["auto"]
+        for one in depths
+        for shape in shapes
+        if not (shape is not None and name == "ngram")
+    ]
+    console = Console()
+    with Console(stderr=True).status("loading the target") as status:
+        loaded = Bench(model, EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once)), raw=raw)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        figures = run_bench(
+            loaded,
+            cases,
+            items,
+            concurrencies=at_once,
+            params=params,
+            is_looping=is_looping,
+            repeats=repeats,
+            on_progress=status.update,
+        )
+        if names:
+            figures["baselines"] = baselines(
+                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=status.update
+            )
+        files = write(figures, out) if out is not None else []
+    console.print(table(figures))
+    for line in by_position(figures):
+        console.print(f"[dim]{line}[/]", highlight=False)
+    for one in figures.get("baselines", ()):
+        if "skipped" in one:
+            console.print(f"[yellow]{one['baseline']} was skipped:[/] {one['skipped']}", highlight=False)
+    for file in files:
+        print(file)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    from fledge.errors import UserError
+
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{option} takes positive numbers with commas between, such as 1,4; not {text!r}")
+    return numbers
