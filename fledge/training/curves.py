@@ -41,6 +41,8 @@ def draw_curves(log: Path, picture: Path) -> None:
             size.plot(depth, line["rms"], style, color="tab:blue", label=f"after {line['step']} training steps")
             share.plot(depth, line["sink_share"], style, color="tab:green", label=f"sink, after {line['step']}")
             share.plot(depth, line["own_share"], style, color="tab:red", label=f"own tokens, after {line['step']}")
+    for axis in (size, share):
+        axis.set_ylim(bottom=0)
     for axis, title, x in (
         (loss, "cross-entropy by draft step (teacher-forced)", "training step"),
         (accuracy, "accuracy by draft step (teacher-forced)", "training step"),

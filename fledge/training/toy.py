@@ -128,7 +128,7 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(str(folder))
 
 
-def make(folder: str | Path, num_answers: int = 3000, seed: int = 0, steps: int = 300) -> Path:
+def make(folder: str | Path, num_answers: int = 2000, seed: int = 0, steps: int = 300) -> Path:
     """Makes target and answers, unless both are there."""
     folder = Path(folder)
     target, answers = folder / "target", folder / "answers.jsonl"
