@@ -76,8 +76,10 @@ class Service:
     @cached_property
     def grammars(self):
         """Made on first use: reading the vocabulary takes a moment."""
-        from fledge.serving.structured import GrammarCompiler
-
+        try:
+            from fledge.serving.structured import GrammarCompiler
+        except ImportError:
+            raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
         model = self.engine.engine.model
         return GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids)
 

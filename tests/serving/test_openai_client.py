@@ -114,6 +114,29 @@ def test_tools(client: openai.OpenAI, model: str) -> None:
     assert again.usage.prompt_tokens > 0
 
 
+def test_calls_the_model_makes_of_its_own_accord(client: openai.OpenAI, model: str) -> None:
+    """`auto`: here a grammar makes the model write a call as Hermes models do, between other text."""
+    written = 'Let me see.<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    body = {"model": model, "messages": HELLO, "tools": [WEATHER], "temperature": 0, "max_tokens": 96}
+    body["extra_body"] = {"structured_outputs": {"choice": [written]}}
+    answer = client.chat.completions.create(**body).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", "Let me see.")
+    assert answer.message.tool_calls[0].function.name == "get_weather"
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    content, names, arguments, reasons = "", [], "", []
+    for chunk in client.chat.completions.create(**body, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or ():
+            names += [call.function.name] if call.function.name else []
+            arguments += call.function.arguments or ""
+    assert (content, names, json.loads(arguments)) == ("Let me see.", ["get_weather"], {"city": "Paris"})
+    assert reasons[-1] == "tool_calls"
+    untouched = client.chat.completions.create(**body, tool_choice="none").choices[0]
+    assert untouched.message.content == written
+
+
 def test_completions_and_responses(client: openai.OpenAI, model: str) -> None:
     text = client.completions.create(model=model, prompt="The cat", max_tokens=8, temperature=0, n=2, logprobs=1)
     assert text.choices[0].text == text.choices[1].text
