@@ -44,6 +44,7 @@ class Subject:
 
     name: str
     network: EagleDrafter
+    parameters: int  # its own, before packing
 
 
 class Lab:
@@ -255,7 +256,7 @@ def _described(subject: Subject) -> dict[str, Any]:
         "name": subject.name,
         "version": config.version,
         "config": asdict(config),
-        "parameters": sum(p.numel() for p in subject.network.parameters()),
+        "parameters": subject.parameters,
     }
 
 
@@ -297,8 +298,10 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
         found = Speculation(name).resolve_drafter(model)
         if found is None or found == "ngram":
             raise ModelError(f"drafter {name!r} is no EAGLE drafter, so it has no states to look at; name a drafter's folder")
-        network = fit(load_drafter(found, decoder.config), config)
-        subjects.append(Subject(_label(Path(found), {subject.name for subject in subjects}), network))
+        network = load_drafter(found, decoder.config)
+        size = sum(parameter.numel() for parameter in network.parameters())
+        label = _label(Path(found), {subject.name for subject in subjects})
+        subjects.append(Subject(label, fit(network, config), size))
     return subjects
 
 

@@ -47,7 +47,7 @@ def by_step(figures: dict[str, Any]) -> bytes:
         if logarithmic:
             axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
-        else:
+        elif axis.get_ylim()[0] > 0:
             axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("draft step", fontsize=8)

@@ -7,6 +7,7 @@ from typing import Any
 FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that is still flat, or only mild
 MOVED = 0.01  # change of an attention share a step from which it counts as moving
 WEAK = 0.85  # share of the baseline's acceptance length below which a condition is named
+USELESS = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
 
 
 def in_words(figures: dict[str, Any]) -> dict[str, list[str]]:
@@ -24,8 +25,11 @@ def shown_depth(suite: dict[str, Any]) -> int:
 
 def _one(name: str, figures: dict[str, Any]) -> list[str]:
     probes = figures["probes"][name]
-    sentences = [_size(probes), _shares(probes, figures["sink"]), _closeness(probes), _accuracy(probes)]
+    useful, length = _acceptance(probes)
+    sentences = [length, _size(probes), _shares(probes, figures["sink"]), _closeness(probes), _accuracy(probes)]
     sentences += [_inputs(figures["target_states"].get(name) or {}, figures, name)]
+    if not useful:
+        return [sentence for sentence in sentences if sentence]
     weak, steady = [], []
     for suite in figures["suites"]:
         if suite["name"] in ("depth", "domains"):
@@ -35,6 +39,15 @@ def _one(name: str, figures: dict[str, Any]) -> list[str]:
     if steady:
         sentences.append(f"Holds at least {WEAK:.0%} of its baseline acceptance length in: {', '.join(steady)}.")
     return [sentence for sentence in sentences if sentence]
+
+
+def _acceptance(probes: dict[str, Any]) -> tuple[bool, str]:
+    lengths = probes["acceptance_length"]
+    depth = min(lengths, key=lambda depth: abs(depth - 5))
+    length, useful = lengths[depth], lengths[depth] >= USELESS
+    looping = f", {probes['looping_texts']} of {probes['texts']} answers loop" if probes["looping_texts"] else ""
+    verdict = "" if useful else " It accepts next to nothing: look for a mistake in its training or loading first."
+    return useful, f"Acceptance length {length:.2f} at depth {depth} over all prompts{looping}.{verdict}"
 
 
 def _size(probes: dict[str, Any]) -> str:

@@ -1,0 +1,109 @@
+"""The probes on a running speculator: every n-th draft is looked at, the others pass untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.drift.probes import attention_figures, attention_scores, rms
+from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
+from fledge.speculation.drafting import EagleSpeculator, Settled
+from fledge.speculation.verification import Draft
+
+NAMES = ("rms", "sink_share", "own_share", "entropy")
+
+
+class LiveProbe:
+    """Running means by draft step over the drafts that were looked at, since the start or the last `reset`.
+
+    A look costs one more product of queries and keys a step, for the rows that draft. Chains only: a tree has no single row.
+    """
+
+    def __init__(self, speculator: EagleSpeculator, *, every: int = 64, sink: int = 0) -> None:
+        self.speculator, self.every, self.sink = speculator, max(1, every), sink
+        self.seen = self.looked_at = 0
+        self.step_index: int | None = None  # of the draft that is looked at; None: the current one is not
+        self.wanted: list[int] = []  # sequences of the sync pass that go on to draft
+        self.totals: dict[str, list[float]] = {}
+        self.counts: list[int] = []
+        self._draft, self._step = speculator.draft, speculator.step
+        speculator.draft, speculator.step = self.draft, self.step
+
+    def detach(self) -> None:
+        self.speculator.draft, self.speculator.step = self._draft, self._step
+
+    def reset(self) -> None:
+        self.totals, self.counts, self.looked_at = {}, [], 0
+
+    def snapshot(self) -> dict[str, Any]:
+        means = {name: [t / c for t, c in zip(self.totals.get(name, []), self.counts, strict=False)] for name in NAMES}
+        return {"drafts": self.looked_at, **means}
+
+    # What the speculator calls in place of its own methods.
+
+    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+        self.wanted = [index for index, item in enumerate(settled) if item.room > 0]
+        drafts = self.speculator.tree is None and bool(self.wanted)
+        self.seen += drafts
+        if drafts and self.seen % self.every == 0:
+            self.step_index = 0
+            self.looked_at += len(self.wanted)
+        try:
+            return self._draft(settled, taps)
+        finally:
+            self.step_index = None
+
+    def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
+        if self.step_index is None:
+            return self._step(tokens, h, positions, layouts)
+        speculator = self.speculator
+        rows = torch.tensor([layout.query_len for layout in layouts], device=speculator.device).cumsum(0) - 1
+        chosen = self.wanted if self.step_index == 0 else list(range(len(layouts)))
+        attend = _ProbedAttend(PagedAttend(speculator.cache, layouts), rows, chosen, self.step_index, self.sink)
+        tensors = torch.tensor([tokens, positions], device=speculator.device)
+        output = speculator.network(tensors[0], h, tensors[1], attend, max(positions))
+        layers = len(speculator.network.layers)
+        self._add("rms", float(rms(output.feedback_ND[rows[chosen]]).sum()))
+        for name, total in attend.totals.items():
+            self._add(name, total / layers)
+        if len(self.counts) <= self.step_index:
+            self.counts.append(0)
+        self.counts[self.step_index] += len(chosen)
+        self.step_index += 1
+        return output
+
+    def _add(self, name: str, total: float) -> None:
+        by_step = self.totals.setdefault(name, [])
+        if len(by_step) <= self.step_index:
+            by_step.append(0.0)
+        by_step[self.step_index] += total
+
+
+class _ProbedAttend:
+    """Attends as usual, and notes where the drafting row of each chosen sequence looked."""
+
+    def __init__(self, attend: PagedAttend, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
+        self.attend, self.rows, self.chosen, self.step, self.sink = attend, rows.tolist(), chosen, step, sink
+        self.totals = dict.fromkeys(NAMES[1:], 0.0)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        out = self.attend(layer, q, k, v, window)
+        keys = self.attend.cache.keys[layer]
+        for index in self.chosen:
+            length = self.attend.layouts[index].kv_len
+            row, known = self.rows[index], keys[:, self.attend.regions[index]].transpose(0, 1)
+            scores = attention_scores(q[row : row + 1], known)
+            if window is not None:
+                scores[..., : max(0, length - window)] = -torch.inf
+            pivot = torch.tensor([length - 1 - self.step], device=q.device)
+            figures = attention_figures(scores.softmax(-1), pivot, self.sink, prompt_length=0)
+            for name, value in (
+                ("sink_share", figures.sink_MH),
+                ("own_share", figures.own_MH),
+                ("entropy", figures.entropy_MH),
+            ):
+                self.totals[name] += float(value.mean())
+        return out

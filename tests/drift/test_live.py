@@ -1,0 +1,71 @@
+"""The live probe sees what the rollout over the finished text sees, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.drift.live import LiveProbe
+from fledge.drift.rollout import TargetText, roll_out
+from fledge.engine.build import Speculation, build_engine
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
+
+DEPTH = 4
+
+
+def serve(decoder, drafter, every, tree=None):
+    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree))
+    probe = LiveProbe(engine.drafter, every=every, sink=1) if every else None
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    while engine.has_unfinished():
+        engine.step()
+    return requests, probe
+
+
+def drafted_from(matched):
+    """Rows at which a speculative run drafts."""
+    at, rows = 0, []
+    while at < len(matched):
+        rows.append(at)
+        at += min(matched[at], DEPTH) + 1
+    return rows
+
+
+@pytest.mark.parametrize("flags", VARIANTS, ids=str)
+def test_live_figures_are_those_of_the_rollout(flags):
+    decoder, drafter = pair(**flags)
+    requests, probe = serve(decoder, drafter, every=1)
+    seen = {"rms": [], "sink_share": [], "own_share": [], "entropy": []}
+    for request in requests:
+        text = TargetText.of(decoder, request.tokens, len(request.prompt), drafter.config.aux_layer_ids)
+        rollout = roll_out(drafter, text, DEPTH, sink=1)
+        rows = drafted_from(rollout.matched_M)
+        seen["rms"].append(rollout.rms_MJ[rows])
+        for name, attribute in (("sink_share", "sink_MH"), ("own_share", "own_MH"), ("entropy", "entropy_MH")):
+            seen[name].append(torch.stack([getattr(one, attribute).mean(1)[rows] for one in rollout.attention], 1))
+    live = probe.snapshot()
+    assert live["drafts"] == sum(len(part) for part in seen["rms"])
+    for name, parts in seen.items():
+        assert live[name] == pytest.approx(torch.cat(parts).mean(0).tolist(), rel=1e-3, abs=1e-4), name
+
+
+def test_looking_changes_nothing():
+    decoder, drafter = pair(fc_norm=True, norm_output=True)
+    unwatched, _ = serve(decoder, drafter, every=0)
+    for every in (1, 3):
+        watched, probe = serve(decoder, drafter, every)
+        assert [one.tokens for one in watched] == [one.tokens for one in unwatched]
+        assert [one.stats for one in watched] == [one.stats for one in unwatched]
+        assert probe.looked_at > 0
+    assert probe.looked_at < sum(one.stats.steps for one in watched) / 2
+
+
+def test_trees_are_left_alone_and_detaching_ends_it():
+    decoder, drafter = pair()
+    _, probe = serve(decoder, drafter, every=1, tree=TreeShape(2, 6))
+    assert probe.snapshot() == {"drafts": 0, "rms": [], "sink_share": [], "own_share": [], "entropy": []}
+    probe.detach()
+    assert probe.speculator.step.__self__ is probe.speculator
