@@ -111,6 +111,7 @@ class ServeFlags:
     max_queue: int = 256
     max_request_bytes: int = 4 << 20
     log_interval: float = 10.0
+    drift_probe_every: int = 0
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     speculative_config: SpeculativeConfig = field(default_factory=lambda: SpeculativeConfig(Speculation("auto")))
 
@@ -183,6 +184,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
     own.add_argument("--max-request-bytes", type=human_int, default=4 << 20)
+    own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--log-interval", type=float, default=10.0, help="seconds between lines of figures")
     return top
 
@@ -203,7 +205,11 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         "--max-logprobs": (given.max_logprobs, 0),
         "--block-size": (given.block_size, 1),
     }
-    bounds |= {"--max-num-seqs": (given.max_num_seqs, 0), "--shutdown-timeout": (given.shutdown_timeout, 0)}
+    bounds |= {
+        "--drift-probe-every": (given.drift_probe_every, 0),
+        "--max-num-seqs": (given.max_num_seqs, 0),
+        "--shutdown-timeout": (given.shutdown_timeout, 0),
+    }
     for name, (value, least) in bounds.items():
         if value < least:
             raise UserError(f"{name} must be at least {least}, not {value}")
@@ -231,7 +237,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     )
     same += ("allow_credentials", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "max_logprobs", "seed")
     same += ("generation_config", "disable_log_stats", "gpu_memory_utilization", "shutdown_timeout", "max_queue")
-    same += ("max_request_bytes", "log_interval")
+    same += ("max_request_bytes", "log_interval", "drift_probe_every")
     return ServeFlags(
         model=model,
         served_model_name=tuple(given.served_model_name),

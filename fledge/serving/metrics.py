@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from fledge.drift.live import LiveProbe
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta, Request
 from fledge.speculation.stats import AcceptanceStats
@@ -20,6 +22,12 @@ log = logging.getLogger("fledge.serving")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 LABELS = ("model_name", "engine")
+DRIFT = {
+    "rms": "Size of the drafter's state by draft step.",
+    "sink_share": "Share of the drafter's attention on the sink, by draft step.",
+    "own_share": "Share of the drafter's attention on its own draft, by draft step.",
+    "entropy": "Entropy of the drafter's attention by draft step.",
+}
 
 
 class Metrics:
@@ -29,6 +37,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.labels = (model_name, "0")
         self.engine: Engine | None = None
+        self.probe: LiveProbe | None = None  # looks at some drafts, if asked for
 
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, LABELS, registry=self.registry).labels(*self.labels)
@@ -127,6 +136,18 @@ class Metrics:
             by_position.add_metric((*self.labels, str(position)), count)
         yield by_position
         yield gauge("fledge:acceptance_length", "Tokens a verification pass since the start.", stats.acceptance_length)
+        if self.probe is not None:
+            yield from self._drift(self.probe.snapshot())
+
+    def _drift(self, figures: dict[str, Any]) -> Iterable[Metric]:
+        probed = CounterMetricFamily("fledge:drift_drafts_probed", "Drafts that the drift probe looked at.", labels=LABELS)
+        probed.add_metric(self.labels, figures["drafts"])
+        yield probed
+        for name, text in DRIFT.items():
+            family = GaugeMetricFamily(f"fledge:drift_{name}", text, labels=(*LABELS, "step"))
+            for step, value in enumerate(figures[name]):
+                family.add_metric((*self.labels, str(step)), value)
+            yield family
 
     def queue_lengths(self) -> tuple[int, int]:
         """Requests running and waiting."""

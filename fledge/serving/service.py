@@ -15,6 +15,7 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints.hf import load_config
+from fledge.drift.live import LiveProbe
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -26,6 +27,7 @@ from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
 from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import SamplingFields
+from fledge.speculation.drafting import EagleSpeculator
 from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
@@ -63,6 +65,10 @@ class Service:
         engine = build_engine(flags.model, speculative.speculation, config)
         if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
             engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+        if flags.drift_probe_every:
+            if not isinstance(engine.drafter, EagleSpeculator):
+                raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
+            self.metrics.probe = LiveProbe(engine.drafter, every=flags.drift_probe_every)
         return engine
 
     @property

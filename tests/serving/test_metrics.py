@@ -1,0 +1,33 @@
+"""Figures that need more than a tiny server: the drift probe's, and the log line."""
+
+from __future__ import annotations
+
+from fledge.drift.live import LiveProbe
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.sampling import SamplingParams
+from fledge.serving.metrics import DRIFT, Metrics
+from tests.tiny import tiny_decoder, tiny_drafter
+
+
+def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), config)
+    metrics = Metrics("tiny")
+    metrics.watch(engine)
+    metrics.probe = LiveProbe(engine.drafter, every=2)
+    before = metrics._snapshot()
+    request = engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
+    while not request.finished:
+        for delta in engine.step():
+            metrics.progressed(delta, 0.01, first=delta.request.num_answer == len(delta.tokens))
+    metrics.finished(request, request.arrival)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if line[0] != "#")
+    assert float(lines['fledge:drift_drafts_probed_total{engine="0",model_name="tiny"}']) == metrics.probe.looked_at > 0
+    for name in DRIFT:
+        values = [float(lines[f'fledge:drift_{name}{{engine="0",model_name="tiny",step="{step}"}}']) for step in range(3)]
+        assert values == metrics.probe.snapshot()[name]
+    line = metrics._line(before, metrics._snapshot(), 2.0)
+    assert "prompt 2.0 tokens/s, generation 12.0 tokens/s" in line
+    assert f"acceptance length {engine.stats.acceptance_length:.2f}" in line
+    assert len(line.split("by position ")[1].split()) == 3
