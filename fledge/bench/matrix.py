@@ -168,7 +168,8 @@ DEFINITIONS = {
     "speed_up": "tokens_per_second_per_user against plain decoding at the same concurrency, in the same run",
     "acceptance_length_micro": "1 + accepted / steps over all answers (vLLM's)",
     "acceptance_length_macro": "the same for each answer, then averaged (SPEED-Bench's)",
-    "overhead": "o = acceptance_length_micro / speed_up - 1: what drafting and wider verification cost",
+    "tokens_per_pass": "tokens after the first / target passes after the prompt's; the acceptance length where every pass has a draft",
+    "overhead": "o = tokens_per_pass / speed_up - 1: what drafting and wider verification cost",
     "bandwidth_use": "bytes of weights and keys that each step must read / time, against a measured copy",
 }
 
@@ -200,7 +201,8 @@ def _compared(
         "speed_up": speed_up,
         "speed_up_total": run.tokens_per_second / plain.tokens_per_second if plain.tokens_per_second else 0.0,
         "acceptance": accepted,
-        "overhead": accepted["acceptance_length_micro"] / speed_up - 1 if speed_up else None,
+        "tokens_per_pass": run.tokens_per_pass,
+        "overhead": run.tokens_per_pass / speed_up - 1 if speed_up else None,
         # Sampled answers differ by chance: there is nothing to compare token by token.
         "identical": identical(plain, run) if params.greedy else None,
     }

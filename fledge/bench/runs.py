@@ -67,6 +67,14 @@ class Run:
         return sum(len(turn.tokens) - 1 for turn in self.turns) / waited if waited else 0.0
 
     @property
+    def tokens_per_pass(self) -> float:
+        """Tokens a target pass after the prompt's: passes without a draft (an n-gram drafter may have none) give one each."""
+        decoded = sum(len(turn.tokens) - 1 for turn in self.turns)
+        undrafted = decoded - sum(turn.stats.emitted for turn in self.turns)
+        passes = undrafted + sum(turn.stats.steps for turn in self.turns)
+        return decoded / passes if passes else 1.0
+
+    @property
     def first_token_seconds(self) -> float:
         return sum(turn.first_token_seconds for turn in self.turns) / len(self.turns)
 

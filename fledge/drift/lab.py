@@ -75,7 +75,11 @@ class Lab:
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.answers]
         if new:
             self._generator = self._generator or answer_generator(
-                self.decoder, device=self.config.device, dtype=self.config.dtype, concurrency=self.config.max_num_seqs
+                self.decoder,
+                device=self.config.device,
+                dtype=self.config.dtype,
+                concurrency=self.config.max_num_seqs,
+                max_model_len=self.config.max_model_len,
             )
             done = self._generator.generate(new, max_tokens=self.settings.max_tokens)
             for count, answer in enumerate(done, 1):

@@ -44,23 +44,15 @@ def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
 def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int, prompt_length: int) -> AttentionFigures:
     """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt."""
     column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
-    pivot = pivot_M[:, None, None]
-
-    def mass(where: Tensor) -> Tensor:
-        return torch.where(where, p_MHS, 0.0).sum(-1)
-
+    pivot = pivot_M[:, None]
     is_own = column >= pivot
     is_sink = (column == sink) & ~is_own
-    is_prompt = (column < prompt_length) & ~is_own & ~is_sink
-    own, sink_share, prompt = mass(is_own), mass(is_sink), mass(is_prompt)
-    return AttentionFigures(
-        sink_MH=sink_share,
-        prompt_MH=prompt,
-        answer_MH=mass((column >= prompt_length) & ~is_own & ~is_sink),
-        own_MH=own,
-        drafted_MH=mass(column > pivot),
-        entropy_MH=torch.special.entr(p_MHS).sum(-1),
-    )
+    in_prompt = column < prompt_length
+    rest = ~is_own & ~is_sink
+    parts = torch.stack([is_sink, rest & in_prompt, rest & ~in_prompt, is_own, column > pivot], -1)
+    # One product sums every part: several times faster than masking the probabilities for each.
+    shares = torch.bmm(p_MHS, parts.to(p_MHS.dtype))
+    return AttentionFigures(*shares.unbind(-1), entropy_MH=torch.special.entr(p_MHS).sum(-1))
 
 
 def rms(states_ND: Tensor) -> Tensor:
