@@ -168,7 +168,7 @@ DEFINITIONS = {
     "speed_up": "tokens_per_second_per_user against plain decoding at the same concurrency, in the same run",
     "acceptance_length_micro": "1 + accepted / steps over all answers (vLLM's)",
     "acceptance_length_macro": "the same for each answer, then averaged (SPEED-Bench's)",
-    "tokens_per_pass": "tokens after the first / target passes after the prompt's; the acceptance length where every pass has a draft",
+    "tokens_per_pass": "tokens after the first / target passes after the prompt's; equals micro where every pass drafts",
     "overhead": "o = tokens_per_pass / speed_up - 1: what drafting and wider verification cost",
     "bandwidth_use": "bytes of weights and keys that each step must read / time, against a measured copy",
 }
