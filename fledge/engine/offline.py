@@ -66,7 +66,7 @@ def answer_generator(
         settled = config.resolve(load_config(folder))
         decoder = load_decoder(folder, settled.weight_dtype, settled.device)
         config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
-    torch.cuda.set_device(config.device)  # kernels are launched on the current device
+    torch.cuda.set_device(torch.device(config.device).index or 0)  # kernels are launched on the current device
     return DeviceAnswers(decoder.eval().requires_grad_(False), config, capture=True, profile=profile)
 
 

@@ -20,21 +20,25 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 def is_looping(token_ids: Sequence[int] | np.ndarray) -> bool:
     """Does the answer repeat itself, verbatim or nearly? One sort of its 4-grams: fast on any length."""
+    return loop_start(token_ids) is not None
+
+
+def loop_start(token_ids: Sequence[int] | np.ndarray) -> int | None:
+    """Where an answer begins to repeat itself: what stands before is its own text. 0: it repeats itself all over."""
     tokens = np.asarray(token_ids, np.uint64)
     if len(tokens) < MIN_REPEATED_TOKENS + NGRAM:
-        return False
+        return None
     distance = _distance_to_previous(_ngram_keys(tokens))
-    repeated = distance > 0
-    if len(tokens) >= MIN_TOKENS_FOR_RATIO and 1 - repeated.mean() < MIN_DISTINCT_RATIO:
-        return True
-
     # Inside a loop of period p every 4-gram was last seen p tokens before: look for long runs of one distance.
     starts = np.flatnonzero(np.concatenate(([True], distance[1:] != distance[:-1])))
     runs = np.diff(np.concatenate((starts, [len(distance)])))
     periods = distance[starts]
     repeated_tokens = runs + NGRAM - 1
     loops = (periods > 0) & (repeated_tokens >= np.maximum(MIN_REPEATED_TOKENS, MIN_REPEATS * periods))
-    return bool(loops.any())
+    if loops.any():
+        return int(starts[loops][0])
+    near = len(tokens) >= MIN_TOKENS_FOR_RATIO and (distance == 0).mean() < MIN_DISTINCT_RATIO
+    return 0 if near else None
 
 
 def _ngram_keys(tokens: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ class Prefetcher(Iterator[StepInput]):
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+                torch.cuda.set_device(self._device.index or 0)  # older torch refuses a device without an index
             while not self._stopped.is_set():
                 self._put(self._make())
         except BaseException as error:  # handed to the one who asks for the next batch

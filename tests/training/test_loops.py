@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from fledge.training.loops import is_looping
+from fledge.training.loops import is_looping, loop_start
 
 
 def words(text: str) -> list[int]:
@@ -81,3 +81,12 @@ def test_any_period(period):
     copies = -(-32 // period) + 1 if period < 16 else 3
     assert is_looping(np.concatenate([honest, np.tile(unit, copies)]))
     assert not is_looping(np.concatenate([honest, np.tile(unit, 1 if period > 16 else 16 // period)]))
+
+
+def test_loop_start_keeps_the_text_before_the_loop():
+    rng = np.random.default_rng(5)
+    text, passage = rng.integers(0, 5000, 60), rng.integers(0, 5000, 12)
+    looping = np.concatenate([text, np.tile(passage, 6)])
+    assert loop_start(looping) == len(text) + len(passage)
+    assert loop_start(text) is None
+    assert loop_start(rng.integers(0, 3, 200)) == 0
