@@ -125,6 +125,7 @@ def _plot_acceptance(figures: dict[str, Any], path: Path) -> Path:
         lengths = [accepted["by_category"][category]["acceptance_length_micro"] for category in categories]
         right.barh([place + number * thickness for place in range(len(categories))], lengths, thickness, color=colour)
     left.set_ylim(0, 1)
+    left.set_xticks(range(1, max(len(case["acceptance"]["by_position"]) for case in cases) + 1))
     left.set_title("share of steps that accept at each position", fontsize=10)
     left.legend(fontsize=7, frameon=False)
     left.grid(alpha=0.25)

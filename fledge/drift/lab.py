@@ -24,7 +24,7 @@ from fledge.drift.tally import Tally, TargetTally
 from fledge.engine.build import Speculation, build_engine, fit
 from fledge.engine.config import EngineConfig
 from fledge.engine.offline import answer_generator
-from fledge.errors import ModelError
+from fledge.errors import ModelError, UserError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -108,6 +108,10 @@ class Lab:
     def run(self, plan: Sequence[Suite]) -> dict[str, Any]:
         """`plan[0]` is the one whose texts are probed to the full depth."""
         probed = list(dict.fromkeys(prompt for condition in plan[0].conditions for prompt in condition.prompts))
+        if all(len(self.answers[prompt]) < SHORTEST_ANSWER for prompt in probed):
+            raise UserError(
+                "the target ends every answer at once, so there is nothing to draft; give other prompts with --data"
+            )
         self.sink = find_sink(self.decoder, [self._tokens(prompt) for prompt in probed[:SINK_TEXTS]])
         tallies, whole, noisy, states = self._roll_out(plan, set(probed))
         results = [self._suite(suite, tallies) for suite in plan]

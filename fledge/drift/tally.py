@@ -91,10 +91,8 @@ class Tally:
         figures.update(drift_summary(figures))
         return figures
 
-    @staticmethod
-    def _lengths(walks: Sequence[dict[int, AcceptanceStats]]) -> dict[int, float]:
-        depths = walks[0] if walks else ()
-        return {depth: AcceptanceStats.total(one[depth] for one in walks).acceptance_length for depth in depths}
+    def _lengths(self, walks: Sequence[dict[int, AcceptanceStats]]) -> dict[int, float]:
+        return {depth: AcceptanceStats.total(one[depth] for one in walks).acceptance_length for depth in self.depths}
 
 
 def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fledge.drift import templates
 from fledge.drift.documents import Document, load_documents
 from fledge.drift.lab import run_lab
 from fledge.drift.suites import Settings, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.tally import Tally
 from fledge.drift.words import in_words
 from fledge.engine.build import Speculation, build_engine
 from fledge.errors import UserError
@@ -134,6 +135,19 @@ def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatc
 def test_a_drafter_without_states_is_refused(folders):
     with pytest.raises(UserError, match="ngram"):
         run_lab(str(folders / "model"), ["ngram"], settings=SETTINGS)
+
+
+def test_a_condition_without_answers_counts_nothing():
+    figures = Tally((1, 3)).to_dict()
+    assert figures["acceptance_length"] == {1: 1.0, 3: 1.0}
+    assert figures["texts"] == 0
+
+
+def test_a_drafter_that_accepts_nothing_is_called_so(figures):
+    probes = {**figures["probes"]["three"], "acceptance_length": {5: 1.05}}
+    words = in_words({**figures, "probes": {**figures["probes"], "three": probes}})["three"]
+    assert "next to nothing" in words[0]
+    assert not any("Holds" in line for line in words)
 
 
 def test_no_bos_drops_one_token(folders):
