@@ -28,6 +28,7 @@ def run_baseline(
     concurrencies: Sequence[int],
     max_tokens: int,
     device: str,
+    dtype: str = "bfloat16",
     python: str = "",
     assistant: str = "",
     timeout: float = 3600,
@@ -50,6 +51,8 @@ def run_baseline(
             "concurrencies": list(concurrencies),
             "max_tokens": max_tokens,
             "device": device,
+            # As this engine computes: on a CPU everything between the weights is fp32.
+            "dtype": "float32" if device == "cpu" else dtype,
         }
         task.write_text(json.dumps(content))
         script = Path(__file__).with_name(SCRIPTS[name])

@@ -152,6 +152,7 @@ def baselines(
             concurrencies=concurrencies,
             max_tokens=params.max_tokens,
             device=bench.config.device,
+            dtype=bench.config.dtype,
             python=vllm_python if name == "vllm" else "",
             assistant=assistant,
         )

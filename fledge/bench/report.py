@@ -6,34 +6,25 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from fledge.bench.provenance import write_json
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
+HEADINGS = ("", "at once", "tok/s a user", "tok/s", "speed-up", "accept. length", "o", "bandwidth", "same")
 
 
 def table(figures: dict[str, Any]) -> Table:
     where = f"{figures['model']} on {figures['device']}, {figures['dtype']}"
     title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
-    shown = Table(title=title)
-    for heading in (
-        "",
-        "at once",
-        "tok/s per user",
-        "tok/s",
-        "speed-up",
-        "AL micro",
-        "macro",
-        "no loops",
-        "o",
-        "bandwidth",
-        "same",
-    ):
+    shown = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in HEADINGS:
         shown.add_column(heading, justify="left" if not heading else "right")
+    shown.columns[0].min_width = 24
     for result in figures["results"]:
         plain, concurrency = result["plain"], str(result["concurrency"])
-        shown.add_row("plain", concurrency, *_speeds(plain), "1.00×", "", "", "", "", f"{plain['bandwidth_use']:.0%}", "")
+        shown.add_row("plain", concurrency, *_speeds(plain), "1.00×", "", "", f"{plain['bandwidth_use']:.0%}", "")
         for one in result["speculative"]:
             shown.add_row(one["label"], concurrency, *_speeds(one), *_speculative_cells(one))
         shown.add_section()
@@ -44,9 +35,8 @@ def table(figures: dict[str, Any]) -> Table:
         for run in baseline["runs"]:
             label = f"{baseline['baseline']} {baseline['version']}: {run['label']}"
             length = run.get("acceptance_length_micro")
-            shown.add_row(
-                label, str(run["concurrency"]), *_speeds(run), "", f"{length:.2f}" if length else "", "", "", "", "", _same(run)
-            )
+            accepted = f"{length:.2f}" if length else ""
+            shown.add_row(label, str(run["concurrency"]), *_speeds(run), "", accepted, "", "", _same(run))
     return shown
 
 
@@ -55,13 +45,9 @@ def _speeds(one: dict[str, Any]) -> tuple[str, str]:
 
 
 def _speculative_cells(one: dict[str, Any]) -> list[str]:
-    accepted = one["acceptance"]
-    without = accepted["not_looping"]
     return [
         f"{one['speed_up']:.2f}×",
-        f"{accepted['acceptance_length_micro']:.2f}",
-        f"{accepted['acceptance_length_macro']:.2f}",
-        f"{without['acceptance_length_micro']:.2f}" if without else "–",
+        f"{one['acceptance']['acceptance_length_micro']:.2f}",
         f"{one['overhead']:.2f}" if one["overhead"] is not None else "–",
         f"{one['bandwidth_use']:.0%}",
         _same(one),
@@ -75,12 +61,18 @@ def _same(one: dict[str, Any]) -> str:
     return "all" if check["same"] == check["of"] else f"[red]{check['same']} of {check['of']}[/]"
 
 
-def by_position(figures: dict[str, Any]) -> list[str]:
-    """Acceptance by position, a line for each way of speculating."""
+def acceptance_lines(figures: dict[str, Any]) -> list[str]:
+    """Acceptance by its other definitions, a line for each way of speculating."""
     lines = []
     for one in figures["results"][0]["speculative"]:
-        rates = " ".join(f"{rate:.0%}" for rate in one["acceptance"]["by_position"])
-        lines.append(f"{one['label']}: accepted by position {rates}")
+        accepted = one["acceptance"]
+        without = accepted["not_looping"]
+        loops = f"{without['acceptance_length_micro']:.2f}" if without else "no such answer"
+        rates = " ".join(f"{rate:.0%}" for rate in accepted["by_position"])
+        lines.append(
+            f"{one['label']}: macro {accepted['acceptance_length_macro']:.2f}, without looping answers {loops} "
+            f"({accepted['looping_answers']} loop), accepted by position {rates}"
+        )
     return lines
 
 

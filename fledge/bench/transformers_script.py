@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 def main(task_file: str, out_file: str) -> None:
     with open(task_file) as file:
         task = json.load(file)
-    cuda = torch.cuda.is_available() and task["device"] != "cpu"
-    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    device, dtype = task["device"], getattr(torch, task["dtype"])
 
     def load(name: str):
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
@@ -53,7 +52,7 @@ def main(task_file: str, out_file: str) -> None:
             }
         )
     with open(out_file, "w") as file:
-        json.dump({"version": transformers.__version__, "dtype": str(dtype), "runs": runs}, file)
+        json.dump({"version": transformers.__version__, "dtype": task["dtype"], "runs": runs}, file)
 
 
 @torch.no_grad()

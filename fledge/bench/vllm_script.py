@@ -26,6 +26,7 @@ def main(task_file: str, out_file: str) -> None:
     for label, speculation in ways.items():
         llm = LLM(
             task["model"],
+            dtype=task["dtype"],
             max_model_len=longest,
             max_num_seqs=max(task["concurrencies"]),
             speculative_config=speculation,
@@ -56,7 +57,7 @@ def main(task_file: str, out_file: str) -> None:
         del llm
         gc.collect()
     with open(out_file, "w") as file:
-        json.dump({"version": vllm.__version__, "runs": runs}, file)
+        json.dump({"version": vllm.__version__, "dtype": task["dtype"], "runs": runs}, file)
 
 
 def run_all(engine, prompts: list[dict], params, concurrency: int) -> tuple[list[list[int]], float, float]:

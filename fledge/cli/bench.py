@@ -38,7 +38,7 @@ def bench(
 
     from fledge.bench.datasets import load_items
     from fledge.bench.matrix import Bench, Case, baselines, run_bench
-    from fledge.bench.report import by_position, table, write
+    from fledge.bench.report import acceptance_lines, table, write
     from fledge.engine.config import EngineConfig
     from fledge.sampling import SamplingParams
     from fledge.speculation.depth import TreeShape
@@ -76,7 +76,7 @@ def bench(
             )
         files = write(figures, out) if out is not None else []
     console.print(table(figures))
-    for line in by_position(figures):
+    for line in acceptance_lines(figures):
         console.print(f"[dim]{line}[/]", highlight=False)
     for one in figures.get("baselines", ()):
         if "skipped" in one:

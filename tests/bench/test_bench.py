@@ -150,6 +150,7 @@ def test_command(folders, tmp_path):
     result = CliRunner().invoke(command(), list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     assert "accepted by position" in result.output
+    assert "depth 2, chain" in result.output  # the table fits a terminal of 80 columns
     stored = json.loads((tmp_path / "bench.json").read_text())
     assert [one["depth"] for one in stored["results"][0]["speculative"]] == [2, 3]
     assert (tmp_path / "speed.png").exists()
