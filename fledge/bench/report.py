@@ -12,13 +12,14 @@ from rich.table import Table
 from fledge.bench.provenance import write_json
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
-HEADINGS = ("", "at once", "tok/s a user", "tok/s", "speed-up", "accept. length", "o", "bandwidth", "same")
+HEADINGS = ("", "users", "tok/s each", "tok/s", "speed-up", "AL", "o", "bus", "same")
+LEGEND = "AL: 1 + accepted / steps · o: tokens a pass / speed-up - 1 · bus: share of the memory's measured bandwidth · same: as plain"
 
 
 def table(figures: dict[str, Any]) -> Table:
     where = f"{figures['model']} on {figures['device']}, {figures['dtype']}"
     title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
-    shown = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table(title=title, caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         shown.add_column(heading, justify="left" if not heading else "right")
     shown.columns[0].min_width = 24
