@@ -13,7 +13,7 @@ from fledge.bench.provenance import write_json
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
 HEADINGS = ("", "users", "tok/s each", "tok/s", "speed-up", "AL", "o", "bus", "same")
-LEGEND = "AL: 1 + accepted / steps · o: tokens a pass / speed-up - 1 · bus: share of the memory's measured bandwidth · same: as plain"
+LEGEND = "AL: 1 + accepted / steps; o: tokens a pass / speed-up - 1; bus: share of the measured bandwidth"
 
 
 def table(figures: dict[str, Any]) -> Table:
@@ -22,7 +22,7 @@ def table(figures: dict[str, Any]) -> Table:
     shown = Table(title=title, caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         shown.add_column(heading, justify="left" if not heading else "right")
-    shown.columns[0].min_width = 24
+    shown.columns[0].min_width = 18
     for result in figures["results"]:
         plain, concurrency = result["plain"], str(result["concurrency"])
         shown.add_row("plain", concurrency, *_speeds(plain), "1.00×", "", "", f"{plain['bandwidth_use']:.0%}", "")
