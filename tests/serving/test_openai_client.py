@@ -42,7 +42,8 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def smollm2_server() -> Iterator[ServerProcess]:
     arguments = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--dtype", "float32", "--max-num-seqs", "4"]
-    with ServerProcess([*arguments, "--max-model-len", "2048"]) as server:
+    # One thread: two that wait for each other on a busy machine are far slower than one.
+    with ServerProcess([*arguments, "--max-model-len", "2048", "--threads", "1"]) as server:
         yield server
 
 
