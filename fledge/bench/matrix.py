@@ -11,8 +11,9 @@ from fledge import sources
 from fledge.bench.baselines import run_baseline
 from fledge.bench.datasets import Item
 from fledge.bench.provenance import provenance
-from fledge.bench.runs import Encode, IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
+from fledge.bench.runs import IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_config
 from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -44,20 +45,26 @@ class Case:
 class Bench:
     """A target that is loaded once, and the engines around it."""
 
-    def __init__(self, model: str, config: EngineConfig, *, raw: bool = False) -> None:
-        self.model = model
-        plain = build_engine(model, Speculation("none"), config)
-        self.decoder: Decoder = plain.runner.decoder
-        self.tokenizer: Tokenizer = plain.tokenizer
-        self.config = plain.config
-        self.plain = plain
-        self.encode: Encode = self._encode_text if raw or not self.tokenizer.has_chat_template else self._encode_chat
+    def __init__(self, model: str, config: EngineConfig, items: Sequence[Item], max_tokens: int, *, raw: bool = False) -> None:
+        self.model, self.raw = model, raw
+        folder = sources.resolve(model)
+        self.tokenizer = Tokenizer(folder)
+        # Every engine gets a cache of its own, so that it should be no larger than the data needs.
+        longest = max(self._longest(item, max_tokens) for item in items)
+        config = replace(config, max_model_len=min(longest, load_config(folder).max_positions))
+        self.plain = build_engine(model, Speculation("none"), config, tokenizer=self.tokenizer)
+        self.decoder: Decoder = self.plain.runner.decoder
+        self.config = self.plain.config
 
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        if self.raw or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
-    def _encode_text(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    def _longest(self, item: Item, max_tokens: int) -> int:
+        """Room for all turns of a conversation; answers are read again in the next turn and may split into more tokens."""
+        said = [len(self.encode([{"role": "user", "content": text}])) for text in item.turns]
+        return sum(said) + len(item.turns) * (max_tokens + max_tokens // 4 + 16)
 
     def engine(self, case: Case) -> Engine:
         found = Speculation(case.drafter, case.depth, case.tree).resolve_drafter(self.model)

@@ -58,7 +58,8 @@ def bench(
     ]
     console = Console()
     with Console(stderr=True).status("loading the target") as status:
-        loaded = Bench(model, EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once)), raw=raw)
+        config = EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once))
+        loaded = Bench(model, config, items, max_tokens, raw=raw)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         figures = run_bench(
             loaded,

@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bench(folders):
-    return Bench(str(folders / "model"), EngineConfig(dtype="float32", max_num_seqs=4))
+    return Bench(str(folders / "model"), EngineConfig(dtype="float32", max_num_seqs=4), ITEMS, PARAMS.max_tokens)
 
 
 def turn(tokens, accepted, steps, category="c"):
@@ -118,6 +118,14 @@ def test_matrix(bench, folders):
             assert one["bandwidth_use"] > 0
     assert figures["results"][0]["speculative"][1]["tree"] == {"width": 2, "nodes": 5}
     assert figures["provenance"]["prompts_sha256"]
+
+
+def test_the_cache_is_as_large_as_the_data_needs(bench, folders):
+    run = run_items(bench.plain, ITEMS, bench.encode, PARAMS, 3, speculate=False)
+    longest = max(one.prompt_tokens + PARAMS.max_tokens for one in run.turns)
+    assert longest <= bench.config.max_model_len < 2 * longest
+    limited = Bench(str(folders / "model"), EngineConfig(), [Item("a", "b", ("the cat " * 400,))], 10)
+    assert limited.config.max_model_len == 512  # the model's own limit
 
 
 def test_a_prompt_that_does_not_fit_is_refused(bench):
