@@ -35,7 +35,7 @@ class TargetText:
     tokens_T: Tensor
     answer_start: int
     taps: list[Tensor]  # one [T, D] per tapped layer
-    hidden_TD: Tensor  # what the target's head reads
+    hidden_TD: Tensor | None = None  # what the target's head reads; None: not kept
 
     @property
     def rows_M(self) -> Tensor:
@@ -171,7 +171,7 @@ def roll_out(
     output = drafter(paired, entering, torch.arange(length, device=device), attention.at(0), length)
     hidden, state = output.hidden_ND[rows], output.feedback_ND[rows]
 
-    comparable = hidden.shape[-1] == text.hidden_TD.shape[-1]
+    comparable = text.hidden_TD is not None and hidden.shape[-1] == text.hidden_TD.shape[-1]
     padded_tokens = torch.cat([tokens, tokens.new_full((depth + 2,), -1)])
     drafted, sizes, cosines, cosines_hidden = [], [], [], []
     for step in range(depth):

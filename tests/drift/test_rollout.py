@@ -7,9 +7,12 @@ import torch
 
 from fledge.drift.acceptance import walk
 from fledge.drift.rollout import TargetText, roll_out
+from fledge.drift.tally import Tally
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
 from fledge.training.attention import document_starts
+from fledge.training.evaluate import acceptance as training_acceptance
 from fledge.training.rollout import roll_out as packed_roll_out
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -31,7 +34,7 @@ def pair(**flags):
 
 
 def served(decoder, drafter, depth):
-    engine = build_engine(decoder, Speculation(drafter, depth))
+    engine = build_engine(decoder, Speculation(drafter, depth), EngineConfig(dtype="float32"))
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
     while engine.has_unfinished():
@@ -68,6 +71,21 @@ def test_probes_are_those_of_training(flags):
     if not flags.get("window"):  # packed rows count a sink outside the window as if it were visible
         sink = torch.stack([figures.sink_MH.mean(1) for figures in ours.attention], 1)
         torch.testing.assert_close(sink, theirs.sink_MJ, rtol=1e-3, atol=1e-4)
+
+
+def test_a_tally_gives_what_training_reports():
+    decoder, drafter = pair(fc_norm=True)
+    requests = served(decoder, drafter, 3)
+    texts, starts = [one.tokens for one in requests], [len(one.prompt) for one in requests]
+    expected = training_acceptance(drafter, decoder, texts, starts, depths=(2, 5))
+    tally = Tally((2, 5))
+    for tokens, start in zip(texts, starts, strict=True):
+        whole = TargetText.of(decoder, tokens, start, drafter.config.aux_layer_ids)
+        tally.add(roll_out(drafter, TargetText(whole.tokens_T, start, whole.taps), 5), looping=False)
+    figures = tally.to_dict()
+    assert figures["acceptance_length"] == pytest.approx(expected["acceptance_length"])
+    for name in ("accuracy", "rms", "sink_share", "own_share"):
+        assert figures[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def test_pieces_of_rows_make_no_difference(monkeypatch):
