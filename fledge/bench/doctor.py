@@ -6,7 +6,7 @@ The target's greedy text does not depend on the drafter, so every trial drafts f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ GOOD_FIRST = 0.6
 REPAIR_RATIO, REPAIR_MARGIN = 1.1, 0.1
 # Another prompt format gives another text, so that more is asked for.
 FORMAT_RATIO, FORMAT_MARGIN = 1.5, 0.4
+MOST_AT_LENGTH = 6
 # Serving past its position limit is what breaks a drafter: below this a limit is a template's leftover, not a choice.
 SMALLEST_SENSIBLE_POSITIONS = 4096
 
@@ -65,20 +66,21 @@ class AcceptanceMeter:
     """Decodes the same prompts with one drafter after the other."""
 
     def __init__(
-        self, model: str, prompts: Sequence[str], *, max_tokens: int = 48, device: str = "auto", dtype: str = "auto"
+        self, model: str, prompts: Sequence[str], *, max_tokens: int = 32, device: str = "auto", dtype: str = "auto"
     ) -> None:
-        settings = EngineConfig(device=device, dtype=dtype, max_num_seqs=len(prompts))
-        plain = build_engine(model, Speculation("none"), settings)
-        self.decoder, self.tokenizer, self.config = plain.runner.decoder, plain.tokenizer, plain.config
-        self.max_tokens = max_tokens
+        plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype))
+        self.decoder, self.tokenizer, self.max_tokens = plain.runner.decoder, plain.tokenizer, max_tokens
         self.formats = {"as text": [self.tokenizer.encode(prompt) for prompt in prompts]}
         if self.tokenizer.has_chat_template:
             chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            self.formats = {
-                "by the chat template": [self._chat(chat) for chat in chats],
-                **self.formats,
-            }
+            self.formats = {"by the chat template": [self._chat(chat) for chat in chats], **self.formats}
         self.served = next(iter(self.formats))
+        # Just room enough: every trial makes a cache of its own.
+        longest = max(len(tokens) for format in self.formats.values() for tokens in format) + max_tokens + DEPTH
+        room = min(longest, plain.config.max_model_len)
+        self.config = replace(
+            plain.config, max_model_len=room, max_num_seqs=len(prompts), kv_cache_tokens=2 * room * len(prompts)
+        )
 
     @property
     def target(self) -> ModelConfig:
@@ -87,11 +89,21 @@ class AcceptanceMeter:
     def _chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
-    def measure(self, network: EagleDrafter, fault: str = "", remedy: str = "", prompt_format: str | None = None) -> Trial:
+    def measure(
+        self,
+        network: EagleDrafter,
+        fault: str = "",
+        remedy: str = "",
+        prompt_format: str | None = None,
+        *,
+        brief: bool = False,
+    ) -> Trial:
+        """`brief`: an eighth of the text, to choose among many."""
         engine = build_engine(self.decoder, Speculation(network, DEPTH), self.config, tokenizer=self.tokenizer)
-        params = SamplingParams(temperature=0, max_tokens=self.max_tokens)
-        for prompt in self.formats[prompt_format or self.served]:
-            engine.add_request(prompt, params)
+        prompts = self.formats[prompt_format or self.served]
+        for prompt in prompts[::4] if brief else prompts:
+            num_tokens = max(8, self.max_tokens // 2) if brief else self.max_tokens
+            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=num_tokens))
         while engine.has_unfinished():
             engine.step()
         rates = engine.stats.unconditional_rates
@@ -103,7 +115,7 @@ def diagnose(
     model: str,
     *,
     prompts: Sequence[str] | None = None,
-    max_tokens: int = 48,
+    max_tokens: int = 32,
     device: str = "auto",
     dtype: str = "auto",
     thorough: bool = False,
@@ -123,14 +135,14 @@ def diagnose(
     if not problems:
         on_trial("as it stands")
         as_it_stands = meter.measure(_built(files, config))
-    trials = [trial for change in changes(files, config, meter.target) if (trial := _try(meter, change, on_trial))]
+    trials = _try_all(meter, list(changes(files, config, meter.target)), on_trial)
     if as_it_stands is not None:
         trials += _try_formats(meter, files, config, on_trial)
     best = _best_repair(as_it_stands, trials)
-    if best is None and as_it_stands is not None and as_it_stands.first < SANE_FIRST:
-        searched = [trial for change in layer_searches(files, config, meter.target) if (trial := _try(meter, change, on_trial))]
-        trials += searched
-        best = _best_repair(as_it_stands, searched)
+    reached = best or as_it_stands
+    if as_it_stands is not None and (thorough or reached.first < GOOD_FIRST):
+        trials += _try_all(meter, list(layer_searches(files, config, meter.target)), on_trial)
+        best = _best_repair(as_it_stands, trials)
     return _conclude(files, config, problems, as_it_stands, trials, best, meter)
 
 
@@ -152,13 +164,21 @@ def _built(files: DrafterFiles, config: DrafterConfig) -> EagleDrafter:
     return eagle3.build_drafter(config, files, torch.float32, "cpu")
 
 
-def _try(meter: AcceptanceMeter, change: Change, on_trial: Callable[[str], None]) -> Trial | None:
+def _try(meter: AcceptanceMeter, change: Change, on_trial: Callable[[str], None], *, brief: bool = False) -> Trial | None:
     """None: the drafter cannot be loaded so either."""
     config, problems = eagle3.check(change.files, meter.target)
     if problems:
         return None
     on_trial(change.remedy)
-    return meter.measure(_built(change.files, config), change.fault, change.remedy)
+    return meter.measure(_built(change.files, config), change.fault, change.remedy, brief=brief)
+
+
+def _try_all(meter: AcceptanceMeter, candidates: list[Change], on_trial: Callable[[str], None]) -> list[Trial]:
+    """All briefly; those that come near the best of them at length."""
+    brief = [(trial, change) for change in candidates if (trial := _try(meter, change, on_trial, brief=True))]
+    most = max((trial.accepted for trial, _ in brief), default=0.0)
+    promising = [change for trial, change in brief if trial.accepted > 0 and trial.accepted >= 0.8 * most]
+    return [trial for change in promising[:MOST_AT_LENGTH] if (trial := _try(meter, change, on_trial))]
 
 
 def _try_formats(

@@ -16,7 +16,7 @@ from fledge.cli.options import Device, Dtype, MaxTokens, Model
 def doctor(
     drafter: Annotated[str, typer.Argument(help="Folder, name or hub id of a drafter.")],
     model: Model = "smollm2-135m",
-    max_tokens: MaxTokens = 48,
+    max_tokens: MaxTokens = 32,
     device: Device = "auto",
     dtype: Dtype = "auto",
     thorough: Annotated[

@@ -34,7 +34,7 @@ TINY = {
     "norm_output only": {"norm_output": True},
     "four taps": {"fc_norm": True, "norm_output": True, "aux_layer_ids": (0, 2, 5, 8)},
     "norms before fc and residual": {"norm_before_fc": True, "norm_before_residual": True},
-    "draft vocabulary": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 80},
+    "draft vocabulary": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 56},
     "own embedding, narrower, two layers": {"hidden_size": 32, "own_embedding": True, "num_layers": 2, "head_dim": 32},
     "window": {"norm_output": True, "window": 8},
 }
