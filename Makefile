@@ -2,14 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# Without its dependencies, which name Triton: structured output on a CPU does not use it.
+STRUCTURED := xgrammar apache-tvm-ffi
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-browser lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -q
+
+# Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
+test-browser: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m browser tests/serving/test_page.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -23,11 +30,13 @@ $(BIN)/python:
 
 # A marker file per kind of install, older than what it was installed from when that changes.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable .
+	$(PIP) --editable .
+	$(PIP) --no-deps $(STRUCTURED)
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[test]'
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps $(STRUCTURED)
 	@touch $@ $(VENV)/.installed
 
 clean:

@@ -18,16 +18,37 @@ app = typer.Typer(
 
 
 def _register() -> None:
-    from fledge.cli import chat, demo, export, generate, inspect, models, regenerate, train
+    from fledge.cli import (
+        bench,
+        bench_serve,
+        chat,
+        demo,
+        doctor,
+        drift,
+        export,
+        generate,
+        import_drafter,
+        inspect,
+        models,
+        regenerate,
+        serve,
+        train,
+    )
 
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(chat.chat)
+    app.command(**serve.COMMAND)(serve.serve)
     app.command()(models.models)
     app.command()(inspect.inspect)
+    app.command()(doctor.doctor)
     app.command()(export.export)
+    app.command("import")(import_drafter.import_drafter)
     app.command()(regenerate.regenerate)
     app.command()(train.train)
+    app.command()(bench.bench)
+    app.command()(bench_serve.bench_serve)
+    app.command()(drift.drift)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,128 @@
+"""Acceptance length of drafters on prompt sets: micro, greedy, chain, by depth; looping answers counted apart.
+
+    python benchmarks/acceptance.py --data FOLDER --sets mt_bench,humaneval,gsm8k --drafter A --drafter B --json OUT
+
+The target answers the first turn of every prompt greedily (stops honoured); each drafter is then rolled out with its own tokens
+from every position of those answers, which gives what a speculative run accepts at every depth (a test holds this equal to the
+engine's own count). `--context FILE` puts a document before each prompt, to see what a long context costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from fledge import LLM, SamplingParams
+from fledge.bench.provenance import provenance, write_json
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_decoder
+from fledge.drift.acceptance import walk
+from fledge.drift.rollout import TargetText, roll_out
+from fledge.sources import resolve
+from fledge.speculation.stats import AcceptanceStats
+from fledge.training.loops import is_looping
+
+DEPTHS = (3, 5, 7)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", action="append", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sets", default="mt_bench,humaneval,gsm8k")
+    parser.add_argument("--limit", type=int, default=80)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--context", type=Path, help="a text put before each prompt")
+    parser.add_argument("--context-tokens", type=int, default=6000)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    sets = {}
+    for name in args.sets.split(","):
+        rows = [json.loads(line) for line in (args.data / f"{name}.jsonl").read_text().splitlines()]
+        sets[name] = [row["turns"][0] for row in rows[: args.limit]]
+    answers = answer(args, sets)
+    decoder = load_decoder(resolve(args.model), torch.float32)
+    drafters = {folder: load_drafter(folder, decoder.config) for folder in args.drafter}
+    figures: dict[str, dict[str, object]] = {folder: {} for folder in drafters}
+    for name, texts in answers.items():
+        counts = {folder: {"all": stats(), "looping": stats(), "others": stats()} for folder in drafters}
+        for tokens, start in texts:
+            kind = "looping" if is_looping(tokens[start:]) else "others"
+            text = None
+            for folder, drafter in drafters.items():
+                if text is None:
+                    text = TargetText.of(decoder, tokens, start, drafter.config.aux_layer_ids)
+                drafter.share(decoder.embed_tokens, decoder.lm_head)
+                matched = roll_out(drafter, text, max(DEPTHS), probe=False).matched_M
+                for depth in DEPTHS:
+                    one = walk(matched, depth)
+                    counts[folder]["all"][depth].merge(one)
+                    counts[folder][kind][depth].merge(one)
+        for folder in drafters:
+            figures[folder][name] = {
+                kind: {
+                    depth: {
+                        "acceptance_length": one.acceptance_length,
+                        "by_position": one.unconditional_rates,
+                        "steps": one.steps,
+                    }
+                    for depth, one in by_depth.items()
+                }
+                for kind, by_depth in counts[folder].items()
+            }
+            shown = [
+                f"{kind} " + "/".join(f"{counts[folder][kind][d].acceptance_length:.2f}" for d in DEPTHS)
+                for kind in ("all", "others", "looping")
+            ]
+            print(f"{Path(folder).name:28s} {name:10s} depth 3/5/7: {'   '.join(shown)}", flush=True)
+    if args.json:
+        looping = {name: sum(is_looping(tokens[start:]) for tokens, start in texts) for name, texts in answers.items()}
+        write_json(
+            args.json,
+            {
+                "model": args.model,
+                "max_tokens": args.max_tokens,
+                "prompts": {name: len(texts) for name, texts in answers.items()},
+                "looping_answers": looping,
+                "context": {"file": args.context.name, "tokens": args.context_tokens} if args.context else None,
+                "definition": "micro: 1 + accepted / steps; greedy chain; first turn; stops honoured",
+                "drafters": {Path(folder).name: result for folder, result in figures.items()},
+                "provenance": provenance([prompt for prompts in sets.values() for prompt in prompts]),
+            },
+        )
+
+
+def stats() -> dict[int, AcceptanceStats]:
+    return {depth: AcceptanceStats() for depth in DEPTHS}
+
+
+def answer(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:
+    """(prompt and answer, where the answer starts) of every prompt."""
+    llm = LLM(args.model, "none", max_num_seqs=16)
+    document = ""
+    if args.context:
+        ids = llm.tokenizer.encode(args.context.read_text())[: args.context_tokens]
+        document = llm.tokenizer.decode(ids) + "\n\n"
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    answered = {}
+    for name, prompts in sets.items():
+        began = time.time()
+        encoded = [llm.chat_prompt([{"role": "user", "content": document + prompt}]) for prompt in prompts]
+        completions = llm.generate(encoded, params)
+        answered[name] = [(prompt + done.token_ids, len(prompt)) for prompt, done in zip(encoded, completions, strict=True)]
+        count = sum(len(done.token_ids) for done in completions)
+        print(f"{name}: {len(prompts)} answers, {count} tokens in {time.time() - began:.0f} s", flush=True)
+    return answered
+
+
+if __name__ == "__main__":
+    main()
