@@ -220,7 +220,8 @@ class _Run:
         while missing > 0:
             accepted = 0
             asked = min(self.wave, missing + missing // 4 + 8)  # some will be rejected
-            for _, ids, reason in self._call([opening] * asked, ends, **sampling):
+            # All of them before the first is answered: the generator does one thing at a time.
+            for _, ids, reason in list(self._call([opening] * asked, ends, **sampling)):
                 prompt = self._self_prompt(ids, reason)
                 if prompt is None or accepted == missing:
                     self.report.self_rejected += prompt is None

@@ -27,12 +27,21 @@ class EchoGenerator:
             self.max_model_len = max_model_len
         self.calls: list[dict] = []
         self.answered = 0
+        self.busy = False
 
     def reply(self, prompt: str, draw: random.Random) -> str:
         return "You said: " + prompt.split("user\n")[-1].split("<|im_end|>")[0]
 
     def generate(self, prompts, *, max_tokens, temperature, top_p, seed, stop_ids):
         self.calls.append({"prompts": prompts, "temperature": temperature, "seed": seed, "stop_ids": list(stop_ids)})
+        assert not self.busy, "one set of prompts at a time, as on a GPU"
+        self.busy = True
+        try:
+            yield from self.answers(prompts, max_tokens, seed, stop_ids)
+        finally:
+            self.busy = False
+
+    def answers(self, prompts, max_tokens, seed, stop_ids):
         for index in reversed(range(len(prompts))):
             if self.answered == self.fail_after:
                 raise KeyboardInterrupt
