@@ -82,7 +82,6 @@ FAULTS = {
     "d2t missing": ("eagle 3.1", {}, {"d2t": None}, "d2t missing", "rebuild d2t"),
     "d2t zero": ("eagle 3.1", {}, {"d2t": ZERO}, "d2t wrong", "t2d"),
     "d2t zero, no t2d": ("eagle 3.1", {}, {"d2t": ZERO, "t2d": None}, "d2t never filled", "the run that trained it"),
-    "rope": ("eagle 3", {"rope_scaling": {"type": "linear", "factor": 16.0}}, {}, "rope wrong", "rope_theta to 8"),
     "position limit": ("eagle 3", {"max_position_embeddings": 64}, {}, "position limit", "max_position_embeddings"),
     "another hidden size": ("eagle 3", {"target_hidden_size": 128}, {}, "wrong target", "trained for"),
 }
@@ -107,6 +106,17 @@ def test_layers_that_nobody_would_guess_are_searched_for(tmp_path, target, folde
     drafter = save_drafter(trained_drafter(target, aux_layer_ids=(1, 3, 6)), tmp_path / "drafter")
     diagnosis = examined(broken(drafter, tmp_path / "broken", layers(1, 3, 8)), folders["target"], thorough=True)
     assert (diagnosis.fault, "[1, 3, 6]" in diagnosis.remedy) == ("wrong layers", True), diagnosis
+
+
+def test_rotary_settings(tmp_path, target, folders):
+    """Not every drafter of this language comes to depend on positions: one that does is looked for."""
+    squeezed = {"rope_scaling": {"type": "linear", "factor": 16.0}}
+    for seed in range(2, 8):
+        good = save_drafter(trained_drafter(target, seed=seed), tmp_path / f"good{seed}")
+        diagnosis = examined(broken(good, tmp_path / f"broken{seed}", squeezed), folders["target"])
+        if diagnosis.as_it_stands.accepted < 0.8 * examined(good, folders["target"]).as_it_stands.accepted:
+            break
+    assert (diagnosis.fault, "rope_theta to 8" in diagnosis.remedy) == ("rope wrong", True), diagnosis
 
 
 def test_a_damaged_embedding(tmp_path, folders):
