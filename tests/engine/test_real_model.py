@@ -1,0 +1,34 @@
+"""The real SmolLM2 with the shipped drafter: same text plain, by chain, by tree and by n-gram; acceptance as it should be."""
+
+from __future__ import annotations
+
+import pytest
+
+from fledge import LLM, SamplingParams, TreeShape
+from fledge.bench.builtin import BUILT_IN
+
+pytestmark = pytest.mark.real
+
+TOKENS = 48
+PARAMS = SamplingParams(max_tokens=TOKENS, temperature=0)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    prompts = [llm.chat_prompt([{"role": "user", "content": item.turns[0]}]) for item in BUILT_IN[:20]]
+    return [done.token_ids for done in llm.generate(prompts, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_folder) -> list[list[int]]:
+    return answers(LLM("smollm2-135m", "none", dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree"), [("auto", None), ("auto", TreeShape(4, 10)), ("ngram", None)], ids=["chain", "tree", "ngram"]
+)
+def test_speculation_does_not_change_a_word(plain, drafter, tree):
+    llm = LLM("smollm2-135m", drafter, depth=4, tree=tree, dtype="float32")
+    assert len(plain) == 20
+    assert answers(llm) == plain
+    if drafter == "auto":
+        assert llm.engine.stats.acceptance_length > 2.0
