@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from fledge import LLM, SamplingParams, sources
+from fledge import SamplingParams, sources
 from fledge.bench.prompts import DEMO
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.speculators import save_speculators
@@ -20,11 +17,12 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.tokenizer import Tokenizer
+from tests.interop.runs import run_fledge, run_vllm
 from tests.interop.tiny_models import save_target
 from tests.interop.trained import texts, trained_drafter
 
 pytestmark = pytest.mark.vllm
-SCRIPT = Path(__file__).with_name("vllm_conformance.py")
 DEPTH = 4
 STEPS = 60
 TINY = {
@@ -39,51 +37,6 @@ TINY = {
     "window": {"norm_output": True, "window": 8},
 }
 SPECULATORS = ("eagle 3.1", "four taps")
-
-
-def run_vllm(folder: Path, job: dict) -> dict:
-    python = os.environ.get("FLEDGE_VLLM_PYTHON")
-    assert python, "set FLEDGE_VLLM_PYTHON to the Python of a virtual environment with vLLM"
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [python, str(SCRIPT), str(folder / "job.json"), str(folder / "result.json")]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads((folder / "result.json").read_text())
-
-
-def run_fledge(job: dict) -> dict:
-    """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
-    llm = LLM(
-        job["target"], job["drafter"], depth=job["depth"], dtype="float32", max_model_len=job["max_model_len"], device="cpu"
-    )
-    engine = llm.engine
-    proposed: list[list[int]] = []
-    accepted_at, steps = [0] * job["depth"], 0
-    draft, accept = engine.drafter.draft, engine.accept
-
-    def noting_drafts(settled, taps):
-        drafts = draft(settled, taps)
-        proposed.extend(list(one.tokens) for one in drafts)
-        return drafts
-
-    def counting(batch, verified):
-        nonlocal steps
-        verdicts = accept(batch, verified)
-        for item, verdict in zip(batch, verdicts, strict=True):
-            if verdict is not None and len(item.draft):
-                steps += 1
-                for position in range(len(verdict.accepted)):
-                    accepted_at[position] += 1
-        return verdicts
-
-    engine.drafter.draft, engine.accept = noting_drafts, counting
-    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=job["ignore_eos"])
-    token_ids, proposed_by_prompt = [], []
-    for prompt in job["prompts"]:
-        proposed.clear()
-        token_ids.append(llm.generate([prompt], params)[0].token_ids)
-        proposed_by_prompt.append([list(one) for one in proposed])
-    return {"token_ids": token_ids, "steps": steps, "accepted_at": accepted_at, "proposed": proposed_by_prompt}
 
 
 def assert_same(ours: dict, vllm: dict) -> None:
@@ -152,15 +105,14 @@ def test_speculators_layout(tmp_path, target, target_folder, name):
 @pytest.mark.parametrize("name", [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()])
 def test_shipped_drafters(tmp_path, name):
     folder = sources.resolve(name)
-    llm = LLM(name, "none", dtype="float32")
+    tokenizer = Tokenizer(folder)
     job = {
         "target": str(folder),
         "drafter": str(HERE / DEFAULTS[name]),
-        "prompts": [llm.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in DEMO],
-        "max_tokens": 48,
+        "prompts": [tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}]) for prompt in DEMO[::2]],
+        "max_tokens": 40,
         "depth": 5,
         "max_model_len": 512,
         "ignore_eos": True,
     }
-    del llm
     assert_same(run_fledge(job), run_vllm(tmp_path, job))

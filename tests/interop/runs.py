@@ -1,0 +1,57 @@
+"""The same job on real vLLM and on Fledge, with the same record of what each did (see vllm_conformance.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from fledge import LLM, SamplingParams
+
+SCRIPT = Path(__file__).with_name("vllm_conformance.py")
+
+
+def run_vllm(folder: Path, job: dict) -> dict:
+    python = os.environ.get("FLEDGE_VLLM_PYTHON")
+    assert python, "set FLEDGE_VLLM_PYTHON to the Python of a virtual environment with vLLM"
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [python, str(SCRIPT), str(folder / "job.json"), str(folder / "result.json")]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def run_fledge(job: dict) -> dict:
+    """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
+    llm = LLM(
+        job["target"], job["drafter"], depth=job["depth"], dtype="float32", max_model_len=job["max_model_len"], device="cpu"
+    )
+    engine = llm.engine
+    proposed: list[list[int]] = []
+    accepted_at, steps = [0] * job["depth"], 0
+    draft, accept = engine.drafter.draft, engine.accept
+
+    def noting_drafts(settled, taps):
+        drafts = draft(settled, taps)
+        proposed.extend(list(one.tokens) for one in drafts)
+        return drafts
+
+    def counting(batch, verified):
+        nonlocal steps
+        verdicts = accept(batch, verified)
+        for item, verdict in zip(batch, verdicts, strict=True):
+            if verdict is not None and len(item.draft):
+                steps += 1
+                for position in range(len(verdict.accepted)):
+                    accepted_at[position] += 1
+        return verdicts
+
+    engine.drafter.draft, engine.accept = noting_drafts, counting
+    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=job["ignore_eos"])
+    token_ids, proposed_by_prompt = [], []
+    for prompt in job["prompts"]:
+        proposed.clear()
+        token_ids.append(llm.generate([prompt], params)[0].token_ids)
+        proposed_by_prompt.append([list(one) for one in proposed])
+    return {"token_ids": token_ids, "steps": steps, "accepted_at": accepted_at, "proposed": proposed_by_prompt}
