@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -26,7 +26,13 @@ class OracleSpeculator:
     description = "oracle"
 
     def __init__(
-        self, answers: dict[tuple[int, ...], list[int]], depth: int, *, tree: bool = False, reach=None, inner: Drafter | None = None
+        self,
+        answers: dict[tuple[int, ...], list[int]],
+        depth: int,
+        *,
+        tree: bool = False,
+        reach: Callable[[int], int] | None = None,
+        inner: Drafter | None = None,
     ) -> None:
         self.answers, self.depth, self.tree, self.reach, self.inner = answers, depth, tree, reach, inner
         self.taps = inner.taps if inner is not None else ()

@@ -16,9 +16,9 @@ DEMO = (
     Prompt("chat", "I have a free Saturday and it is raining. Suggest five things I could do at home."),
     Prompt(
         "summary",
-        "Summarise in two sentences: The lighthouse at Harrow Point was built in 1871 after three ships were lost in one winter. "
-        "Its keeper lived there with his family until the lamp was made automatic in 1963. Today the tower is a small museum, and "
-        "volunteers open it on Sundays so that visitors can climb the 112 steps and look out over the bay.",
+        "Summarise in two sentences: The lighthouse at Harrow Point was built in 1871 after three ships were lost in one "
+        "winter. Its keeper lived there with his family until the lamp was made automatic in 1963. Today the tower is a small "
+        "museum, and volunteers open it on Sundays so that visitors can climb the 112 steps and look out over the bay.",
     ),
     Prompt(
         "editing",

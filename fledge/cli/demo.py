@@ -43,8 +43,9 @@ def demo(
         done = iter(range(1, len(DEMO) + 1))
         results = compare(llm, DEMO, params, lambda _: status.update(f"{next(done)} of {len(DEMO)} prompts decoded both ways"))
     table = Table(title=f"batch 1, greedy, up to {max_tokens} tokens")
-    for heading in ("prompt", "tokens", "plain tok/s", "speculative tok/s", "speed-up", "acceptance length", "identical output"):
-        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+    table.add_column("prompt")
+    for heading in ("tokens", "plain tok/s", "spec. tok/s", "speed-up", "acceptance length", "identical output"):
+        table.add_column(heading, justify="right")
     for result in results:
         table.add_row(
             result.prompt.category,

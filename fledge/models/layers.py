@@ -6,6 +6,7 @@ Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/v
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,6 +42,14 @@ class Rotary(nn.Module):
         inverse_frequencies, self.attention_factor = _inverse_frequencies(head_dim, max_positions, rope)
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
         self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
+        """Follows the network to its device but not to its type: angles in bf16 would be off by whole turns far out."""
+        exact = {name: buffer for name, buffer in self._buffers.items() if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
 
     def reserve(self, num_positions: int) -> None:
         """Grows the table; call before capturing a graph, which must not allocate."""

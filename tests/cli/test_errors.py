@@ -106,7 +106,12 @@ def test_prompt_longer_than_the_context(monkeypatch, capsys, model):
 
 @pytest.mark.parametrize(
     ("option", "value", "named"),
-    [("--depth", "0", "depth"), ("--top-p", "1.5", "top_p"), ("--temperature", "-1", "temperature"), ("--dtype", "int3", "dtype")],
+    [
+        ("--depth", "0", "depth"),
+        ("--top-p", "1.5", "top_p"),
+        ("--temperature", "-1", "temperature"),
+        ("--dtype", "int3", "dtype"),
+    ],
 )
 def test_impossible_options(monkeypatch, capsys, model, option, value, named):
     assert named in refused(monkeypatch, capsys, "generate", "hello", "--model", model, option, value)

@@ -35,9 +35,7 @@ def test_engine_samples_the_targets_distribution(tree, settings):
         decoder.lm_head.weight.mul_(0.4)
     config = tiny_drafter_config(decoder.config, aux_layer_ids=(0, 1, 2), fc_norm=True, norm_output=True)
     engine = engine_with(decoder, Speculation(tiny_drafter(config), 2, tree), CPU)
-    requests = [
-        engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=seed, **settings)) for seed in range(RUNS)
-    ]
+    requests = [engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=seed, **settings)) for seed in range(RUNS)]
     while engine.has_unfinished():
         engine.step()
     assert engine.stats.accepted > 100

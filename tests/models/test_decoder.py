@@ -172,3 +172,12 @@ def test_smollm2_equals_transformers(smollm2_folder: Path) -> None:
         expected = model(torch.tensor([sequence])).logits[0]
         assert (logits - expected).abs().max() < 1e-3
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == continuation
+
+
+def test_angles_stay_exact_when_the_network_is_cast():
+    """In bf16 the frequencies themselves would be off by parts in a hundred: whole turns at position 4000."""
+    decoder = tiny_decoder()
+    exact = decoder.rotary.inverse_frequencies.clone()
+    decoder.to(torch.bfloat16)
+    assert torch.equal(decoder.rotary.inverse_frequencies, exact)
+    assert decoder.rotary(torch.tensor([400]))[0].dtype == torch.float32

@@ -77,11 +77,7 @@ def three_tokens(make_draft: Callable, verify: Callable, params: SamplingParams,
     for a in range(VOCABULARY):
         for b in range(VOCABULARY):
             for c in range(VOCABULARY):
-                p = (
-                    target_row(table, params, [])[a]
-                    * target_row(table, params, [a])[b]
-                    * target_row(table, params, [a, b])[c]
-                )
+                p = target_row(table, params, [])[a] * target_row(table, params, [a])[b] * target_row(table, params, [a, b])[c]
                 outcomes.append((float(p), counts.get((a, b, c), 0)))
     return outcomes, accepted
 
