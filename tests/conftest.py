@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tests run on as many processes as there are cores; two threads each would only wait for one another.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

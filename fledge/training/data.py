@@ -14,7 +14,7 @@ import numpy as np
 
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
-from fledge.training.loops import is_looping
+from fledge.training.loops import is_looping, loop_start
 from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
 from fledge.training.samples import Sample, SampleSet
 from fledge.training.templates import Augmentation, Choice
@@ -55,7 +55,7 @@ class DataReport:
 
     conversations: int = 0
     kept: int = 0
-    looping: int = 0  # answers cut away with all that follows them
+    looping: int = 0  # answers cut where their loop begins, with all that follows them
     empty: int = 0  # no assistant's answer (left) to learn from
     refused: int = 0  # the chat template does not take them
     first_refusal: str = ""
@@ -68,7 +68,7 @@ class DataReport:
 
     def __str__(self) -> str:
         notes = {
-            "looping answers removed": self.looping,
+            "looping answers cut off": self.looping,
             "empty": self.empty,
             "refused by the chat template": self.refused,
             "too long, dropped": self.too_long_dropped,
@@ -232,12 +232,19 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     return chat.tokens(rendered, answers, bos=True)
 
 
+# A looping answer's own text, before the loop, is worth keeping from this length on.
+MIN_BEFORE_LOOP = 24
+
+
 def _without_loops(sample: Sample, report: DataReport) -> Sample:
-    """Cuts at the first looping answer: what follows it was written under its influence."""
+    """Cuts where the first loop begins: what follows it was written under its influence."""
     end = 0
     for start, stop in sample.answers():
-        if is_looping(sample.tokens[start:stop]):
+        loop = loop_start(sample.tokens[start:stop])
+        if loop is not None:
             report.looping += 1
+            if loop >= MIN_BEFORE_LOOP and not is_looping(sample.tokens[start : start + loop]):
+                end = start + loop
             return Sample(sample.tokens[:end], sample.loss_mask[:end])
         end = stop
     return sample

@@ -290,3 +290,16 @@ def test_augmentation_refuses_nonsense():
     with pytest.raises(UserError, match="mustard"):
         Augmentation(templates=("mustard",))
     assert len(set(SYSTEM_PROMPTS)) == len(SYSTEM_PROMPTS) >= 40
+
+
+def test_text_before_a_loop_is_kept(tmp_path):
+    tokenizer = chat_tokenizer()
+    before = "What is two plus three? Five. How are you? I am fine, thank you! The quick brown fox jumps over the lazy dog."
+    looping = assistant(before + " and so on" * 60)
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [user("Hi"), looping, user("Stop"), assistant("Fine.")]}) + "\n")
+    samples, report = load_samples([path], tokenizer, max_length=2048)
+    (text,) = learnt(samples[0], tokenizer)
+    assert text.startswith(before)
+    assert text.count("and so on") <= 2
+    assert report.looping == 1
