@@ -20,7 +20,7 @@ from fledge.training.samples import Sample, SampleSet
 from fledge.training.templates import Augmentation, Choice
 
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2  # raised when the same data would give other samples
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
