@@ -5,7 +5,7 @@ The target's greedy text does not depend on the drafter, so every trial drafts f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,10 @@ class AcceptanceMeter:
         *,
         brief: bool = False,
     ) -> Trial:
-        """`brief`: an eighth of the text, to choose among many."""
+        """`brief`: a sixth of the text, to choose among many."""
         engine = build_engine(self.decoder, Speculation(network, DEPTH), self.config, tokenizer=self.tokenizer)
         prompts = self.formats[prompt_format or self.served]
-        for prompt in prompts[::4] if brief else prompts:
+        for prompt in prompts[::3] if brief else prompts:
             num_tokens = max(8, self.max_tokens // 2) if brief else self.max_tokens
             engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=num_tokens))
         while engine.has_unfinished():
@@ -131,17 +131,22 @@ def diagnose(
     foreign = _made_for_another(config, meter.target)
     if foreign:
         return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems)
+    loads = not problems
     as_it_stands = None
-    if not problems:
+    if loads:
         on_trial("as it stands")
         as_it_stands = meter.measure(_built(files, config))
-    trials = _try_all(meter, list(changes(files, config, meter.target)), on_trial)
+
+    def try_all(candidates: Iterable[Change]) -> list[Trial]:
+        return _try_all(meter, _built(files, config) if loads else None, list(candidates), on_trial)
+
+    trials = try_all(changes(files, config, meter.target))
     if as_it_stands is not None:
         trials += _try_formats(meter, files, config, on_trial)
     best = _best_repair(as_it_stands, trials)
     reached = best or as_it_stands
     if as_it_stands is not None and (thorough or reached.first < GOOD_FIRST):
-        trials += _try_all(meter, list(layer_searches(files, config, meter.target)), on_trial)
+        trials += try_all(layer_searches(files, config, meter.target))
         best = _best_repair(as_it_stands, trials)
     return _conclude(files, config, problems, as_it_stands, trials, best, meter)
 
@@ -173,11 +178,14 @@ def _try(meter: AcceptanceMeter, change: Change, on_trial: Callable[[str], None]
     return meter.measure(_built(change.files, config), change.fault, change.remedy, brief=brief)
 
 
-def _try_all(meter: AcceptanceMeter, candidates: list[Change], on_trial: Callable[[str], None]) -> list[Trial]:
-    """All briefly; those that come near the best of them at length."""
+def _try_all(
+    meter: AcceptanceMeter, unchanged: EagleDrafter | None, candidates: list[Change], on_trial: Callable[[str], None]
+) -> list[Trial]:
+    """All briefly; those that beat the unchanged drafter and come near the best of them at length."""
     brief = [(trial, change) for change in candidates if (trial := _try(meter, change, on_trial, brief=True))]
+    least = meter.measure(unchanged, brief=True).accepted if unchanged is not None else 0.0
     most = max((trial.accepted for trial, _ in brief), default=0.0)
-    promising = [change for trial, change in brief if trial.accepted > 0 and trial.accepted >= 0.8 * most]
+    promising = [change for trial, change in brief if trial.accepted > least and trial.accepted >= 0.8 * most]
     return [trial for change in promising[:MOST_AT_LENGTH] if (trial := _try(meter, change, on_trial))]
 
 
