@@ -45,9 +45,10 @@ class SamplingParams:
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be -1 or 0 (off) or positive": self.top_k >= -1,
             "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
-            "repetition_penalty must be positive": 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty must lie in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
+            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
             "stop strings must not be empty": all(stop),
             "logprobs must lie between 0 and 20": self.logprobs is None or 0 <= self.logprobs <= 20,
         }
@@ -57,7 +58,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        # Below this, logits over temperature overflow; the distribution is a point anyway.
+        return self.temperature < 1e-5
 
     @property
     def adjusts_logits(self) -> bool:

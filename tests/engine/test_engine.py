@@ -1,0 +1,177 @@
+"""Requests' lives: stops, limits, cancelling, log-probabilities, crowds. Tokens beyond a stop are neither given nor counted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation
+from fledge.engine.kv_cache import PagePool
+from fledge.errors import RequestError
+from fledge.models.decoder import causal_attend
+from fledge.sampling import SamplingParams
+from tests.oracle import CPU, OracleSpeculator, engine_with, run
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+PROMPT = [5, 9, 77]
+
+
+def finish(engine):
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+
+
+def plain_answer(params: SamplingParams, prompt=PROMPT) -> list[int]:
+    return run(engine_with(tiny_decoder(), Speculation("none")), [prompt], params)[0]
+
+
+def perfect(answer: list[int], depth: int = 5):
+    return engine_with(tiny_decoder(), OracleSpeculator({tuple(PROMPT): answer}, depth))
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_stop_token_ends_a_request_inside_a_draft(at):
+    """Wherever in an accepted draft the stop falls, what follows it is dropped and not counted as accepted."""
+    whole = plain_answer(SamplingParams(max_tokens=40, temperature=0))
+    stop = whole[at]
+    params = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=[stop])
+    expected = whole[: whole.index(stop) + 1]
+    engine = perfect(whole)
+    request = engine.add_request(PROMPT, params)
+    finish(engine)
+    assert request.answer == expected
+    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
+    assert request.stats.emitted == len(expected) - 1  # the first token came from the prompt's pass
+    assert request.stats.accepted <= len(expected) - 1
+
+
+@pytest.mark.parametrize("limit", range(1, 14))
+def test_the_token_limit_is_exact(limit):
+    whole = plain_answer(SamplingParams(max_tokens=40, temperature=0))
+    engine = perfect(whole)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=limit, temperature=0))
+    finish(engine)
+    assert request.answer == whole[:limit]
+    assert request.finish_reason == "length"
+    assert request.stats.emitted == limit - 1
+
+
+def test_a_full_context_ends_a_request():
+    params = SamplingParams(max_tokens=400, temperature=0)
+    config = replace(CPU, max_model_len=64)
+    plain = run(engine_with(tiny_decoder(), Speculation("none"), config), [PROMPT], params)[0]
+    assert len(PROMPT) + len(plain) == 64
+    drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
+    assert run(engine_with(tiny_decoder(), Speculation(drafter, 6), config), [PROMPT], params)[0] == plain
+
+
+def test_end_tokens_wait_for_min_tokens():
+    free = plain_answer(SamplingParams(max_tokens=20, temperature=0))
+    end = free[2]
+    held = plain_answer(SamplingParams(max_tokens=20, min_tokens=10, temperature=0, stop_token_ids=[end]))
+    assert end not in held[:10]
+    assert len(held) >= 10
+
+
+def test_penalties_and_bias_are_the_same_with_and_without_a_draft():
+    params = SamplingParams(
+        max_tokens=30, temperature=0, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=0.3, logit_bias={3: 2.5}
+    )
+    plain = plain_answer(params)
+    assert plain != plain_answer(SamplingParams(max_tokens=30, temperature=0))
+    engine = perfect(plain)
+    request = engine.add_request(PROMPT, params)
+    finish(engine)
+    assert request.answer == plain
+    assert request.stats.acceptance_length > 4
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_log_probabilities_are_the_networks(drafted):
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
+    answer = plain_answer(params)
+    engine = perfect(answer) if drafted else engine_with(tiny_decoder(), Speculation("none"))
+    request = engine.add_request(PROMPT, params)
+    finish(engine)
+    decoder = tiny_decoder()
+    tokens = torch.tensor(PROMPT + answer[:-1])
+    hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())
+    rows = decoder.logits(hidden[len(PROMPT) - 1 :]).log_softmax(-1)
+    assert len(request.logprobs) == len(answer)
+    for row, token, given in zip(rows, answer, request.logprobs, strict=True):
+        assert given.token == token
+        assert given.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert [pair[0] for pair in given.top] == row.topk(3).indices.tolist()
+
+
+def test_refusals_leave_nothing_behind():
+    engine = engine_with(tiny_decoder(), Speculation("none"))
+    for prompt in ([], [500], [1] * 300):
+        with pytest.raises(RequestError):
+            engine.add_request(prompt, SamplingParams())
+    with pytest.raises(RequestError, match="logit_bias"):
+        engine.add_request([1], SamplingParams(logit_bias={999: 1.0}))
+    small = engine_with(tiny_decoder(), Speculation("none"), replace(CPU, kv_cache_tokens=64))
+    with pytest.raises(RequestError, match="cache"):
+        small.add_request([1] * 20, SamplingParams(max_tokens=200))
+    for one in (engine, small):
+        assert not one.has_unfinished()
+        assert one.pool.num_free == one.pool.num_pages
+
+
+def test_a_crowd_with_cancellations_and_a_cache_too_small_for_all():
+    """64 mixed requests: every one ends as it would have alone, the cancelled ones with a beginning of it."""
+    chance = random.Random(4)
+    drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=True, norm_output=True))
+    tight = replace(CPU, kv_cache_tokens=512, max_batched_tokens=64, page_size=8, max_num_seqs=12)
+    engine = engine_with(tiny_decoder(), Speculation(drafter, 3), tight)
+    alone = engine_with(tiny_decoder(), Speculation("none"))
+    requests, cancelled, refused = [], set(), 0
+    for number in range(64):
+        prompt = [chance.randrange(128) for _ in range(chance.randrange(1, 60))]
+        params = SamplingParams(max_tokens=chance.randrange(1, 50), temperature=0)
+        if number % 13 == 0:
+            with pytest.raises(RequestError):
+                engine.add_request([*prompt, 9999], params)
+            refused += 1
+            continue
+        requests.append(engine.add_request(prompt, params))
+        if chance.random() < 0.7:
+            engine.step()
+            engine.check_integrity()
+        if chance.random() < 0.15:
+            victim = chance.choice(requests)
+            if not victim.finished:
+                engine.abort(victim)
+                cancelled.add(victim.id)
+    finish(engine)
+    assert refused == 5
+    assert len(cancelled) > 2
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.pool.num_free == engine.pool.num_pages
+    for request in requests:
+        expected = run(alone, [request.prompt], request.params)[0]
+        if request.id in cancelled:
+            assert request.finish_reason == "abort"
+            assert request.answer == expected[: request.num_answer]
+        else:
+            assert request.answer == expected
+
+
+def test_pages_tend_to_be_consecutive():
+    pool = PagePool(32, 4)
+    first, second = [], []
+    for length in range(1, 49):
+        assert pool.grow(first, length)
+        assert pool.grow(second, length)
+    for pages in (first, second):
+        assert pages == list(range(pages[0], pages[0] + 12))
+    assert not pool.grow(first, 4 * 25)
+    assert len(first) == 12
+    pool.check_integrity([first, second])
+    pool.release(first)
+    pool.check_integrity([second])

@@ -1,0 +1,88 @@
+"""Drafts, depth, statistics and n-grams, each by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fledge.errors import UserError
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import DepthPolicy, TreeShape
+from fledge.speculation.drafting import Settled
+from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
+from fledge.speculation.verification import Draft, verify_greedy
+
+#        root ─ 10 ─ 20 ─ 30
+#             └ 11 ─ 21
+TREE = Draft(tokens=[10, 11, 20, 21, 30], parents=[-1, -1, 0, 1, 2], confidences=[0.5] * 5)
+
+
+def test_a_tree_knows_its_shape():
+    assert TREE.depths() == [1, 1, 2, 2, 3]
+    assert TREE.children(-1) == [0, 1]
+    assert not TREE.is_chain
+    assert Draft([1, 2], [-1, 0], [1, 1]).is_chain
+    assert TREE.tail_mask().int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [1, 1, 0, 1, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("best", "accepted", "following"),
+    [
+        ([10, 20, 0, 30, 0, 99], [0, 2, 4], 99),
+        ([11, 0, 21, 0, 98, 0], [1, 3], 98),
+        ([10, 77, 0, 0, 0, 0], [0], 77),
+        ([55, 0, 0, 0, 0, 0], [], 55),
+    ],
+)
+def test_greedy_verification_walks_the_tree(best, accepted, following):
+    assert verify_greedy(best, TREE) == (accepted, following)
+
+
+def test_statistics_by_every_definition():
+    first, second = AcceptanceStats(), AcceptanceStats()
+    first.add_step(nodes=3, depth=3, accepted=3, emitted=4)
+    first.add_step(nodes=3, depth=3, accepted=1, emitted=2)
+    second.add_step(nodes=3, depth=3, accepted=0, emitted=1)
+    whole = AcceptanceStats.total([first, second])
+    assert whole.acceptance_length == pytest.approx(1 + 4 / 3)
+    assert macro_acceptance_length([first, second]) == pytest.approx((3 + 1) / 2)
+    assert whole.unconditional_rates == pytest.approx([2 / 3, 1 / 3, 1 / 3])
+    assert whole.conditional_rates == pytest.approx([2 / 3, 1 / 2, 1.0])
+    assert (whole.drafted, whole.emitted) == (9, 7)
+
+
+def test_depth_is_a_number_or_auto():
+    assert DepthPolicy.parse("5") == DepthPolicy(5)
+    auto = DepthPolicy.parse("auto")
+    assert auto.goes_on(1, 0.9)
+    assert not auto.goes_on(1, 0.05)
+    assert not auto.goes_on(auto.limit, 1.0)
+    for wrong in ("0", "65", "deep", "-1"):
+        with pytest.raises(UserError, match="depth"):
+            DepthPolicy.parse(wrong)
+    with pytest.raises(UserError, match="tree"):
+        TreeShape(0, 5)
+
+
+def test_ngrams_propose_what_followed_last_time():
+    drafter = NgramSpeculator(DepthPolicy(3), longest=3, shortest=2)
+    sequence = SimpleNamespace(tokens=[1, 2, 3, 4, 5, 9, 2, 3], pages=[], params=SamplingParams(), generator=None)
+    draft = drafter.draft([Settled(sequence, 0, [0], 10)], [])[0]
+    assert draft.tokens == [4, 5, 9]
+    assert draft.is_chain
+    sequence.tokens += [7, 9, 2, 3]  # the most recent occurrence wins
+    assert drafter.draft([Settled(sequence, 0, [0], 2)], [])[0].tokens == [7, 9]
+    sequence.tokens += [100]
+    assert len(drafter.draft([Settled(sequence, 0, [0], 10)], [])[0]) == 0
+    assert len(drafter.draft([Settled(sequence, 0, [0], 0)], [])[0]) == 0
+    drafter.forget(sequence)
+    assert not drafter.indexes
