@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fledge demo
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 # Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
 test-browser: $(VENV)/.installed-test

@@ -138,9 +138,9 @@ def attention_reference(q_THE: Tensor, k_KSE: Tensor, v_KSE: Tensor, mask_TS: Te
         )
         return out[0].transpose(0, 1)
     group = H // K
-    q = (q_THE * E**-0.5).view(T, K, group, E).permute(1, 2, 0, 3).reshape(K, group * T, E)
-    scores = torch.bmm(q, k_KSE.transpose(1, 2))
+    q = q_THE.reshape(K, group, E) if T == 1 else q_THE.view(T, K, group, E).permute(1, 2, 0, 3).reshape(K, group * T, E)
+    scores = torch.bmm(q, k_KSE.transpose(1, 2)).mul_(E**-0.5)
     if mask_TS is not None:
-        scores = (scores.view(K, group, T, S) + mask_TS).view(K, group * T, S)
+        scores.view(K, group, T, S).add_(mask_TS)
     out = torch.bmm(scores.softmax(-1), v_KSE)
-    return out.view(K, group, T, E).permute(2, 0, 1, 3).reshape(T, H, E)
+    return out.view(1, H, E) if T == 1 else out.view(K, group, T, E).permute(2, 0, 1, 3).reshape(T, H, E)

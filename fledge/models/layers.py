@@ -144,14 +144,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
     def qkv(self, x_ND: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self.qkv_proj(x_ND).unflatten(-1, (-1, self.head_dim))
-        num_qk = self.num_heads + self.num_kv_heads
-        qk, v = heads[..., :num_qk, :], heads[..., num_qk:, :]
+        heads = self.qkv_proj(x_ND)
+        heads = heads.view(*heads.shape[:-1], -1, self.head_dim)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
         if self.q_norm is not None:
-            q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
+            q, k = qk.split((self.num_heads, self.num_kv_heads), -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
-        qk = rotate(qk, cos, sin)
-        return qk[..., : self.num_heads, :], qk[..., self.num_heads :, :], v
+        q, k = rotate(qk, cos, sin).split((self.num_heads, self.num_kv_heads), -2)
+        return q, k, v
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.qkv(x_ND, cos, sin)
