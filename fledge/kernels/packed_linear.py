@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
 
