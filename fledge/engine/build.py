@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from fledge import sources
+from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.drafters import HERE as DRAFTERS
 from fledge.drafters import default_drafter
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine, page_pool, paged_kv
-from fledge.errors import ModelError, UserError
+from fledge.errors import UserError
 from fledge.kernels.packed_linear import pack_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -41,16 +41,7 @@ class Speculation:
             return None
         if name == "auto":
             return default_drafter(model) or "ngram"
-        if name == "ngram" or isinstance(name, EagleDrafter):
-            return name
-        shipped = DRAFTERS / name
-        if (shipped / "config.json").is_file():
-            return shipped
-        if Path(name).exists():
-            return Path(name)
-        if name.count("/") == 1 and not name.startswith((".", "/")):
-            return sources.resolve(name)
-        raise ModelError(f"drafter {name!r} was not found; give a folder, a hub id, 'ngram', 'auto' or 'none'")
+        return name if name == "ngram" or isinstance(name, EagleDrafter) else find_drafter(name)
 
 
 def build_engine(
