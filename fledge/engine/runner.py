@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.engine.lean_decoder import lean
 from fledge.engine.scheduler import Scheduled
 from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
 from fledge.models.decoder import Decoder
@@ -24,6 +25,7 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int]) -> None:
         self.decoder, self.cache, self.taps = decoder, cache, tuple(taps)
         self.device = cache.keys.device
+        self.lean = lean(decoder, self.device)
 
     def verify(self, batch: Sequence[Scheduled]) -> Verified:
         tokens: list[int] = []
@@ -44,7 +46,8 @@ class Runner:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
         tensors = torch.tensor([tokens, positions], device=self.device)
         attend = PagedAttend(self.cache, layouts)
-        hidden, taps = self.decoder(tensors[0], tensors[1], attend, self.taps, max(positions))
+        run = self.lean if self.lean is not None and self.lean.fits(attend) else self.decoder
+        hidden, taps = run(tensors[0], tensors[1], attend, self.taps, max(positions))
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
         return Verified(self.decoder.logits(hidden), logits_start, rows_start, taps)
