@@ -14,7 +14,7 @@ def chat(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    depth: options.Depth = "5",
+    depth: options.Depth = "auto",
     tree: options.Tree = False,
     system: options.System = None,
     dtype: options.Dtype = "auto",

@@ -13,7 +13,7 @@ from fledge.cli import options
 def demo(
     model: options.Model = "smollm2-135m",
     drafter: options.DrafterName = "auto",
-    depth: options.Depth = "5",
+    depth: options.Depth = "auto",
     tree: options.Tree = False,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",

@@ -25,7 +25,7 @@ def generate(
     frequency_penalty: float = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     seed: options.Seed = None,
-    depth: options.Depth = "5",
+    depth: options.Depth = "auto",
     tree: options.Tree = False,
     tree_width: options.TreeWidth = 4,
     tree_nodes: options.TreeNodes = 12,
