@@ -1,0 +1,53 @@
+"""What verifying a draft costs on CPU: a target pass over n tokens against one token, SmolLM2-135M, interleaved, medians.
+
+python benchmarks/verify_cost.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from fledge.bench.provenance import provenance, write_json
+from fledge.engine.build import EngineConfig, Speculation, build_engine
+from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
+
+CONTEXT, ROUNDS, SIZES = 256, 40, (1, 2, 4, 6, 8, 12)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    engine = build_engine("smollm2-135m", Speculation("none"), EngineConfig(device="cpu"))
+    runner = engine.runner
+    pages = list(range(-(-(CONTEXT + max(SIZES)) // engine.pool.page_size)))
+    tokens = torch.randint(0, 40_000, (CONTEXT + max(SIZES),), generator=torch.Generator().manual_seed(0))
+
+    def run(first: int, count: int) -> None:
+        attend = PagedAttend(runner.cache, [SequenceLayout(pages, count, first + count)])
+        network = runner.lean if runner.lean is not None and runner.lean.fits(attend) else runner.decoder
+        positions = torch.arange(first, first + count)
+        hidden, _ = network(tokens[first : first + count], positions, attend, (), first + count)
+        runner.decoder.logits(hidden).argmax(-1).tolist()
+
+    run(0, CONTEXT)
+    times: dict[int, list[float]] = {size: [] for size in SIZES}
+    for _ in range(ROUNDS):
+        for size in SIZES:
+            began = time.perf_counter()
+            run(CONTEXT, size)
+            times[size].append(time.perf_counter() - began)
+    medians = {size: 1e3 * statistics.median(values) for size, values in times.items()}
+    for size, median in medians.items():
+        print(f"{size:3d} tokens {median:6.2f} ms   {median / medians[1]:.2f} x one token")
+    if options.json:
+        write_json(options.json, {"context": CONTEXT, "milliseconds": medians, "provenance": provenance()})
+
+
+if __name__ == "__main__":
+    main()
