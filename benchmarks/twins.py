@@ -35,7 +35,7 @@ from fledge.training.target import DecoderTarget
 from fledge.training.vocabulary import DraftVocabulary
 from fledge.training.warm_start import last_layer, start_from_target
 
-LEARNING_RATES = {"3.1": 1e-3, "3": 2e-3}  # each one's best in short sweeps
+LEARNING_RATES = {"3.1": 1e-3, "3": 2e-3}  # from a prototype's short sweeps
 CLIP, WARMUP, LOG_EVERY = 0.5, 0.02, 100
 
 
@@ -189,7 +189,7 @@ class Arm:
         return loss.detach(), metrics
 
     def save(self, folder: Path, window: int) -> None:
-        # Documents were shorter than the window, so that serving with it is what was trained.
+        # Trained without a window: serving with one is a restriction that only texts longer than it feel.
         self.drafter.config = replace(self.drafter.config, window=window or None)
         save_drafter(self.drafter, folder, dtype=torch.bfloat16)
 
