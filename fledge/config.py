@@ -141,6 +141,45 @@ def _windows(config: Mapping[str, Any], num_layers: int, architecture: str) -> t
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek, Kimi): keys and values come from a narrow latent state, and one small rotated
+    key is shared by all heads."""
+
+    kv_lora_rank: int  # size of the latent state behind keys and values
+    qk_nope_head_dim: int  # per head, without position
+    qk_rope_head_dim: int  # rotated
+    v_head_dim: int
+    q_lora_rank: int | None = None  # size of the latent state behind queries; None: they come straight from the input
+
+    def __post_init__(self) -> None:
+        ranks = {"kv_lora_rank": self.kv_lora_rank, "v_head_dim": self.v_head_dim, "q_lora_rank": self.q_lora_rank or 1}
+        parts = {"qk_nope_head_dim": self.qk_nope_head_dim, "qk_rope_head_dim": self.qk_rope_head_dim}
+        if wrong := [name for name, size in (ranks | parts).items() if size < 1]:
+            raise ModelError(f"latent attention needs {', '.join(wrong)} of at least 1")
+        if self.qk_rope_head_dim % 2:
+            raise ModelError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd: rotations go by pairs")
+        if self.v_head_dim > self.qk_head_dim:
+            raise ModelError(f"v_head_dim {self.v_head_dim} above qk_nope_head_dim + qk_rope_head_dim is not supported")
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @staticmethod
+    def rope_problem(rope: RopeConfig) -> str | None:
+        """Why servers would not agree on these positions; None if they do."""
+        if rope.kind not in ("default", "yarn"):
+            return f"rope type {rope.kind!r} is not supported with latent attention; supported: default, yarn"
+        if rope.kind == "default":
+            return None
+        if rope.attention_factor is not None or not rope.truncate:
+            return "yarn's attention_factor and truncate are not supported with latent attention: vLLM ignores them"
+        if bool(rope.mscale) != bool(rope.mscale_all_dim) and rope.mscale != 1.0:
+            return "yarn's mscale and mscale_all_dim must both be set, or neither: readers disagree about one alone"
+        return None
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """An EAGLE drafter. EAGLE 3 and 3.1 differ by `fc_norm` and `norm_output`, nothing else."""
 
@@ -166,6 +205,28 @@ class DrafterConfig:
     window: int | None = None  # the drafter attends to the last `window` tokens only
     own_embedding: bool = False  # False: the target's embedding is shared
     own_head: bool = True  # False: the target's head is shared
+    qk_norm: bool = False  # an RMSNorm on each head's queries and keys, as in Qwen3
+    mla: MLAConfig | None = None  # None: grouped-query attention
+
+    def __post_init__(self) -> None:
+        if self.mla is not None:
+            # What the rest of the house sees: as many key/value heads as heads, each as wide as its whole key.
+            assert (self.num_kv_heads, self.head_dim) == (self.num_heads, self.mla.qk_head_dim), "sizes of latent attention"
+            assert not any((self.attention_bias, self.mlp_bias, self.qk_norm)), "latent attention has none of these"
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def attention(self) -> str:
+        """For people."""
+        if self.mla is None:
+            norms = ", queries and keys normed" if self.qk_norm else ""
+            return f"{self.num_heads} heads over {self.num_kv_heads}{norms}"
+        queries = f", queries from {self.mla.q_lora_rank}" if self.mla.q_lora_rank else ""
+        return f"{self.num_heads} heads of latent attention (MLA): keys and values from {self.mla.kv_lora_rank}{queries}"
 
     @property
     def version(self) -> str:

@@ -50,6 +50,8 @@ def tiny_drafter_config(target: ModelConfig | None = None, **overrides: Any) -> 
         "max_positions": target.max_positions,
         "aux_layer_ids": (1, 2, 3),
     } | overrides
+    if mla := settings.get("mla"):
+        settings |= {"num_kv_heads": settings["num_heads"], "head_dim": mla.qk_head_dim}
     return DrafterConfig(**settings)
 
 

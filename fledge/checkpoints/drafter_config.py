@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fledge.config import DrafterConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
 from fledge.errors import ModelError
 
 ARCHITECTURES = (
@@ -16,10 +16,14 @@ ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",
     "Eagle3Qwen2_5vlForCausalLM",
     "Eagle3Qwen3vlForCausalLM",
-    "Eagle3Qwen3ForCausalLM",
     "Eagle3MiniMaxM2ForCausalLM",
 )
+# May have norms on queries and keys: vLLM's has, that of some trainers is a Llama by another name. The weights tell.
+QK_NORM_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle3")
+SUPPORTED = (*ARCHITECTURES, QK_NORM_ARCHITECTURE, *MLA_ARCHITECTURES)
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -35,9 +39,9 @@ def parse_config(
     raw: Mapping[str, Any], target: ModelConfig | None, tensor_names: Collection[str] | None
 ) -> tuple[DrafterConfig | None, list[str]]:
     architecture = (raw.get("architectures") or ["(none named)"])[0]
-    if architecture not in ARCHITECTURES:
-        return None, [f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}"]
-    reader = _ConfigReader(raw, target)
+    if architecture not in SUPPORTED:
+        return None, [f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"]
+    reader = _ConfigReader(raw, target, architecture)
     try:
         config = reader.read()
     except ModelError as error:
@@ -51,6 +55,7 @@ def parse_config(
             config,
             own_embedding="embed_tokens.weight" in tensor_names,
             own_head="lm_head.weight" in tensor_names,
+            qk_norm=config.qk_norm and "midlayer.self_attn.q_norm.weight" in tensor_names,
         )
         reader.check_sharing(config)
     return config, reader.problems
@@ -60,12 +65,14 @@ def parse_config(
 class _ConfigReader:
     raw: Mapping[str, Any]
     target: ModelConfig | None
+    architecture: str
     problems: list[str] = field(default_factory=list)
 
     def read(self) -> DrafterConfig | None:
         raw = self.raw
-        needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-        lacking = [key for key in needed if raw.get(key) is None]
+        needed = ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings"]
+        is_mla = self.architecture in MLA_ARCHITECTURES
+        lacking = [key for key in (*needed, *(MLA_SIZES if is_mla else ())) if raw.get(key) is None]
         if lacking:
             self.problems.append(f"config.json lacks {', '.join(lacking)}")
         if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -79,6 +86,7 @@ class _ConfigReader:
         if lacking or layer_ids is None:
             return None
         hidden_size, num_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        mla = self._mla() if is_mla else None
         config = DrafterConfig(
             vocab_size=int(raw["vocab_size"]),
             draft_vocab_size=int(raw.get("draft_vocab_size") or raw["vocab_size"]),
@@ -86,20 +94,33 @@ class _ConfigReader:
             target_hidden_size=int(raw.get("target_hidden_size") or hidden_size),
             intermediate_size=int(raw["intermediate_size"]),
             num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            num_kv_heads=num_heads if mla else int(raw.get("num_key_value_heads") or num_heads),
+            head_dim=mla.qk_head_dim if mla else int(raw.get("head_dim") or hidden_size // num_heads),
             max_positions=int(raw["max_position_embeddings"]),
             aux_layer_ids=layer_ids,
             num_layers=int(raw.get("num_hidden_layers") or 1),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=RopeConfig.from_hf(raw),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            attention_bias=bool(raw.get("attention_bias", False)) and not mla,
+            mlp_bias=bool(raw.get("mlp_bias", False)) and not mla,
             window=self._window(),
+            qk_norm=self.architecture == QK_NORM_ARCHITECTURE,
+            mla=mla,
             **flags,
         )
         self._check_sizes(config)
         return config
+
+    def _mla(self) -> MLAConfig:
+        raw = self.raw
+        if biases := [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]:
+            self.problems.append(f"{' and '.join(biases)}: latent attention (MLA) drafters have no biases")
+        if raw.get("rope_interleave") is False:
+            self.problems.append("rope_interleave false is not supported: servers rotate neighbours in MLA drafters")
+        if problem := MLAConfig.rope_problem(RopeConfig.from_hf(raw)):
+            self.problems.append(problem)
+        sizes = {key: int(raw[key]) for key in MLA_SIZES}
+        return MLAConfig(**sizes, q_lora_rank=int(raw["q_lora_rank"]) if raw.get("q_lora_rank") else None)
 
     def _flag(self, name: str) -> bool:
         """At top level, where vLLM looks, or inside `eagle_config`, where some trainers leave it."""
@@ -179,8 +200,8 @@ def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Layer ids go to both places where readers look; `num_aux_hidden_states` too, without it vLLM assumes three."""
     layer_ids = list(config.aux_layer_ids)
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
+        "architectures": [_architecture(config)],
+        "model_type": model_type(config),
         **{flag: getattr(config, flag) for flag in FLAGS},
         LAYER_IDS: layer_ids,
         "num_aux_hidden_states": len(layer_ids),
@@ -199,8 +220,21 @@ def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
+def _architecture(config: DrafterConfig) -> str:
+    if config.mla is not None:
+        return MLA_ARCHITECTURES[0]
+    return QK_NORM_ARCHITECTURE if config.qk_norm else ARCHITECTURES[0]
+
+
+def model_type(config: DrafterConfig) -> str:
+    """Whose configuration class the layers' keys belong to; vLLM tells latent attention by it."""
+    if config.mla is not None:
+        return "deepseek_v3"
+    return "qwen3" if config.qk_norm else "llama"
+
+
 def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
-    """What describes the draft layers alone, under the keys of a Llama configuration."""
+    """What describes the draft layers alone, under the keys of a Llama, Qwen3 or DeepSeek configuration."""
     layers: dict[str, Any] = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -218,6 +252,11 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
     if config.window is not None:
         # vLLM heeds the window only of layers that layer_types calls sliding
         layers |= {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
+        layers |= {"use_sliding_window": True} if config.qk_norm else {}  # without it Qwen3's configuration drops the window
+    if config.mla is not None:
+        # some versions of transformers take a head_dim for the rotated part's size
+        del layers["head_dim"]
+        layers |= {**asdict(config.mla), "rope_interleave": True}
     return layers
 
 

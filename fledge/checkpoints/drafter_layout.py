@@ -1,6 +1,7 @@
 """Names and shapes of a drafter's tensors: the file's (raw EAGLE 3 layout) against the network's.
 
-In files q, k, v and gate, up lie apart and the first draft layer is called `midlayer`; the network has them fused.
+In files q, k, v (of latent attention: what reads the input) and gate, up lie apart and the first draft layer is called
+`midlayer`; the network has them fused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ def file_parts(network_name: str, config: DrafterConfig) -> list[tuple[str, int 
     if ".qkv_proj." in name:
         rows = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         return [(name.replace("qkv_proj", f"{part}_proj"), n * config.head_dim) for part, n in rows.items()]
+    if ".qkv_a_proj." in name:
+        mla = config.mla
+        queries = ("q_a_proj", mla.q_lora_rank) if mla.q_lora_rank else ("q_proj", config.num_heads * mla.qk_head_dim)
+        latents = ("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
+        return [(name.replace("qkv_a_proj", part), rows) for part, rows in (queries, latents)]
     if ".gate_up_proj." in name:
         return [(name.replace("gate_up_proj", part), config.intermediate_size) for part in ("gate_proj", "up_proj")]
     return [(name, None)]

@@ -48,7 +48,7 @@ def build_drafter(config: DrafterConfig, files: DrafterFiles, dtype: torch.dtype
     state = drafter_layout.to_network(files.tensors, config)
     state = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in state.items()}
     drafter.load_state_dict(state, strict=True, assign=True)
-    drafter.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
+    drafter.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope).to(device)
     return drafter.eval().requires_grad_(False)
 
 

@@ -49,6 +49,7 @@ def export_drafter(
     if to == "sglang":
         dtype = drafter.fc.weight.dtype
         return write_drafter_files(out, _sglang_config(drafter), drafter_layout.to_file(drafter, dtype), readme)
+    _refuse("vLLM", "use Fledge", _not_on_vllm(drafter.config))
     return eagle3.save_drafter(drafter, out, texts=readme)
 
 
@@ -96,19 +97,34 @@ def _not_onto_itself(folder: str | Path, out: str | Path) -> None:
         raise ModelError(f"{out}: the drafter itself would be overwritten; choose another folder")
 
 
+def _refuse(server: str, instead: str, unsupported: dict[str, bool]) -> None:
+    if refused := [name for name, present in unsupported.items() if present]:
+        raise ModelError(f"{server} does not serve drafters with {'; '.join(refused)}: {instead}")
+
+
+def _not_on_vllm(config: DrafterConfig) -> dict[str, bool]:
+    """What its MLA drafts would ignore without a word."""
+    is_mla = config.mla is not None
+    return {
+        "latent attention and norm_before_fc": is_mla and config.norm_before_fc,
+        "latent attention and a window": is_mla and config.window is not None,
+    }
+
+
 def _sglang_config(drafter: EagleDrafter) -> dict[str, Any]:
     """SGLang looks for layer ids inside eagle_config, and takes a first id of 1 to count outputs (1 there is 2 here)."""
-    config = drafter.config
+    config, mla = drafter.config, drafter.config.mla
     unsupported = {
         "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual,
         "attention or MLP biases": config.attention_bias or config.mlp_bias,
         "more than one draft layer": config.num_layers > 1,
         "a tap after the first layer (it reads a first id of 1 as 2)": config.aux_layer_ids[0] == 1,
+        "norms on queries and keys": config.qk_norm,
+        "latent attention without q_lora_rank": mla is not None and not mla.q_lora_rank,
+        "latent attention and a window": mla is not None and config.window is not None,
     }
-    refused = [name for name, present in unsupported.items() if present]
-    if refused:
-        raise ModelError(f"SGLang does not serve drafters with {'; '.join(refused)}: use vLLM")
+    _refuse("SGLang", "use vLLM", unsupported)
     ids = list(config.aux_layer_ids)
     # understood by every version; other first ids are taken as they are by versions of mid-May 2026 and later
     theirs = [i - 1 for i in ids] if ids[0] == 2 else ids
@@ -129,6 +145,7 @@ def _readme(config: DrafterConfig, to: str, out: Path, target: str, num_draft_to
         f"- taps the target after layers {', '.join(map(str, config.aux_layer_ids))} (0 = the embeddings)",
         f"- draft vocabulary {config.draft_vocab_size} of {config.vocab_size}; {config.num_layers} draft layer(s) of "
         f"{config.hidden_size}; positions up to {config.max_positions}",
+        f"- {config.attention}",
         "",
         "## Serve",
         "",
@@ -139,6 +156,7 @@ def _readme(config: DrafterConfig, to: str, out: Path, target: str, num_draft_to
         "## Versions",
         "",
         *_VERSIONS[to],
+        *(_MLA_VERSIONS[to] if config.mla is not None else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -175,4 +193,13 @@ _VERSIONS = {
         "SGLang always lends the target's embedding to a drafter of the same hidden size. `fledge doctor` on this folder and",
         "the server's own acceptance length should agree: compare them once.",
     ],
+}
+# Latent attention came later than the rest, and its first releases draft badly without a word.
+_MLA_VERSIONS = {
+    "vllm": [
+        "",
+        "Never 0.22.0 or 0.22.1 for this drafter: with latent attention (MLA) they load `fc_norm` and do not apply it, so that",
+        "the server looks healthy and hardly a draft is accepted.",
+    ],
+    "sglang": ["", "Latent attention (MLA) drafts need a version with `Eagle3DeepseekV2ForCausalLM` among its models."],
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints import eagle3, origins
-from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS
+from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS, QK_NORM_ARCHITECTURE
 from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
@@ -88,6 +88,11 @@ def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterCo
     hidden = [flag for flag in ("fc_norm", "norm_output") if nested.get(flag) and as_written.get(flag) is None]
     if hidden:
         warnings.append(f"{' and '.join(hidden)} only inside eagle_config, where vLLM does not look: `fledge import` it")
+    if QK_NORM_ARCHITECTURE in (as_written.get("architectures") or ()) and not config.qk_norm:
+        warnings.append(
+            f"architecture {QK_NORM_ARCHITECTURE} without norms on queries and keys: read as a Llama drafter here, but vLLM "
+            "0.32 norms them all the same: `fledge import` it"
+        )
     d2t = files.tensors.get("d2t")
     if config.draft_vocab_size < config.vocab_size and d2t is not None and not d2t.any():
         warnings.append(

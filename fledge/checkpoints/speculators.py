@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints import drafter_layout
-from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS, layer_config_to_hf
+from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS, layer_config_to_hf, model_type
 from fledge.checkpoints.drafter_files import write_drafter_files
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
@@ -35,11 +35,11 @@ def raw_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"speculators model type {kind!r} is not supported; supported: eagle3")
     if not isinstance(layer, Mapping):
         raise ModelError("config.json is of the speculators layout but lacks transformer_layer_config")
-    model_type = layer.get("model_type", "llama")
-    if model_type not in _ARCHITECTURES:
+    layer_type = layer.get("model_type", "llama")
+    if layer_type not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"speculators draft layers of type {model_type!r} are not supported; supported: {known}")
-    raw = {**layer, "architectures": [_ARCHITECTURES[model_type]], "eagle_config": None}
+        raise ModelError(f"speculators draft layers of type {layer_type!r} are not supported; supported: {known}")
+    raw = {**layer, "architectures": [_ARCHITECTURES[layer_type]], "eagle_config": None}
     raw["draft_vocab_size"] = config.get("draft_vocab_size")
     # silence means true in this layout, false in the raw one
     raw["norm_before_residual"] = config.get("norm_before_residual", True)
@@ -65,10 +65,12 @@ def save_speculators(
 ) -> Path:
     """`verifier`: the name or path of the target; vLLM serves it from the drafter's folder alone."""
     config = drafter.config
+    if config.mla is not None:
+        raise ModelError("the speculators layout has no latent attention (MLA): export to vllm or sglang instead")
     dtype = dtype or drafter.fc.weight.dtype
     layer = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": model_type(config),
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "vocab_size": config.vocab_size,
         **layer_config_to_hf(config),
         # vLLM takes the number of tapped states from here; silence means three

@@ -46,7 +46,7 @@ def _print(report: DrafterReport) -> None:
             "flags": ", ".join(f"{flag} {'yes' if getattr(config, flag) else 'no'}" for flag in FLAGS),
             "taps": f"after target layers {', '.join(map(str, config.aux_layer_ids))} (0 = the embeddings)",
             "draft layers": f"{config.num_layers}, hidden {config.hidden_size} (target {config.target_hidden_size}), "
-            f"{config.num_heads} heads over {config.num_kv_heads}, MLP {config.intermediate_size}",
+            f"{config.attention}, MLP {config.intermediate_size}",
             "vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} "
             f"({config.draft_vocab_size / config.vocab_size:.1%})",
             "embedding": "its own" if config.own_embedding else "the target's",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fledge.config import DrafterConfig
 from fledge.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from fledge.models.mla import LatentAttention
 
 
 class DrafterOutput(NamedTuple):
@@ -33,17 +34,7 @@ class DrafterLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps) if self.first else None
-        self.self_attn = Attention(
-            layer,
-            2 * size if self.first else size,
-            size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            window=config.window,
-        )
+        self.self_attn = _attention(config, layer, 2 * size if self.first else size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias)
 
@@ -56,6 +47,32 @@ class DrafterLayer(nn.Module):
             residual, x = h, self.input_layernorm(h)
         r = residual + self.self_attn(x, cos, sin, attend)
         return r + self.mlp(self.post_attention_layernorm(r))
+
+
+def _attention(config: DrafterConfig, layer: int, input_size: int) -> Attention | LatentAttention:
+    if config.mla is not None:
+        return LatentAttention(
+            layer,
+            input_size,
+            config.hidden_size,
+            config.num_heads,
+            config.mla,
+            config.rope,
+            config.rms_norm_eps,
+            window=config.window,
+        )
+    return Attention(
+        layer,
+        input_size,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        window=config.window,
+    )
 
 
 class EagleDrafter(nn.Module):
@@ -74,7 +91,7 @@ class EagleDrafter(nn.Module):
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+        self.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope)
         # target id = draft id + d2t[draft id]; the identity when the vocabularies are the same
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 

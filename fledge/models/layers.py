@@ -95,12 +95,13 @@ def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) ->
     return inverse.float(), 1.0
 
 
+def yarn_magnitude(scale: float, mscale: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
 def _yarn(head_dim: int, rope: RopeConfig, inverse: Tensor, original: int) -> tuple[Tensor, float]:
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    def magnitude(scale: float, mscale: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
@@ -112,9 +113,9 @@ def _yarn(head_dim: int, rope: RopeConfig, inverse: Tensor, original: int) -> tu
     factor = rope.attention_factor
     if factor is None:
         if rope.mscale and rope.mscale_all_dim:
-            factor = magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
+            factor = yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(rope.factor, rope.mscale_all_dim)
         else:
-            factor = magnitude(rope.factor)
+            factor = yarn_magnitude(rope.factor)
     return inverse.float(), float(factor)
 
 

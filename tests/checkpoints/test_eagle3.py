@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.eagle3 import drafter_config_from_hf, load_drafter, save_drafter
-from fledge.config import RopeConfig
+from fledge.config import MLAConfig, RopeConfig
 from fledge.errors import ModelError
 from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
 
@@ -19,6 +19,9 @@ LLAMA3_ROPE = RopeConfig(
     theta=5e5, kind="llama3", factor=8.0, original_max_positions=64, low_freq_factor=1.0, high_freq_factor=4.0
 )
 YARN = RopeConfig(theta=1e4, kind="yarn", factor=4.0, original_max_positions=128, beta_fast=16.0, attention_factor=1.2)
+MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+MLA_LATENT_QUERIES = dataclasses.replace(MLA, q_lora_rank=20)
+DEEPSEEK_YARN = RopeConfig(theta=5e4, kind="yarn", factor=8.0, original_max_positions=64, mscale=1.0, mscale_all_dim=0.7)
 VARIANTS = {
     "eagle 3": {},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
@@ -36,6 +39,10 @@ VARIANTS = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "llama3 rope": {"rope": LLAMA3_ROPE},
     "yarn": {"rope": YARN},
+    "norms on queries and keys": {"qk_norm": True, "num_layers": 2, "window": 8},
+    "latent attention": {"mla": MLA, "fc_norm": True, "norm_output": True},
+    "latent attention, latent queries, two layers, window": {"mla": MLA_LATENT_QUERIES, "num_layers": 2, "window": 8},
+    "latent attention, yarn": {"mla": MLA, "rope": DEEPSEEK_YARN},
 }
 
 
@@ -132,7 +139,9 @@ FAULTS = {
     "head missing": ({}, {"lm_head.weight": None}, "no lm_head.weight although draft_vocab_size 48"),
     "another hidden size": ({"target_hidden_size": 64}, {}, "made for a target of hidden size 64, this target has 32"),
     "another vocabulary": ({"vocab_size": 256}, {}, "made for a vocabulary of 256, this target has 128"),
-    "architecture": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, "Eagle3DeepseekV2ForCausalLM is not supp"),
+    "architecture": ({"architectures": ["Eagle3MambaForCausalLM"]}, {}, "Eagle3MambaForCausalLM is not supported"),
+    "another attention": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, "lacks kv_lora_rank, qk_nope_head_dim"),
+    "norms of another kind": ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}, "unknown tensors: midlayer.self_attn.q"),
     "activation": ({"hidden_act": "gelu"}, {}, "activation 'gelu'"),
     "key missing": ({"hidden_size": None}, {}, "config.json lacks hidden_size"),
     "kind of value": ({"num_attention_heads": "many"}, {}, "wrong kind"),
@@ -146,6 +155,85 @@ def test_what_does_not_fit_is_refused(drafter_folder, config, tensors, message):
     load_drafter(drafter_folder, TARGET)  # sound before the change
     with pytest.raises(ModelError, match=message):
         load_drafter(change(drafter_folder, config, tensors), TARGET)
+
+
+def test_the_file_of_latent_attention_is_what_vllm_reads(tmp_path):
+    settings = {"mla": MLA_LATENT_QUERIES, "fc_norm": True, "norm_output": True, "rope": DEEPSEEK_YARN}
+    folder = save_drafter(tiny_drafter(tiny_drafter_config(TARGET, **settings)), tmp_path / "drafter")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert (config["architectures"], config["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v3")
+    expected = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    assert {key: config[key] for key in expected} == expected
+    assert config["num_key_value_heads"] == 4
+    assert "head_dim" not in config
+    assert {key: config["rope_scaling"][key] for key in ("mscale", "mscale_all_dim")} == {"mscale": 1.0, "mscale_all_dim": 0.7}
+    names = "midlayer.self_attn."
+    assert {name.removeprefix(names): tuple(t.shape) for name, t in tensors.items() if name.startswith(names)} == {
+        "q_a_proj.weight": (20, 64),
+        "q_a_layernorm.weight": (20,),
+        "q_b_proj.weight": (4 * 12, 20),
+        "kv_a_proj_with_mqa.weight": (12 + 4, 64),
+        "kv_a_layernorm.weight": (12,),
+        "kv_b_proj.weight": (4 * (8 + 6), 12),
+        "o_proj.weight": (32, 4 * 6),
+    }
+    straight = tiny_drafter(tiny_drafter_config(TARGET, mla=MLA))
+    tensors = load_file(save_drafter(straight, tmp_path / "straight") / "model.safetensors")
+    assert tensors[names + "q_proj.weight"].shape == (4 * 12, 64)
+    assert names + "q_a_proj.weight" not in tensors
+    as_deepseek_v3 = change(folder, {"architectures": ["Eagle3DeepseekV3ForCausalLM"], "head_dim": 4})
+    assert load_drafter(as_deepseek_v3, TARGET).config.mla == MLA_LATENT_QUERIES
+
+
+@pytest.fixture
+def latent_folder(tmp_path):
+    settings = {"draft_vocab_size": 48, "fc_norm": True, "norm_output": True, "mla": MLA_LATENT_QUERIES}
+    return save_drafter(tiny_drafter(tiny_drafter_config(TARGET, **settings)), tmp_path / "drafter")
+
+
+ATTENTION = "midlayer.self_attn."
+LATENT_FAULTS = {
+    "missing": ({}, {ATTENTION + "kv_b_proj.weight": None}, "missing tensors: midlayer.self_attn.kv_b_proj.weight"),
+    "unknown": ({}, {ATTENTION + "k_proj.weight": torch.ones(4, 64)}, "unknown tensors: midlayer.self_attn.k_proj.weight"),
+    "shape": ({}, {ATTENTION + "kv_a_proj_with_mqa.weight": torch.ones(16, 32)}, r"asks for \[16, 64\]"),
+    "size": ({"v_head_dim": 8}, {}, r"kv_b_proj.weight has shape \[56, 12\]; config.json asks for \[64, 12\]"),
+    "queries": ({"q_lora_rank": None}, {}, "missing tensors: midlayer.self_attn.q_proj.weight"),
+    "rank without weights": ({}, {ATTENTION + "q_a_layernorm.weight": None}, "q_a_layernorm.weight"),
+    "flag without weights": ({}, {f"fc_norm.{i}.weight": None for i in range(3)}, "sets fc_norm but the weights lack"),
+    "weights without flag": ({"fc_norm": False}, {}, "fc_norm.0.weight.*does not set fc_norm"),
+    "key missing": ({"kv_lora_rank": None}, {}, "config.json lacks kv_lora_rank"),
+    "odd rotation": ({"qk_rope_head_dim": 3}, {}, "qk_rope_head_dim 3 is odd"),
+    "nothing at all": ({"qk_nope_head_dim": 0}, {}, "needs qk_nope_head_dim of at least 1"),
+    "wide values": ({"v_head_dim": 13}, {}, "v_head_dim 13 above"),
+    "biases": ({"attention_bias": True}, {}, "attention_bias: latent attention"),
+    "halves": ({"rope_interleave": False}, {}, "rope_interleave false"),
+    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, "rope type 'linear' is not supported with latent"),
+    "attention factor": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.1}},
+        {},
+        "attention_factor and",
+    ),
+    "half an mscale": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0}}, {}, "must both be set"),
+    "another kind": ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "missing tensors: midlayer.self_attn.q_proj.weight"),
+}
+
+
+@pytest.mark.parametrize(("config", "tensors", "message"), LATENT_FAULTS.values(), ids=LATENT_FAULTS.keys())
+def test_latent_attention_that_does_not_fit_is_refused(latent_folder, config, tensors, message):
+    load_drafter(latent_folder, TARGET)  # sound before the change
+    with pytest.raises(ModelError, match=message):
+        load_drafter(change(latent_folder, config, tensors), TARGET)
+
+
+def test_norms_on_queries_and_keys_are_told_by_the_weights(tmp_path):
+    """vLLM's Qwen3 drafter has them; some trainers call a Llama drafter so."""
+    folder = save_drafter(tiny_drafter(tiny_drafter_config(TARGET, qk_norm=True)), tmp_path / "drafter")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    norms = {f"{ATTENTION}{part}_norm.weight": None for part in "qk"}
+    assert load_drafter(folder, TARGET).config.qk_norm
+    with pytest.raises(ModelError, match=r"missing tensors: midlayer\.self_attn\.k_norm"):
+        load_drafter(change(folder, {}, {ATTENTION + "k_norm.weight": None}), TARGET)
+    assert not load_drafter(change(folder, {}, norms), TARGET).config.qk_norm
 
 
 def test_all_problems_are_told_at_once(drafter_folder):
