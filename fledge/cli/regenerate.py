@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ def regenerate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Let the target answer prompts; a drafter learns best from the target's own words."""
+    started = time.monotonic()  # the report counts everything from here
     from fledge import sources
     from fledge.engine.offline import answer_generator
     from fledge.tokenizer import Tokenizer
@@ -49,6 +51,7 @@ def regenerate(
             self_prompted=self_prompted,
             limit=limit,
             model=model,
+            started=started,
         )
     except KeyboardInterrupt:
         typer.echo(f"stopped; {out} keeps what is finished, and the same command goes on from there", err=True)

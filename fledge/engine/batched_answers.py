@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from fledge.models.decoder import Decoder
 STEPS_PER_CHUNK = 4
 PROMPT_TOKENS_PER_PASS = 32768
 PROMPTS_PER_PASS = 1024
-# New prompts enter when this share of the rows is free: together, so that their pass is worth its launches.
+# New prompts enter when there are so many, as a share of those under way: together, so that their pass is worth its launches.
 REFILL_SHARE = 1 / 32
 
 
@@ -50,7 +50,7 @@ class Task:
     max_tokens: int
     temperature: float
     top_p: float
-    seeds: Sequence[int]  # one per prompt
+    seed_of: Callable[[int], int]  # by the prompt's index
     stop_ids: tuple[int, ...]
 
 
@@ -74,6 +74,7 @@ class Progress:
 @dataclass
 class _Owner:
     index: int
+    prompt: Sequence[int]
     pages: list[int]
     first_chunk: int  # the status of earlier chunks speaks of the row's former owner
 
@@ -139,7 +140,8 @@ class BatchedAnswers:
     def timed(self, name: str):
         return self.timer.span(name) if self.timer is not None else nullcontext()
 
-    def run(self, prompts: Sequence[Sequence[int]], task: Task) -> Iterator[Answer]:
+    def run(self, prompts: Iterator[Sequence[int] | None], task: Task) -> Iterator[Answer]:
+        """Prompts are taken as rows become free. None: nothing yet, the stream is asked again after the next chunk."""
         assert not self.busy, "one set of prompts at a time"
         self.busy = True
         try:
@@ -155,12 +157,13 @@ class BatchedAnswers:
 class _Run:
     """One set of prompts on its way through the rows."""
 
-    def __init__(self, answers: BatchedAnswers, prompts: Sequence[Sequence[int]], task: Task) -> None:
+    def __init__(self, answers: BatchedAnswers, prompts: Iterator[Sequence[int] | None], task: Task) -> None:
         self.batch, self.prompts, self.task = answers, prompts, task
         self.graphs = answers.prepare(task)
         self.slots, self.device = answers.slots, answers.device
         self.page_size = answers.config.page_size
-        self.waiting = deque(range(len(prompts)))
+        self.num_taken, self.all_taken = 0, False
+        self.waiting: deque[tuple[int, Sequence[int]]] = deque()  # taken, with their indexes
         self.owners: dict[int, _Owner] = {}  # by row
         self.free_rows = list(range(answers.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
         self.free_pages = list(range(answers.num_pages))
@@ -170,7 +173,7 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        return not (self.waiting or self.owners or self.finished)
+        return self.all_taken and not (self.waiting or self.owners or self.finished)
 
     @torch.inference_mode()
     def advance(self) -> list[Answer]:
@@ -223,20 +226,34 @@ class _Run:
             ready.append(Answer(index, tokens, "stop" if tokens[-1] in self.task.stop_ids else "length"))
         return ready
 
+    def take_prompts(self) -> None:
+        """As many as there are rows: enough to see what could enter next."""
+        while not self.all_taken and len(self.waiting) < self.batch.config.max_num_seqs:
+            try:
+                prompt = next(self.prompts)
+            except StopIteration:
+                self.all_taken = True
+                return
+            if prompt is None:
+                return
+            self.waiting.append((self.num_taken, prompt))
+            self.num_taken += 1
+
     def refill(self) -> None:
         """New prompts take free rows, as many as the free pages hold."""
-        fewest = min(int(self.batch.config.max_num_seqs * REFILL_SHARE), len(self.waiting))
-        if self.owners and len(self.free_rows) < fewest:
+        self.take_prompts()
+        fewest = int(len(self.owners) * REFILL_SHARE)
+        if min(len(self.free_rows), len(self.waiting)) < (min(fewest, len(self.waiting)) if self.all_taken else fewest):
             return
         while self.waiting and self.free_rows:
             entering, num_tokens = [], 0
             while self.waiting and self.free_rows and len(entering) < PROMPTS_PER_PASS:
-                length = len(self.prompts[self.waiting[0]])
+                length = len(self.waiting[0][1])
                 num_pages = -(-(length + self.limit(length)) // self.page_size)
                 if num_pages > len(self.free_pages) or (entering and num_tokens + length > PROMPT_TOKENS_PER_PASS):
                     break
-                index, row = self.waiting.popleft(), heapq.heappop(self.free_rows)
-                self.owners[row] = _Owner(index, [self.free_pages.pop() for _ in range(num_pages)], self.chunk)
+                row, pages = heapq.heappop(self.free_rows), [self.free_pages.pop() for _ in range(num_pages)]
+                self.owners[row] = _Owner(*self.waiting.popleft(), pages, self.chunk)
                 entering.append(row)
                 num_tokens += length
             if not entering:
@@ -252,7 +269,7 @@ class _Run:
     def read_prompts(self, rows: list[int]) -> None:
         """One pass over several prompts: their keys and values into the cache, their first tokens committed."""
         owners = [self.owners[row] for row in rows]
-        prompts = [self.prompts[owner.index] for owner in owners]
+        prompts = [owner.prompt for owner in owners]
         lengths = np.array([len(prompt) for prompt in prompts])
         offsets = np.concatenate([[0], lengths.cumsum()])
         sequence = np.repeat(np.arange(len(rows)), lengths)
@@ -264,7 +281,7 @@ class _Run:
         tokens = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
         token_rows = self.upload(np.stack([tokens, positions, slots + positions % self.page_size]))
         limits = [self.limit(len(prompt)) for prompt in prompts]
-        seeds = [self.task.seeds[owner.index] for owner in owners]
+        seeds = [self.task.seed_of(owner.index) for owner in owners]
         entries = self.upload(np.array([rows, lengths, limits, seeds, offsets[1:] - 1], dtype=np.int64))
         attend = PromptAttend(lengths.tolist(), self.upload(offsets.astype(np.int32)))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -27,21 +28,32 @@ DEVICE_CONCURRENCY = 2048
 DEVICE_PAGE_SIZE = 128
 
 
+Prompts = Sequence[Sequence[int]] | Iterator[Sequence[int] | None]
+# One from which each prompt gets its own, a function from a prompt's index to its seed, or None: a random one.
+Seed = int | Callable[[int], int] | None
+
+
 class AnswerGenerator(Protocol):
     model: ModelConfig
     max_model_len: int
+    concurrency: int  # answers under way at once
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_tokens: int,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        seed: int | None = None,
+        seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens."""
+        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens.
+
+        A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts
+        may depend on earlier answers. It gives None when it has nothing yet: it is asked again while answers are under
+        way, and should wait rather than give None when none are.
+        """
 
 
 def answer_generator(
@@ -74,26 +86,25 @@ class DeviceAnswers:
     """On a GPU: rows of a captured decode step. Without `capture` the same loop runs eagerly, on any device."""
 
     def __init__(self, decoder: Decoder, config: EngineConfig, *, capture: bool, profile: bool = False) -> None:
-        self.model, self.max_model_len = decoder.config, config.max_model_len
+        self.model, self.max_model_len, self.concurrency = decoder.config, config.max_model_len, config.max_num_seqs
         self.batch = BatchedAnswers(decoder, config, capture=capture, profile=profile)
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_tokens: int,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        seed: int | None = None,
+        seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
         SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)  # refuses what makes no sense
         ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
         if len(ends) > MAX_STOP_IDS:
             raise RequestError(f"{len(ends)} stop ids were given and at most {MAX_STOP_IDS} are watched for; give fewer")
-        check_prompts(prompts, self.model.vocab_size, self.max_model_len)
-        task = Task(max_tokens, temperature, top_p, prompt_seeds(seed, len(prompts)), ends)
-        return self.batch.run(prompts, task)
+        task = Task(max_tokens, temperature, top_p, seed_function(seed), ends)
+        return self.batch.run(checked(prompts, self.model.vocab_size, self.max_model_len), task)
 
 
 class EngineAnswers:
@@ -102,32 +113,36 @@ class EngineAnswers:
     def __init__(self, engine: Engine) -> None:
         engine.tokenizer = None
         self.engine, self.model, self.max_model_len = engine, engine.model, engine.config.max_model_len
+        self.concurrency = engine.config.max_num_seqs
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_tokens: int,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        seed: int | None = None,
+        seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
         ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=ends, ignore_eos=True
         )
-        check_prompts(prompts, self.model.vocab_size, self.max_model_len)
-        return self._run(prompts, params, prompt_seeds(seed, len(prompts)))
+        return self._run(checked(prompts, self.model.vocab_size, self.max_model_len), params, seed_function(seed))
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: list[int]) -> Iterator[Answer]:
-        indexes = iter(range(len(prompts)))
+    def _run(
+        self, prompts: Iterator[Sequence[int] | None], params: SamplingParams, seed_of: Callable[[int], int]
+    ) -> Iterator[Answer]:
         index_of: dict[str, int] = {}
+        num_taken = 0
         try:
             while True:
-                while len(index_of) < 2 * self.engine.config.max_num_seqs and (index := next(indexes, None)) is not None:
-                    request = self.engine.add_request(prompts[index], replace(params, seed=seeds[index]))
-                    index_of[request.id] = index
+                # None at the end of the stream, too: then every later look gives None again.
+                while len(index_of) < 2 * self.concurrency and (prompt := next(prompts, None)) is not None:
+                    request = self.engine.add_request(prompt, replace(params, seed=seed_of(num_taken)))
+                    index_of[request.id] = num_taken
+                    num_taken += 1
                 if not index_of:
                     return
                 for delta in self.engine.step():
@@ -140,9 +155,10 @@ class EngineAnswers:
                     self.engine.abort(request)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> None:
-    """All of them before the first is run: a mistake in the last should not cost an hour."""
-    for index, prompt in enumerate(prompts):
+def checked(prompts: Prompts, vocab_size: int, max_model_len: int) -> Iterator[Sequence[int] | None]:
+    """All of a sequence before its first is run: a mistake in the last should not cost an hour. A stream as it comes."""
+
+    def check(index: int, prompt: Sequence[int]) -> Sequence[int]:
         if not 0 < len(prompt) < max_model_len:
             raise RequestError(
                 f"prompt {index} has {len(prompt)} tokens; it must have at least 1 and fewer than {max_model_len}, "
@@ -150,12 +166,20 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, max_model_l
             )
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise RequestError(f"prompt {index} holds a token outside the model's vocabulary of {vocab_size}")
+        return prompt
+
+    if isinstance(prompts, Sequence):
+        return iter([check(index, prompt) for index, prompt in enumerate(prompts)])
+    indexes = count()
+    return (prompt if prompt is None else check(next(indexes), prompt) for prompt in prompts)
 
 
-def prompt_seeds(seed: int | None, count: int) -> list[int]:
+def seed_function(seed: Seed) -> Callable[[int], int]:
     """One stream of draws per prompt, so that an answer does not depend on which prompts it ran with."""
-    seed = random.getrandbits(62) if seed is None else seed
-    return [_mixed(seed * 0x9E3779B97F4A7C15 + index) for index in range(count)]
+    if callable(seed):
+        return seed
+    base = random.getrandbits(62) if seed is None else seed
+    return lambda index: _mixed(base * 0x9E3779B97F4A7C15 + index)
 
 
 def _mixed(value: int) -> int:

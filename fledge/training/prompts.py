@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class AnswerFile:
         self.done: set[str] = set()
         self._settings = settings
         self._file: IO[str] | None = None
+        self._writing = threading.Lock()
 
     def __enter__(self) -> AnswerFile:
         if self.path.is_file() and self.path.stat().st_size:
@@ -87,11 +89,13 @@ class AnswerFile:
         assert self._file is not None
         self._file.close()
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Finished conversations, each as its id and its line; from any thread."""
         assert self._file is not None
-        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._file.flush()
-        self.done.add(record["id"])
+        with self._writing:
+            self._file.write("".join(line for _, line in lines))
+            self._file.flush()
+            self.done.update(name for name, _ in lines)
 
     def _check_settings(self) -> None:
         if not self.settings_path.is_file():

@@ -11,30 +11,29 @@ end-of-turn id last, unless it was cut off). Training reads these ids, so nothin
 
 from __future__ import annotations
 
+import gc
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
+from fledge.training.conversations import Conversations
 from fledge.training.data import DataError
-from fledge.training.loops import is_looping
+from fledge.training.dialogues import HostWork
+from fledge.training.helpers import Helpers, find_helpers
 from fledge.training.prompts import AnswerFile, Prompt, prompt_id, read_prompts
-from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
 
-# What is handed to the generator at once. Large, so that it always has work; follow-up turns join the next wave.
+# What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
 WAVE = 32768
-# The user's turns that the target writes: sampled freely, and kept if they look like something a user would send.
+# The user's turns that the target writes: sampled freely.
 SELF_TEMPERATURE = 1.0
 SELF_MAX_TOKENS = 256
-SELF_MIN_CHARACTERS = 12
 
 
 class AnswerGenerator(Protocol):
@@ -54,6 +53,8 @@ class AnswerGenerator(Protocol):
 
         The answer's ids end with the stop id that ended it. Equal prompts in one call are sampled independently.
         A generator with a limited context says so in an attribute `max_model_len` (tokens of prompt and answer).
+        One with an attribute `concurrency` (answers under way at once) takes a stream as well as a list: an iterator
+        whose None means "nothing yet, ask again", with a function from index to seed.
         """
         ...
 
@@ -65,7 +66,8 @@ class RegenerateReport:
     conversations: int = 0
     answers: int = 0
     answer_tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the whole command
+    warm_up_seconds: float = 0.0  # of these, before the first prompt went in: loading, compiling, recording
     looping: int = 0
     cut_off: int = 0  # answers that reached max_tokens
     already_done: int = 0
@@ -83,6 +85,11 @@ class RegenerateReport:
     def tokens_per_second(self) -> float:
         return self.answer_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def warm_tokens_per_second(self) -> float:
+        warm_seconds = self.seconds - self.warm_up_seconds
+        return self.answer_tokens / warm_seconds if warm_seconds > 0 else 0.0
+
     def __str__(self) -> str:
         notes = {
             "looping": self.looping,
@@ -94,30 +101,9 @@ class RegenerateReport:
             "self-written prompts rejected": self.self_rejected,
         }
         text = f"{self.conversations:,} conversations, {self.answers:,} answers, {self.answer_tokens:,} answer tokens "
-        text += f"in {self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s)"
+        text += f"in {self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s; {self.warm_tokens_per_second:,.0f} "
+        text += f"after the {self.warm_up_seconds:.1f} s before the first prompt)"
         return text + "".join(f"; {count:,} {what}" for what, count in notes.items() if count)
-
-
-@dataclass
-class _Dialogue:
-    """A conversation under way."""
-
-    prompt: Prompt
-    messages: list[Message]  # so far, with the target's answers
-    upcoming: deque[str]  # the user's turns still to come
-    turns: list[dict[str, Any]] = field(default_factory=list)  # as they will stand in the file
-    prompt_ids: list[int] = field(default_factory=list)  # what is to be answered now
-    looping: bool = False  # one of the answers so far
-
-    @classmethod
-    def start(cls, prompt: Prompt) -> _Dialogue:
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return cls(prompt, system, deque(prompt.turns))
-
-    def record(self) -> dict[str, Any]:
-        source = {"source": self.prompt.source} if self.prompt.source else {}
-        answers = {"messages": self.messages, "looping": self.looping, "turns_ids": self.turns}
-        return {"id": self.prompt.id, **source, **answers}
 
 
 def regenerate(
@@ -135,12 +121,17 @@ def regenerate(
     model: str = "",
     chat_template: str | None = None,
     wave: int = WAVE,
+    processes: int | None = None,
+    started: float | None = None,
     show_progress: bool = True,
 ) -> RegenerateReport:
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
+    `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
+    `started`: when the whole command did (time.monotonic()), for its report; None: now.
     """
+    started = time.monotonic() if started is None else started
     if prompts_path is None and not self_prompted:
         raise DataError("nothing to answer: give a file of prompts, a number of self-written prompts, or both")
     if max_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or (self_prompted or 0) < 0:
@@ -149,148 +140,155 @@ def regenerate(
     settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     settings["chat_template"] = chat_template or tokenizer.chat_template or ""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    max_model_len = getattr(generator, "max_model_len", None)
+    work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
     with AnswerFile(out_path, settings) as file:
-        run = _Run(generator, ChatFormat(tokenizer, chat_template), file, sampling, seed, wave)
-        return run.answer_all(prompts, self_prompted or 0, show_progress)
+        remaining = len(prompts) + (self_prompted or 0) - len(file.done)
+        helpers = find_helpers(work, remaining, getattr(generator, "concurrency", 0), processes)
+        gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
+        try:
+            run = _Run(generator, work, helpers, file, sampling, seed, wave, started)
+            return run.answer_all(prompts, self_prompted or 0, show_progress)
+        finally:
+            gc.unfreeze()
+            helpers.close()
 
 
 class _Run:
     """One call of `regenerate`."""
 
-    def __init__(self, generator: AnswerGenerator, chat: ChatFormat, file: AnswerFile, sampling: dict, seed: int, wave: int):
-        self.generator, self.chat, self.file, self.sampling, self.wave = generator, chat, file, sampling, wave
-        self.stop_ids = chat.stop_ids()
+    def __init__(
+        self,
+        generator: AnswerGenerator,
+        work: HostWork,
+        helpers: Helpers,
+        file: AnswerFile,
+        sampling: dict[str, Any],
+        seed: int,
+        wave: int,
+        started: float,
+    ):
+        self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
+        self.sampling, self.seed, self.wave, self.started = sampling, seed, wave, started
+        self.stop_ids = self.chat.stop_ids()
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.next_seed = seed + len(file.done) * 1009
         self.seen = set(file.done)
 
     def answer_all(self, prompts: list[Prompt], self_prompted: int, show_progress: bool) -> RegenerateReport:
-        report, started = self.report, time.monotonic()
+        report = self.report
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
         console = Console(stderr=True)
-        with Progress(*columns, TimeRemainingColumn(), console=console, disable=not show_progress) as progress:
+        with Progress(
+            *columns, TimeRemainingColumn(), console=console, refresh_per_second=4, disable=not show_progress
+        ) as progress:
             task = progress.add_task("answering", total=len(prompts) + self_prompted, note="")
-            source = chain(self._from_file(prompts), self._self_written(self_prompted))
-            waiting: deque[_Dialogue] = deque()  # for the answer to their next turn
-            while True:
-                waiting.extend(map(_Dialogue.start, islice(source, max(0, self.wave - len(waiting)))))
-                if not waiting:
-                    break
-                # Prompts are rendered before the generator starts: between its answers it should not have to wait.
-                wave = [waiting.popleft() for _ in range(min(self.wave, len(waiting)))]
-                for dialogue in self._answer([dialogue for dialogue in wave if self._open_turn(dialogue)]):
-                    if dialogue.upcoming:
-                        waiting.append(dialogue)
-                    else:
-                        self._finish(dialogue)
-                    if (now := time.monotonic() - started) > report.seconds + 0.2:
-                        report.seconds = now
-                        note = f"{report.tokens_per_second:,.0f} tokens/s, {report.looping:,} looping"
-                        progress.update(task, completed=report.settled, note=note)
-            progress.update(task, completed=report.settled)
-        report.seconds = time.monotonic() - started
-        return report
 
-    def _call(self, prompts: list[list[int]], stop_ids: list[int], **sampling: Any) -> Iterator[tuple[int, list[int], str]]:
-        self.next_seed += 1
-        return self.generator.generate(prompts, seed=self.next_seed, stop_ids=stop_ids, **sampling)
+            def show() -> None:
+                if (now := time.monotonic() - self.started) > report.seconds + 0.2:
+                    report.seconds = now
+                    note = f"{report.tokens_per_second:,.0f} tokens/s, {report.looping:,} looping"
+                    progress.update(task, completed=report.settled, note=note)
+
+            for source in chain([self._from_file(prompts)], self._self_written(self_prompted)):
+                self._answer(iter(source), show)
+            progress.update(task, completed=report.settled)
+        report.seconds = time.monotonic() - self.started
+        return report
 
     # --- where prompts come from ---------------------------------------------------------------------------------
 
     def _from_file(self, prompts: list[Prompt]) -> Iterator[Prompt]:
+        done_before = frozenset(self.file.done)
         for prompt in prompts:
             if prompt.id not in self.seen:
                 self.seen.add(prompt.id)
                 yield prompt
-            elif prompt.id in self.file.done:
+            elif prompt.id in done_before:
                 self.report.already_done += 1
             else:
                 self.report.duplicates += 1
 
-    def _self_written(self, wanted: int) -> Iterator[Prompt]:
+    def _self_written(self, wanted: int) -> Iterator[list[Prompt]]:
         """The target is given the opening of a user's turn, and writes what a user would (as in Magpie)."""
         if not wanted:
             return
         already = sum(done.startswith("self-") for done in self.file.done)
         self.report.already_done += min(already, wanted)
         missing, fruitless = wanted - already, 0
-        opening, ends = self.chat.user_opening()
-        sampling = {"max_tokens": SELF_MAX_TOKENS, "temperature": SELF_TEMPERATURE, "top_p": 1.0}
         while missing > 0:
-            accepted = 0
             asked = min(self.wave, missing + missing // 4 + 8)  # some will be rejected
-            # All of them before the first is answered: the generator does one thing at a time.
-            for _, ids, reason in list(self._call([opening] * asked, ends, **sampling)):
-                prompt = self._self_prompt(ids, reason)
-                if prompt is None or accepted == missing:
-                    self.report.self_rejected += prompt is None
-                    continue
-                self.seen.add(prompt.id)
-                accepted += 1
-                yield prompt
-            missing -= accepted
-            fruitless = fruitless + 1 if accepted < asked / 50 else 0
+            prompts = []
+            for text in self._written_turns(asked):
+                name = "self-" + prompt_id([" ".join(text.casefold().split())]) if text else None
+                if name is None or name in self.seen:
+                    self.report.self_rejected += 1
+                elif len(prompts) < missing:
+                    self.seen.add(name)
+                    prompts.append(Prompt(name, (text,), source="self-prompted"))
+            yield prompts
+            missing -= len(prompts)
+            fruitless = fruitless + 1 if len(prompts) < asked / 50 else 0
             if fruitless == 3:
                 raise DataError(
                     f"the target writes hardly any usable prompts of its own ({wanted - missing} of {wanted} so far; "
                     "the others are unfinished, too short or repeated): give it a file of prompts"
                 )
 
-    def _self_prompt(self, ids: list[int], reason: str) -> Prompt | None:
-        text = self.chat.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        inner = ids[:-1]  # without the end of the turn
-        unusable = reason != "stop" or len(text) < SELF_MIN_CHARACTERS or any(map(self.chat.is_special, inner))
-        if unusable or is_looping(inner):
-            return None
-        name = "self-" + prompt_id([" ".join(text.casefold().split())])
-        return None if name in self.seen else Prompt(name, (text,), source="self-prompted")
+    def _written_turns(self, count: int) -> list[str | None]:
+        opening, ends = self.chat.user_opening()
+        self.next_seed += 1
+        sampling = {"max_tokens": SELF_MAX_TOKENS, "temperature": SELF_TEMPERATURE, "top_p": 1.0}
+        answers = self.generator.generate([opening] * count, seed=self.next_seed, stop_ids=ends, **sampling)
+        pieces = ((list(ids), reason) for _, ids, reason in answers)
+        read = []
+        while batch := list(islice(pieces, self.helpers.batch)):
+            self._end_warm_up()
+            read.append(self.helpers.submit(self.helpers.call, "written", batch))
+        return [text for future in read for text in future.result()]
 
     # --- answering -----------------------------------------------------------------------------------------------
 
-    def _open_turn(self, dialogue: _Dialogue) -> bool:
-        """Adds the user's next turn and renders the prompt. False if that is not possible: the conversation ends."""
-        dialogue.messages.append({"role": "user", "content": dialogue.upcoming.popleft()})
-        answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
-        max_model_len = getattr(self.generator, "max_model_len", None)
-        problem = ""
+    def _answer(self, prompts: Iterator[Prompt], show: Callable[[], None]) -> None:
+        report = self.report
+        conversations = Conversations(prompts, self.helpers, self.file, report, self.seed)
         try:
-            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers)
-            if max_model_len is not None and len(dialogue.prompt_ids) + self.sampling["max_tokens"] > max_model_len:
-                problem = "too_long"
-        except TemplateError:
-            problem = "refused"
-        if problem and dialogue.turns:  # what was answered so far is worth keeping
-            dialogue.messages.pop()
-            self._finish(dialogue)
-        elif problem:
-            setattr(self.report, problem, getattr(self.report, problem) + 1)
-        return not problem
+            for index, ids, reason in self._generate(conversations):
+                if reason == "stop" and self.stop_ids and (not ids or ids[-1] not in self.stop_ids):
+                    ids = [*ids, self.stop_ids[0]]
+                report.answers += 1
+                report.answer_tokens += len(ids)
+                report.cut_off += reason == "length"
+                conversations.answer(index, ids, reason)
+                show()
+            conversations.finish()
+        except BaseException:
+            conversations.salvage()
+            raise
 
-    def _answer(self, dialogues: list[_Dialogue]) -> Iterator[_Dialogue]:
-        if not dialogues:
-            return
-        prompts = [dialogue.prompt_ids for dialogue in dialogues]
-        answered = 0
-        for index, ids, reason in self._call(prompts, self.stop_ids, **self.sampling):
-            ids = [int(token_id) for token_id in ids]
-            if reason == "stop" and self.stop_ids and (not ids or ids[-1] not in self.stop_ids):
-                ids.append(self.stop_ids[0])
-            dialogue = dialogues[index]
-            text = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
-            dialogue.messages.append({"role": "assistant", "content": text})
-            dialogue.turns.append({"prompt_ids": dialogue.prompt_ids, "answer_ids": ids, "finish_reason": reason})
-            self.report.answers += 1
-            self.report.answer_tokens += len(ids)
-            self.report.cut_off += reason == "length"
-            if is_looping(ids):
-                self.report.looping += 1
-                dialogue.looping = True
-            answered += 1
-            yield dialogue
-        if answered != len(dialogues):
-            raise UserError(f"the generator answered {answered} of {len(dialogues)} prompts; run again to go on")
+    def _generate(self, conversations: Conversations) -> Iterable[tuple[int, list[int], str]]:
+        if not hasattr(self.generator, "concurrency"):
+            return self._in_waves(conversations)
+        stream = self._watched(conversations)
+        return self.generator.generate(stream, seed=conversations.seed, stop_ids=self.stop_ids, **self.sampling)
 
-    def _finish(self, dialogue: _Dialogue) -> None:
-        self.file.append(dialogue.record())
-        self.report.conversations += 1
+    def _watched(self, conversations: Conversations) -> Iterator[list[int] | None]:
+        """Notes when the first prompt goes in."""
+        for prompt in conversations:
+            self._end_warm_up()
+            yield prompt
+
+    def _end_warm_up(self) -> None:
+        self.report.warm_up_seconds = self.report.warm_up_seconds or time.monotonic() - self.started
+
+    def _in_waves(self, conversations: Conversations) -> Iterator[tuple[int, list[int], str]]:
+        first = 0
+        prompts = self._watched(conversations)
+        while wave := list(takewhile(lambda prompt: prompt is not None, islice(prompts, self.wave))):
+            self.next_seed += 1
+            for index, ids, reason in self.generator.generate(
+                wave, seed=self.next_seed, stop_ids=self.stop_ids, **self.sampling
+            ):
+                yield first + index, ids, reason
+            first += len(wave)

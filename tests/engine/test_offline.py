@@ -10,7 +10,7 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
-from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, prompt_seeds
+from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, seed_function
 from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError
 from tests.tiny import tiny_decoder
@@ -160,10 +160,45 @@ def test_on_cpu_the_engine_answers():
     assert sorted(found) == [0, 1, 2, 3, 4]
 
 
+def seeds(seed: int, count: int) -> list[int]:
+    return list(map(seed_function(seed), range(count)))
+
+
 def test_seeds_are_one_per_prompt_and_stable():
-    assert prompt_seeds(3, 4) == prompt_seeds(3, 6)[:4]
-    assert len({*prompt_seeds(3, 100), *prompt_seeds(4, 100)}) == 200
-    assert all(0 <= seed < 2**63 for seed in prompt_seeds(2**70, 50))
+    assert seeds(3, 4) == seeds(3, 6)[:4]
+    assert len({*seeds(3, 100), *seeds(4, 100)}) == 200
+    assert all(0 <= seed < 2**63 for seed in seeds(2**70, 50))
+
+
+@pytest.mark.parametrize("make", [lambda decoder: eager_rows(decoder, rows=6), by_engine])
+def test_a_stream_gives_the_same_answers_and_may_depend_on_them(make):
+    """The second half of the prompts exists only when a prompt of the first half is answered."""
+    generator = make(tiny_decoder(13))
+    texts = prompts(20, seed=9)
+    options = {"max_tokens": 12, "temperature": 0.8, "stop_ids": STOPS}
+    asked: list[int] = []  # by index in the stream
+    ready = list(range(10))
+    under_way = 0
+
+    def stream():
+        nonlocal under_way
+        while ready or under_way:
+            if not ready:
+                yield None
+                continue
+            asked.append(ready.pop(0))
+            under_way += 1
+            yield texts[asked[-1]]
+
+    found = {}
+    for index, tokens, reason in generator.generate(stream(), seed=lambda index: 100 + asked[index], **options):
+        under_way -= 1
+        found[asked[index]] = (tokens, reason)
+        if asked[index] < 10:
+            ready.append(asked[index] + 10)
+    assert found == collected(generator.generate(texts, seed=lambda index: 100 + index, **options))
+    with pytest.raises(RequestError, match="prompt 1 holds a token outside"):
+        list(generator.generate(iter([[1], [128]]), max_tokens=4, stop_ids=()))
 
 
 def test_batch_sizes():

@@ -1,0 +1,146 @@
+"""Who does the work on the host: this thread, or a few processes beside the one that drives the GPU.
+
+    driving thread | submit …                       (never waits)
+    helper thread  |   write ==> process ==> read   (one thread for each process; it waits, and takes no time)
+
+A process is a fresh interpreter on two pipes: it knows nothing of CUDA, runs no main module again, is not reached by a
+Ctrl-C, and ends by itself when this process does, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol
+
+from fledge.errors import UserError
+from fledge.training.dialogues import HostWork
+
+
+class HelperError(UserError):
+    """A helper process that died, or that met something it cannot do."""
+
+
+class Helpers(Protocol):
+    batch: int  # how many pieces are worth handing over at once
+    ahead: int  # how many prompts to prepare before they are asked for
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Runs a function that does its share of work by `call`."""
+        ...
+
+    def call(self, method: str, pieces: list) -> Any:
+        """A method of HostWork; only from a submitted function."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Here:
+    """Everything at once, in this thread: for few prompts, and where answers take longer than all this."""
+
+    batch = ahead = 1
+
+    def __init__(self, work: HostWork) -> None:
+        self._work = work
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        done: Future = Future()
+        done.set_result(function(*arguments))
+        return done
+
+    def call(self, method: str, pieces: list) -> Any:
+        return getattr(self._work, method)(pieces)
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    batch = 32
+
+    def __init__(self, work: HostWork, count: int, ahead: int) -> None:
+        self.ahead = ahead
+        self._set_up = pickle.dumps(work)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="helper")
+        self._mine = threading.local()
+        self._started: list[subprocess.Popen] = []
+        self._closed = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        return self._threads.submit(function, *arguments)
+
+    def call(self, method: str, pieces: list) -> Any:
+        if not hasattr(self._mine, "process"):
+            process = self._start()
+            self._exchange(process, self._set_up)
+            self._mine.process = process
+        return self._exchange(self._mine.process, pickle.dumps((method, pieces)))
+
+    def _start(self) -> subprocess.Popen:
+        if self._closed:
+            raise HelperError("stopped")
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+        # The same modules as here, wherever they were found; and no GPU.
+        environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fledge.training.helper_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        )
+        self._started.append(process)
+        return process
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen, message: bytes) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(message)
+            process.stdin.flush()
+            problem, result = pickle.load(process.stdout)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+            process.kill()
+            raise HelperError(
+                f"a helper process ended unexpectedly (exit status {process.wait()}; killed for want of memory?); "
+                "what is finished is kept, and the same command goes on from there"
+            ) from None
+        if problem:
+            raise HelperError(f"a helper process failed: {problem}")
+        return result
+
+    def close(self) -> None:
+        """Processes hold nothing that is not here as well: they need no farewell."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._started:
+            process.kill()
+        self._threads.shutdown(wait=True)
+        for process in self._started:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what could not be flushed is of no use any more
+                    pipe.close()
+
+
+def find_helpers(work: HostWork, num_prompts: int, concurrency: int, processes: int | None) -> Helpers:
+    """`processes`: None lets the amount of work decide."""
+    if processes is None:
+        # A thousand prompts are half a second of work, and starting a process takes seconds. A generator that answers
+        # few at once (on a CPU) has use for every core itself.
+        worth_it = num_prompts >= 1000 and concurrency >= 256
+        # 300,000 tokens/s are about 1,000 answers/s, and one process settles about as many.
+        processes = min(4, max(1, num_cores() - 1)) if worth_it else 0
+    return Processes(work, processes, ahead=2 * max(concurrency, 64)) if processes else Here(work)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
