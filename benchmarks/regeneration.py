@@ -1,21 +1,27 @@
-"""Offline generation on one device: answer tokens/s, how full the batch was, where the time went, and whether it is right.
+"""`fledge regenerate` on one machine, end to end: answer tokens/s from the start of the command to the last line written.
 
-    python benchmarks/regeneration.py --model smollm2-135m --prompts 50000 --max-tokens 512
-    python benchmarks/regeneration.py --model FOLDER --prompts-file prompts.jsonl --temperature 0.8 --top-p 0.95
+    python benchmarks/regeneration.py --prompts prompts.jsonl --count 20000 --max-tokens 320 --json figures.json
+    python benchmarks/regeneration.py --decoder --checked 16     # also the decoder alone, and whether it is right
 
-A prompts file has one JSON object a line, with `messages`, `prompt` or `text`. Without one, questions are made up.
-The check runs 16 greedy answers through the plain network: where its choice differs, the two logits must be a tie in bf16.
+The command's own function is measured, with the settings the command has: loading, rendering, text, loop detection and JSON
+included. `--decoder` then gives the same prompts' first turns to the generator alone: the difference is what the host costs.
+`--checked` runs greedy answers through the plain network: where its choice differs, the two logits must be a tie in bf16.
+Without a file of prompts, questions are made up.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,6 +30,8 @@ from fledge import sources
 from fledge.engine.offline import AnswerGenerator, DeviceAnswers, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.tokenizer import Tokenizer
+from fledge.training.prompts import read_prompts
+from fledge.training.regenerate import regenerate
 
 ASKS = (
     "Explain {a} to a {who}, with two examples and one common mistake.",
@@ -63,18 +71,20 @@ TIE = 0.5
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or built-in name")
-    parser.add_argument("--prompts", type=int, default=50_000, help="how many; a file with fewer is repeated")
-    parser.add_argument("--prompts-file")
-    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--prompts", type=Path, help="JSON lines, as the command reads them; default: made-up questions")
+    parser.add_argument("--count", type=int, default=20_000, help="how many of them")
+    parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--concurrency", type=int)
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--checked", type=int, default=16, help="greedy answers compared with the plain network; 0: none")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--processes", type=int, help="helper processes; default: as the command decides")
+    parser.add_argument("--out", type=Path, help="keep the answers here (must not exist); default: they are thrown away")
+    parser.add_argument("--decoder", action="store_true", help="also measure the generator alone")
+    parser.add_argument("--checked", type=int, default=0, help="greedy answers compared with the plain network")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--commit", help="of the code measured; default: what git says")
     return parser.parse_args()
 
 
@@ -89,64 +99,77 @@ def made_up(count: int, seed: int) -> list[str]:
     return asks
 
 
-def read_prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
-    def ids(messages: list[dict[str, str]]) -> list[int]:
-        return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+def end_to_end(
+    generator: AnswerGenerator, tokenizer: Tokenizer, prompts: Path, out: Path, args: argparse.Namespace, started: float
+) -> dict[str, object]:
+    load_seconds = time.monotonic() - started
+    report = regenerate(
+        generator,
+        tokenizer,
+        prompts,
+        out,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        limit=args.count,
+        model=args.model,
+        processes=args.processes,
+        started=started,
+    )
+    print(report)
+    with out.open(encoding="utf-8") as file:
+        written = [json.loads(line) for line in file]
+    turns = [turn for conversation in written for turn in conversation["turns_ids"]]
+    figures: dict[str, object] = {
+        "answer_tokens_per_s": report.tokens_per_second,
+        "answer_tokens_per_s_after_warm_up": report.warm_tokens_per_second,
+        "seconds": report.seconds,
+        "load_seconds": load_seconds,
+        "warm_up_seconds": report.warm_up_seconds,
+        "conversations": report.conversations,
+        "answers": report.answers,
+        "answer_tokens": report.answer_tokens,
+        "mean_prompt_tokens": sum(len(turn["prompt_ids"]) for turn in turns) / len(turns),
+        "mean_answer_tokens": report.answer_tokens / report.answers,
+        "looping": report.looping,
+        "cut_off": report.cut_off,
+        # What the file holds must be what the report says.
+        "file_agrees": len({conversation["id"] for conversation in written}) == report.conversations
+        and sum(len(turn["answer_ids"]) for turn in turns) == report.answer_tokens,
+    }
+    if isinstance(generator, DeviceAnswers):
+        progress = generator.batch.progress
+        figures |= {"concurrency": generator.concurrency, "occupancy": progress.occupancy, "steps": progress.steps}
+    return figures
 
-    if args.prompts_file is None:
-        distinct = made_up(min(args.prompts, 5000), args.seed)
-        prompts = [ids([{"role": "user", "content": text}]) for text in distinct]
-    else:
-        prompts = []
-        for line in Path(args.prompts_file).read_text().splitlines()[: args.prompts]:
-            row = json.loads(line)
-            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt") or row["text"]}]
-            prompts.append(ids([message for message in messages if message["role"] != "assistant"]))
-    prompts = [prompt for prompt in prompts if len(prompt) < args.max_model_len]
-    return [prompts[index % len(prompts)] for index in range(args.prompts)]
 
-
-def measure(generator: AnswerGenerator, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, object]:
+def decoder_alone(generator: AnswerGenerator, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, object]:
+    """Rendered prompts in, ids out; everything is loaded and recorded by now."""
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
-    started = time.perf_counter()
-    for _ in generator.generate(prompts[:64], **(options | {"max_tokens": 8})):
-        pass  # graphs are recorded and kernels compiled
-    warm_up = time.perf_counter() - started
     on_device = isinstance(generator, DeviceAnswers)
     if on_device:
-        batch = generator.batch
-        batch.progress, batch.timer.spans = type(batch.progress)(), type(batch.timer.spans)(list)
-    num_tokens = stops = 0
+        generator.batch.progress = type(generator.batch.progress)()
+    num_tokens = 0
     started = time.perf_counter()
-    for _, tokens, reason in generator.generate(prompts, **options):
+    for _, tokens, _ in generator.generate(prompts, **options):
         num_tokens += len(tokens)
-        stops += reason == "stop"
     seconds = time.perf_counter() - started
-    figures: dict[str, object] = {
-        "answer_tokens_per_s": num_tokens / seconds,
-        "answer_tokens": num_tokens,
-        "seconds": seconds,
-        "warm_up_seconds": warm_up,
-        "prompts": len(prompts),
-        "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
-        "mean_answer_tokens": num_tokens / len(prompts),
-        "ended_by_stop": stops / len(prompts),
+    figures = {
+        "decoder_answer_tokens_per_s": num_tokens / seconds,
+        "decoder_answers": len(prompts),
+        "decoder_mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
+        "decoder_mean_answer_tokens": num_tokens / len(prompts),
     }
-    if on_device:
-        progress = generator.batch.progress
-        shares = {f"{name}_share": spent / seconds for name, spent in generator.batch.timer.seconds().items()}
-        figures |= {
-            "concurrency": generator.batch.config.max_num_seqs,
-            "occupancy": progress.occupancy,
-            "steps": progress.steps,
-            "prompt_passes": progress.prompt_passes,
-            **shares,
-            "idle_share": 1 - sum(shares.values()),
-            "ms_per_step": 1e3 * seconds * shares["decode_share"] / progress.steps,
-        }
-    if torch.cuda.is_available():
-        figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return figures
+    return figures | ({"decoder_occupancy": generator.batch.progress.occupancy} if on_device else {})
+
+
+def first_turns(path: Path, tokenizer: Tokenizer, args: argparse.Namespace, longest: int) -> list[list[int]]:
+    found = []
+    for prompt in islice(read_prompts(path), args.count):
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        found.append(tokenizer.apply_chat_template([*system, {"role": "user", "content": prompt.turns[0]}]))
+    return [ids for ids in found if len(ids) + args.max_tokens <= longest]
 
 
 @torch.inference_mode()
@@ -168,40 +191,59 @@ def check(generator: AnswerGenerator, decoder: Decoder, prompts: list[list[int]]
     return {"checked_tokens": total, "differing_tokens": differing, "widest_gap": widest, "ties_only": widest <= TIE}
 
 
-def commit() -> str:
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
+def provenance(args: argparse.Namespace, prompts: Path) -> dict[str, object]:
+    commit = args.commit
+    if commit is None:
+        try:
+            found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+            commit = found.stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = "unknown"
+    return {
+        "command": " ".join(sys.argv),
+        "commit": commit,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "model": args.model,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "prompts_sha256": hashlib.sha256(prompts.read_bytes()).hexdigest(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
 
 
 def main() -> None:
+    started = time.monotonic()
     args = arguments()
-    folder = sources.resolve(args.model)
-    prompts = read_prompts(args, Tokenizer(folder))
-    generator = answer_generator(
-        str(folder),
-        device=args.device,
-        concurrency=args.concurrency,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        profile=True,
-    )
-    figures = measure(generator, prompts, args)
-    if args.checked and isinstance(generator, DeviceAnswers):
-        chosen = random.Random(args.seed).sample(prompts, min(args.checked, len(prompts)))
-        figures |= check(generator, generator.batch.decoder, chosen, min(args.max_tokens, 256))
-    figures |= {
-        "command": " ".join(sys.argv),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "torch": torch.__version__,
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, out = args.prompts, args.out or Path(folder) / "answers.jsonl"
+        if out.exists():
+            sys.exit(f"{out} exists: a run that goes on measures nothing; name another file")
+        if prompts is None:
+            prompts = Path(folder) / "prompts.jsonl"
+            lines = (json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(made_up(args.count, args.seed)))
+            prompts.write_text("\n".join(lines) + "\n")
+        tokenizer = Tokenizer(sources.resolve(args.model))
+        generator = answer_generator(args.model, device=args.device, concurrency=args.concurrency)
+        figures = end_to_end(generator, tokenizer, prompts, out, args, started)
+        if args.decoder or args.checked:
+            turns = first_turns(prompts, tokenizer, args, generator.max_model_len)
+        if args.decoder:
+            figures |= decoder_alone(generator, turns, args)
+        if args.checked and isinstance(generator, DeviceAnswers):
+            chosen = random.Random(args.seed).sample(turns, min(args.checked, len(turns)))
+            figures |= check(generator, generator.batch.decoder, chosen, min(args.max_tokens, 256))
+        if torch.cuda.is_available():
+            figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        figures |= provenance(args, prompts)
     for name, value in figures.items():
-        print(f"{name:>22}  {value:,.4g}" if isinstance(value, float) else f"{name:>22}  {value}")
+        print(f"{name:>34}  {value:,.4g}" if isinstance(value, float) else f"{name:>34}  {value}")
     if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if not figures["file_agrees"]:
+        sys.exit("the file does not hold what the report says")
     if not figures.get("ties_only", True):
         sys.exit("the answers differ from the plain network's by more than a tie")
 

@@ -46,6 +46,7 @@ class Conversations(Iterator["list[int] | None"]):
         self._num_asked = 0
         self._answered: list[Answered] = []  # to be handed over together
         self._settling: deque[Future] = deque()
+        self._advance()  # already while the generator gets ready
 
     def __next__(self) -> list[int] | None:
         self._hand_over()

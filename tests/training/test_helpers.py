@@ -1,0 +1,198 @@
+"""Helper processes: the same answers as without them, and every way in which a run can end early."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fledge.tokenizer import Tokenizer
+from fledge.training import conversations
+from fledge.training.dialogues import HostWork
+from fledge.training.helpers import HelperError, Here, Processes, find_helpers
+from fledge.training.regenerate import regenerate
+from tests.training.chat import INSTRUCT, chat_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class StreamGenerator:
+    """Reads prompts as they come, a few at a time, and answers by the prompt and its seed alone."""
+
+    concurrency, max_model_len = 5, 400
+
+    def __init__(self, tokenizer: Tokenizer, stop_after: int | None = None, stop=interrupt):
+        self.tokenizer, self.stop_after, self.stop = tokenizer, stop_after, stop
+        self.answered = 0
+
+    def generate(self, prompts, *, max_tokens, temperature, top_p, seed, stop_ids):
+        under_way: dict[int, list[int]] = {}
+        prompts, taken, over = iter(prompts), 0, False
+        seed_of = seed if callable(seed) else lambda index: seed + index
+        while under_way or not over:
+            while len(under_way) < self.concurrency and not over:
+                prompt = next(prompts, "end")
+                over = prompt == "end"
+                if over or prompt is None:
+                    break
+                under_way[taken] = prompt
+                taken += 1
+            if not under_way:
+                continue
+            index = max(under_way)
+            if self.answered == self.stop_after:
+                self.stop()
+            self.answered += 1
+            yield index, self.answer(under_way.pop(index), random.Random(seed_of(index)), max_tokens, stop_ids), "stop"
+
+    def answer(self, prompt, draw, max_tokens, stop_ids):
+        asked = self.tokenizer.decode(prompt, skip_special_tokens=False).split("user\n")[-1].split("<|im_end|>")[0]
+        text = f"You said: {asked} {draw.randrange(10**6)} " * draw.choice([1, 1, 12])
+        return [*self.tokenizer.encode(text, add_special_tokens=False)[: max_tokens - 1], stop_ids[0]]
+
+
+class Crooked(Tokenizer):
+    """Answers that speak of mischief cannot be turned into text."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        text = super().decode(ids, skip_special_tokens)
+        if skip_special_tokens and "You said: raise" in text:
+            raise RuntimeError("it cannot be said")
+        if skip_special_tokens and "You said: die" in text:
+            os._exit(7)
+        return text
+
+
+def crooked() -> Tokenizer:
+    made = Crooked.__new__(Crooked)
+    made.__dict__ = chat_tokenizer().__dict__
+    return made
+
+
+def write_prompts(path: Path, count: int = 60, **extra: str) -> Path:
+    lines = [{"id": f"p{n}", "turns": [f"Number {n}"] + ["And?"] * (n % 3)} for n in range(count)]
+    lines[7]["turns"] = ["x" * 500]
+    lines[8]["turns"] = ["Hi", "x" * 500]
+    lines += [{"id": name, "prompt": text} for name, text in extra.items()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def records(path: Path) -> dict[str, dict]:
+    lines = path.read_text().splitlines()
+    found = {record["id"]: record for record in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def run(out: Path, generator=StreamGenerator, tokenizer=None, **options):
+    tokenizer = tokenizer or chat_tokenizer()
+    generator = generator(tokenizer) if isinstance(generator, type) else generator
+    settings = {"max_tokens": 200, "temperature": 0.7, "show_progress": False}
+    return regenerate(generator, tokenizer, out.parent / "p.jsonl", out, **settings | options)
+
+
+def test_processes_change_nothing_but_who_works(tmp_path):
+    write_prompts(tmp_path / "p.jsonl")
+    report = run(tmp_path / "beside.jsonl", processes=2, self_prompted=9)
+    alone = run(tmp_path / "alone.jsonl", processes=0, self_prompted=9)
+    done = records(tmp_path / "beside.jsonl")
+    assert done == records(tmp_path / "alone.jsonl")
+    num_turns = [len(record["turns_ids"]) for record in done.values()]
+    assert set(num_turns) == {1, 2, 3}
+    assert (report.conversations, report.answers, report.too_long) == (68, sum(num_turns), 1)
+    assert 0 < report.looping < report.answers
+    assert 0 < report.warm_up_seconds < report.seconds
+    assert report.tokens_per_second < report.warm_tokens_per_second
+    counts = [(r.answers, r.answer_tokens, r.looping, r.cut_off, r.too_long, r.self_rejected) for r in (report, alone)]
+    assert counts[0] == counts[1]
+
+
+def test_an_interrupted_run_keeps_every_answer_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "MAX_SETTLING", 2)  # the generator is faster: it must wait, not forget
+    write_prompts(tmp_path / "p.jsonl")
+    out = tmp_path / "o.jsonl"
+    stopped = StreamGenerator(chat_tokenizer(), stop_after=50)
+    with pytest.raises(KeyboardInterrupt):
+        run(out, stopped, processes=1)
+    begun = records(out)
+    # 50 answers make at least so many whole conversations: none has more than three turns.
+    assert 16 <= len(begun) < 59
+    run(out, processes=0)
+    run(tmp_path / "whole.jsonl", processes=0)
+    assert records(out) == records(tmp_path / "whole.jsonl")
+
+
+def test_a_killed_run_goes_on_and_leaves_no_helper_behind(tmp_path):
+    write_prompts(tmp_path / "p.jsonl")
+    out = tmp_path / "o.jsonl"
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from tests.training.chat import chat_tokenizer
+        from tests.training.test_helpers import StreamGenerator, run
+
+        def die():
+            while not os.path.getsize({str(out)!r}):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        run(Path({str(out)!r}), StreamGenerator(chat_tokenizer(), stop_after=60, stop=die), processes=1)
+    """
+    # No main guard, on purpose. A helper that lives on holds standard error open, and this call would not come back.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, env=environment, timeout=120, cwd=ROOT
+    )
+    assert killed.returncode == -9, killed.stderr
+    with out.open() as file:
+        begun = file.read().count("\n")
+    assert 0 < begun < 59
+    run(out, processes=0)
+    run(tmp_path / "whole.jsonl", processes=0)
+    assert records(out) == records(tmp_path / "whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("mischief", "message"),
+    [("raise", "a helper process failed: RuntimeError: it cannot be said"), ("die", "exit status 7")],
+)
+def test_a_helper_that_fails_is_told_in_one_line(tmp_path, mischief, message):
+    write_prompts(tmp_path / "p.jsonl", last=mischief)
+    tokenizer = crooked()
+    with pytest.raises(HelperError, match=message) as told:
+        run(tmp_path / "o.jsonl", StreamGenerator(tokenizer), tokenizer, processes=1)
+    assert "\n" not in str(told.value)
+
+
+def test_a_helper_that_cannot_even_begin(tmp_path, monkeypatch):
+    write_prompts(tmp_path / "p.jsonl")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(HelperError, match="exit status 1"):
+        run(tmp_path / "o.jsonl", processes=2)
+
+
+def test_helpers_come_with_the_amount_of_work():
+    work = HostWork(chat_tokenizer(), None, None)
+    assert isinstance(find_helpers(work, 999, 2048, None), Here)
+    assert isinstance(find_helpers(work, 100_000, 64, None), Here)
+    assert isinstance(find_helpers(work, 100_000, 2048, 0), Here)
+    many = find_helpers(work, 100_000, 2048, None)
+    assert isinstance(many, Processes)
+    many.close()
+
+
+def test_refusals_come_back_from_helpers(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hi", "system": "S"}\n{"prompt": "Hi"}\n')
+    report = run(tmp_path / "o.jsonl", tokenizer=chat_tokenizer(INSTRUCT), processes=1)
+    assert (report.refused, report.conversations) == (1, 1)
