@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fledge import sources
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text_config
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
-from fledge.config import FAMILIES, DrafterConfig, RopeConfig, default_aux_layers
+from fledge.config import FAMILIES, DrafterConfig, ModelConfig, RopeConfig, default_aux_layers
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
@@ -21,6 +23,7 @@ from fledge.training import toy
 from fledge.training.continuations import continuations, transformers_continuations
 from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_hash
 from fledge.training.distributed import World
+from fledge.training.endpoint import EndpointTarget
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import Recipe, RecipeError
 from fledge.training.samples import SampleSet
@@ -73,7 +76,7 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
         if target.model == "toy":
             target = replace(target, model=str(folder / "target"))
         data = replace(data, train=tuple(str(folder / "answers.jsonl") if f == "toy" else f for f in data.train))
-    if target.backend == "auto":
+    if target.backend == "auto" and target.endpoint is None:
         architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
         target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
     run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
@@ -83,11 +86,17 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
 def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
-    folder = sources.resolve(recipe.target.model)
+    elsewhere = recipe.target.endpoint is not None
+    folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
     tokenizer = Tokenizer(folder)
     train, prompts, report, hashes = _data(recipe, tokenizer, say)
 
-    if recipe.target.backend == "fledge":
+    if elsewhere:
+        shape, stop_ids = _shape_elsewhere(folder)
+        config = drafter_config(recipe, shape)
+        target = _endpoint(recipe, folder, config, shape.num_layers)
+        weights = load_last_layer(folder) | {"norm.weight": target.norm.weight.float().cpu()}
+    elif recipe.target.backend == "fledge":
         model_config = load_config(folder)
         config = drafter_config(recipe, model_config)
         decoder = load_decoder(folder, dtype, device)
@@ -215,13 +224,50 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error
     text = model.config.get_text_config()
+    return model, _shape(text, text.to_dict(), model.get_input_embeddings().weight.shape[0])
+
+
+def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: int) -> EndpointTarget:
+    asked = recipe.target
+    ends = load_ends(folder, getattr(torch, asked.dtype), torch.device(recipe.run.device))
+    target = EndpointTarget(
+        asked.endpoint,
+        ends,
+        text_config(folder),
+        config.aux_layer_ids,
+        num_layers,
+        model=asked.model,
+        storage=asked.endpoint_states,
+        requests=asked.endpoint_requests,
+    )
+    target.require_length(recipe.data.sequence_length)
+    return target
+
+
+def _shape_elsewhere(folder: Path) -> tuple[Any, tuple[int, ...]]:
+    """The target's sizes and stop tokens by its files alone, whatever its architecture."""
+    content = text_config(folder)
+    if (content.get("architectures") or [""])[0] in FAMILIES:
+        shape = ModelConfig.from_hf({**content, "quantization_config": None}, name=str(folder))
+    else:
+        try:
+            shape = _shape(SimpleNamespace(**content), content, int(content["vocab_size"]))
+        except (AttributeError, KeyError) as error:
+            raise ModelError(f"{folder}: config.json does not say the model's sizes ({error})") from None
+    said = content.get("eos_token_id")
+    if (folder / "generation_config.json").exists():
+        said = read_json(folder / "generation_config.json").get("eos_token_id", said)
+    return shape, tuple(said) if isinstance(said, list) else (() if said is None else (said,))
+
+
+def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
     try:
-        rope = RopeConfig.from_hf(text.to_dict())
+        rope = RopeConfig.from_hf(content)
     except ModelError:  # the drafter need not share the target's positions; plain ones will do
         rope = RopeConfig()
     heads = text.num_attention_heads
-    return model, _Shape(
-        vocab_size=model.get_input_embeddings().weight.shape[0],
+    return _Shape(
+        vocab_size=vocab_size,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_layers=text.num_hidden_layers,
@@ -285,6 +331,8 @@ def held_out_texts(pieces: Pieces) -> HeldOut:
     most, target = pieces.recipe.evaluation.max_new_tokens, pieces.target
     if isinstance(target, DecoderTarget):
         answers = continuations(target.decoder, pieces.prompts, most, pieces.stop_ids)
+    elif isinstance(target, EndpointTarget):
+        answers = target.continuations(pieces.prompts, most, pieces.stop_ids)
     else:
         answers = transformers_continuations(target.model, pieces.prompts, most, pieces.stop_ids)
     texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]

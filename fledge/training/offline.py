@@ -7,23 +7,24 @@ of the index is written after its rows, so that an interrupted run loses no more
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.training.packing import PackedLoader
-from fledge.training.target import Target, TargetStates
+from fledge.training.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
+ROWS_AHEAD = 8  # asked of the target while earlier ones are written
 
-class StatesOnDisk:
+
+class StatesOnDisk(Target):
     """Stands for a target in training. Documents that are not there yet are run through the target, while it is at hand."""
 
     def __init__(self, target: Target, taps: int, folder: Path, identity: dict[str, Any], rank: int = 0) -> None:
@@ -60,22 +61,22 @@ class StatesOnDisk:
             self.target.without_compiler()
 
     def release_target(self) -> None:
+        self.target.close()
         self.target = None
 
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
-        tokens = batch.tokens_BT.cpu().numpy()
-        documents = list(_documents(batch.start_BT.cpu(), tokens))
-        if any(key not in self._where for key, _, _ in documents):
-            return self._run(batch, documents)
-        rows = np.zeros((tokens.size, self.width), _numpy_type(self.dtype))
-        for key, first, length in documents:
+        found = list(documents(batch))
+        if any(document.key not in self._where for document in found):
+            return self._run(batch, found)
+        rows = np.zeros((batch.tokens_BT.numel(), self.width), _numpy_type(self.dtype))
+        for key, first, tokens in found:
             file, at, _ = self._where[key]
-            rows[first : first + length] = self._open(file)[at : at + length]
+            rows[first : first + len(tokens)] = self._open(file)[at : at + len(tokens)]
         states = torch.from_numpy(rows).view(self.dtype).to(batch.tokens_BT.device, non_blocking=True)
         *taps, hidden = states.split(self.hidden_size, -1)
         return TargetStates(list(taps), hidden)
 
-    def _run(self, batch: TrainBatch, documents: list[tuple[str, int, int]]) -> TargetStates:
+    def _run(self, batch: TrainBatch, found: list[Document]) -> TargetStates:
         if self.target is None:
             raise UserError(f"{self.folder}: the states of some documents are missing; run again to have them computed")
         states = self.target.states(batch)
@@ -85,10 +86,10 @@ class StatesOnDisk:
         with path.open("ab") as file, path.with_name(f"index-{self.rank}.jsonl").open("a") as index:
             if torn := file.tell() % row_bytes:
                 file.write(b"\0" * (row_bytes - torn))
-            for key, first, length in documents:
+            for key, first, tokens in found:
                 if key in self._where:
                     continue
-                at = file.tell() // row_bytes
+                at, length = file.tell() // row_bytes, len(tokens)
                 file.write(rows[first : first + length].view(torch.uint8).numpy().tobytes())
                 file.flush()
                 index.write(json.dumps([key, at, length]) + "\n")
@@ -105,24 +106,25 @@ class StatesOnDisk:
         """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
         total = one_row.batches_per_epoch
+        coming: deque[tuple[int, TrainBatch | None]] = deque()
         for number in range(total):
             batch = next(one_row)
+            missing = None
             if number % world_size == rank:
                 planned = plan(batch)
-                tokens = planned.tokens_BT.numpy()
-                if any(key not in self._where for key, _, _ in _documents(planned.start_BT, tokens)):
-                    self._run(planned.to(device), list(_documents(planned.start_BT, tokens)))
-            yield (number + 1) / total
+                if any(document.key not in self._where for document in documents(planned)):
+                    missing = planned
+                    self.target.ahead(missing)
+            coming.append((number, missing))
+            if len(coming) > ROWS_AHEAD * world_size:
+                yield self._settle(*coming.popleft(), device, total)
+        while coming:
+            yield self._settle(*coming.popleft(), device, total)
 
-
-def _documents(start_BT: Tensor, tokens_BT: np.ndarray) -> Iterator[tuple[str, int, int]]:
-    """(key, flat index of the first token, length) of each document; padding (zeros) is none."""
-    length = start_BT.shape[1]
-    begins = (start_BT == torch.arange(length)).flatten().nonzero().flatten().tolist()
-    flat = tokens_BT.reshape(-1)
-    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
-        if flat[begin:end].any():
-            yield hashlib.blake2b(flat[begin:end].tobytes(), digest_size=16).hexdigest(), begin, end - begin
+    def _settle(self, number: int, missing: TrainBatch | None, device: torch.device, total: int) -> float:
+        if missing is not None:
+            self._run(missing.to(device), list(documents(missing)))
+        return (number + 1) / total
 
 
 def _numpy_type(dtype: torch.dtype) -> type:

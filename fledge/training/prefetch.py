@@ -48,6 +48,8 @@ class Prefetcher(Iterator[StepInput]):
         packed = [next(self._loader) for _ in range(self._accumulate)]
         state, epoch = self._loader.state_dict(), self._loader.epoch
         planned = [self._objective.plan(batch) for batch in packed]
+        for batch in planned:
+            self._objective.target.ahead(batch)
         counts = torch.stack([batch.num_valid_K for batch in planned]).sum(0)
         return StepInput(packed, [batch.to(self._device) for batch in planned], counts, state, epoch)
 
@@ -66,4 +68,5 @@ class Prefetcher(Iterator[StepInput]):
 
     def close(self) -> None:
         self._stopped.set()
+        self._objective.target.close()
         self._thread.join(timeout=5)

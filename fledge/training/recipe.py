@@ -25,6 +25,9 @@ class TargetRecipe:
     model: str  # folder, hub id, built-in name; "toy": a tiny one, made on the spot
     backend: Literal["auto", "fledge", "transformers"] = "auto"  # auto: ours where it knows the architecture
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
+    endpoint: str | None = None  # a vLLM server that runs the target, http://host:8000/v1; `model` gives its ends alone
+    endpoint_states: str | None = None  # the server's shared_storage_path as seen from here: a folder or a URL; None: the same
+    endpoint_requests: int = 32  # at a time, of each process
 
 
 @dataclass(frozen=True)
@@ -140,12 +143,15 @@ class Recipe:
             ("run.steps", run.steps if run.steps is not None else 1),
             ("objective.ttt_steps", objective.ttt_steps),
             ("drafter.num_layers", self.drafter.num_layers),
+            ("target.endpoint_requests", self.target.endpoint_requests),
             ("evaluation.max_new_tokens", evaluation.max_new_tokens),
         ):
             if value < 1:
                 raise RecipeError(f"{name} must be at least 1, not {value}")
         if not data.train:
             raise RecipeError("data.train names no file")
+        if self.target.endpoint is not None and self.target.backend != "auto":
+            raise RecipeError("target.backend says how the target runs here, target.endpoint that it does not: choose one")
         if evaluation.select_depth not in evaluation.depths:
             raise RecipeError(f"evaluation.select_depth {evaluation.select_depth} is not among depths {evaluation.depths}")
         if self.drafter.window is not None and self.drafter.window <= max(*evaluation.depths, objective.ttt_steps):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -42,12 +44,34 @@ class Target(Protocol):
     def without_compiler(self) -> None:
         """Compiling failed: go on without."""
 
+    def ahead(self, batch: TrainBatch) -> None:
+        """This batch will be asked for soon. Called from another thread than `states`."""
+
+    def close(self) -> None:
+        """No more states will be asked for."""
+
+
+class Document(NamedTuple):
+    key: str  # of its tokens: the same text is the same document, however it is packed
+    first: int  # flat index of its first token in the batch
+    tokens: np.ndarray
+
+
+def documents(batch: TrainBatch) -> Iterator[Document]:
+    """Those of a packed batch; padding (zeros) is none."""
+    start, flat = batch.start_BT.cpu(), batch.tokens_BT.cpu().numpy().reshape(-1)
+    begins = (start == torch.arange(start.shape[1])).flatten().nonzero().flatten().tolist()
+    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
+        tokens = flat[begin:end]
+        if tokens.any():
+            yield Document(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), begin, tokens)
+
 
 def use_flex(device: torch.device, length: int) -> bool:
     return device.type == "cuda" and length % BLOCK == 0
 
 
-class DecoderTarget:
+class DecoderTarget(Target):
     """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
 
     def __init__(self, decoder: Decoder, taps: Sequence[int], *, compile: bool = False) -> None:
@@ -108,7 +132,7 @@ def _layer(
     return functional_call(template, weights, (x, cos, sin, attend))
 
 
-class TransformersTarget:
+class TransformersTarget(Target):
     """Any causal language model of transformers. Documents are unpacked into right-padded rows, which every architecture
     understands without a special mask."""
 
@@ -148,12 +172,6 @@ class TransformersTarget:
                 f"{type(self.model).__name__}: its logits are not its head applied to its last hidden state, which "
                 "training relies on; this architecture cannot be a target"
             )
-
-    def reserve(self, num_positions: int) -> None:
-        """Nothing to do: transformers looks after its positions."""
-
-    def without_compiler(self) -> None:
-        """It uses none."""
 
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:

@@ -1,0 +1,139 @@
+"""The two ends of a checkpoint: embedding, final norm and head, whatever lies between them.
+
+A drafter is trained against a target that runs elsewhere with these alone: some gigabytes of a checkpoint of a terabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge import sources
+from fledge.checkpoints.hf import file_names, load_config
+from fledge.checkpoints.tensors import TensorReader, listed, read_json
+from fledge.config import FAMILIES
+from fledge.errors import ModelError
+from fledge.models.decoder import DecoderLayer
+from fledge.models.layers import RMSNorm
+
+ENDS = {"embedding": "embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Ends:
+    embedding: nn.Embedding
+    norm: RMSNorm
+    lm_head: nn.Linear
+
+
+class _SomeTensors(TensorReader):
+    """Of a sharded checkpoint, only the files that hold what is wanted; the others need not be there."""
+
+    def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
+        super().__init__(folder)
+        self.wanted = wanted
+
+    def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
+        for file, names in super()._files():
+            chosen = names and [name for name in names if self.wanted(name)]
+            if names is None or chosen:
+                yield file, chosen
+
+    def find(self, ending: str) -> str | None:
+        found = [name for name in self.shapes if _is_end(name) and name.endswith(ending)]
+        if len(found) > 1:
+            raise ModelError(f"{self.folder}: which tensor is {ending} is not clear: {listed(found)}")
+        return found[0] if found else None
+
+
+def _is_end(name: str) -> bool:
+    """Not those of a vision tower, or of a layer for multi-token prediction."""
+    return name.endswith(tuple(ENDS.values())) and "layers." not in name and "vis" not in name
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """config.json, or the part of it that describes the language model."""
+    config = read_json(folder / "config.json")
+    return {"architectures": config.get("architectures"), **(config.get("text_config") or config)}
+
+
+def fetch_ends(name: str) -> Path:
+    """A folder with configuration, tokenizer and ends of the named model. Of a hub's model nothing else is fetched."""
+    if Path(name).expanduser().exists() or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
+        return sources.resolve(name)
+    from huggingface_hub import snapshot_download
+
+    small = [pattern for pattern in sources.HUB_FILES if "safetensors" not in pattern]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*small, INDEX, "model.safetensors"], ignore_patterns=["*/*"]))
+        if (folder / INDEX).exists():
+            weight_map = read_json(folder / INDEX).get("weight_map") or {}
+            wanted = _wanted(folder)
+            files = sorted({file for tensor, file in weight_map.items() if wanted(tensor)})
+            folder = Path(snapshot_download(name, allow_patterns=files))
+    except ModelError:
+        raise
+    except Exception as error:  # no network shows as many kinds of error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name}: no such folder here, and the hub does not give it ({reason})") from None
+    return folder
+
+
+def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
+    config = text_config(folder)
+    with _SomeTensors(folder, _is_end) as reader:
+        names = {end: reader.find(ending) for end, ending in ENDS.items()}
+        # A tied head is the embedding, whether the file says so by a flag or by leaving it out.
+        if config.get("tie_word_embeddings") and names["head"] is None:
+            names["head"] = names["embedding"]
+        if lacking := [ENDS[end] for end, name in names.items() if name is None]:
+            raise ModelError(f"{folder}: no tensor {listed(lacking)} in it, which training against an endpoint needs")
+        tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(names.values())}
+    embedding, norm, head = (tensors[name] for name in names.values())
+    with torch.device("meta"):
+        ends = Ends(
+            nn.Embedding(*embedding.shape),
+            RMSNorm(len(norm), float(config.get("rms_norm_eps") or 1e-6)),
+            nn.Linear(head.shape[1], head.shape[0], bias=False),
+        )
+    for module, weight in ((ends.embedding, embedding), (ends.norm, norm), (ends.lm_head, head)):
+        module.weight = nn.Parameter(weight, requires_grad=False)
+    return ends
+
+
+def load_last_layer(folder: Path) -> dict[str, Tensor]:
+    """The last layer's weights by our names, of architectures we know; of others none."""
+    if not _is_known(folder):
+        return {}
+    config = load_config(folder)
+    with torch.device("meta"):
+        names = [name for name, _ in DecoderLayer(config, config.num_layers - 1).named_parameters()]
+    with _SomeTensors(folder, _wanted(folder)) as reader:
+        files = {name: file_names(f"layers.{config.num_layers - 1}.{name}") for name in names}
+        weights = {name: torch.cat([reader.read(part).float() for part in parts]) for name, parts in files.items()}
+    if config.qk_norm:  # the projections mean nothing without norms that the drafter has not
+        del weights["self_attn.qkv_proj.weight"]
+    return weights
+
+
+def _is_known(folder: Path) -> bool:
+    config = read_json(folder / "config.json")
+    return (config.get("architectures") or [""])[0] in FAMILIES and not config.get("quantization_config")
+
+
+def _wanted(folder: Path) -> Callable[[str], bool]:
+    last = f"layers.{int(text_config(folder).get('num_hidden_layers', 0)) - 1}."
+    with_last_layer = _is_known(folder)
+    return lambda name: _is_end(name) or (with_last_layer and last in name)
+
+
+def _plain(tensor: Tensor, name: str, folder: Path) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(f"{folder}: {name} is quantised ({tensor.dtype}); embedding, norm and head must be plain")
+    return tensor

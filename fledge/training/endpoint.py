@@ -1,0 +1,112 @@
+"""A target that runs on a vLLM server: its states come over the network, its ends (embedding, norm, head) are here."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.checkpoints.ends import Ends
+from fledge.training.losses import Head
+from fledge.training.states_client import EndpointError, StatesClient, launch_command
+from fledge.training.target import Document, Target, TargetStates, documents
+from fledge.training.ttt import TrainBatch
+
+# Of a log-probability, between the server's arithmetic (bf16, other kernels) and ours. Another layer is off by whole units.
+LARGEST_DIFFERENCE = 0.3
+
+
+class EndpointTarget(Target):
+    """Requests run ahead of training: each document is one, some `requests` at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        ends: Ends,
+        config: Mapping[str, Any],
+        taps: Sequence[int],
+        num_layers: int,
+        *,
+        model: str = "MODEL",
+        storage: str | None = None,
+        requests: int = 32,
+    ) -> None:
+        """`config`: the target's, for what its head does besides a product. `storage`: see StatesClient."""
+        self.embedding, self.norm, self.lm_head = ends.embedding, ends.norm, ends.lm_head
+        scale = 1.0 / (config.get("logits_scaling") or 1.0) * (config.get("logit_scale") or 1.0)
+        self.head = Head(ends.lm_head.weight.detach(), None, scale, config.get("final_logit_softcapping"))
+        self.vocab_size, self.hidden_size = ends.embedding.weight.shape
+        self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
+        self.taps = tuple(taps)
+        self.layers = tuple(dict.fromkeys([*taps, num_layers]))  # the last one: what the loss needs, through norm and head
+        self.client = StatesClient(url, self.layers, self.hidden_size, storage, launch_command(model, self.layers))
+        self._pool = ThreadPoolExecutor(requests, thread_name_prefix="states")
+        self._ahead: dict[str, list[Future[Tensor]]] = defaultdict(list)
+        self._lock = threading.Lock()  # another thread looks ahead than trains
+        self._check_head()
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Norm and head applied here must give the server's own log-probabilities: the last layer is the last, the checkpoint
+        is the server's, its norm is a plain one."""
+        differences = []
+        for seed in range(5):
+            tokens = torch.randint(self.vocab_size, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+            answer = self.client.states(tokens)
+            hidden = self.norm(answer.states_TLD[-1:, -1].to(self.device, self.dtype))
+            ours = self.head(hidden).float().log_softmax(-1)[0, answer.next_token]
+            differences.append(abs(float(ours) - answer.log_probability))
+        if statistics.median(differences) > LARGEST_DIFFERENCE:
+            raise EndpointError(
+                f"{self.client.url}: the checkpoint's norm and head, applied to what the server gives as its states after "
+                f"layer {self.layers[-1]}, do not give the server's own probabilities; it serves another model or other layers "
+                f"than {list(self.layers)}: start it by: {self.client.command}"
+            )
+
+    def require_length(self, num_tokens: int) -> None:
+        if self.client.max_length <= num_tokens:
+            raise EndpointError(
+                f"{self.client.url}: the server takes {self.client.max_length - 1} tokens at most, data.sequence_length is "
+                f"{num_tokens}: start it with --max-model-len {num_tokens + 1}, or shorten the sequences"
+            )
+
+    def ahead(self, batch: TrainBatch) -> None:
+        for document in documents(batch):
+            with self._lock:
+                self._ahead[document.key].append(self._pool.submit(self._fetch, document.tokens))
+
+    def close(self) -> None:
+        self.client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+        asked = [(document, self._asked(document)) for document in documents(batch)]
+        states = torch.zeros(batch.tokens_BT.numel(), len(self.layers), self.hidden_size, dtype=self.dtype)
+        for document, future in asked:
+            states[document.first : document.first + len(document.tokens)] = future.result()
+        by_layer = dict(zip(self.layers, states.to(self.device).unbind(1), strict=True))
+        with torch.no_grad():
+            return TargetStates([by_layer[i] for i in self.taps], self.norm(states[:, -1].to(self.device)))
+
+    def _asked(self, document: Document) -> Future[Tensor]:
+        with self._lock:
+            waiting = self._ahead.pop(document.key, [])
+            if not waiting:
+                return self._pool.submit(self._fetch, document.tokens)
+            first, *others = waiting
+            if others:
+                self._ahead[document.key] = others
+            return first
+
+    def _fetch(self, tokens: np.ndarray) -> Tensor:
+        return self.client.states(tokens.tolist()).states_TLD.to(self.dtype)
+
+    def continuations(self, prompts: Sequence[Sequence[int]], most: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, most, stop_ids), prompts))

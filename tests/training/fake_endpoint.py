@@ -1,0 +1,114 @@
+"""A vLLM server with vLLM's protocol for hidden states and our decoder inside: requests in, files out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from fledge.models.decoder import Decoder, causal_attend
+
+
+@dataclass
+class FakeEndpoint:
+    decoder: Decoder
+    layers: tuple[int, ...]
+    folder: Path
+    max_model_len: int = 512
+    hands_out_states: bool = True
+    failures: int = 0  # how many requests are answered by 503 before one is answered
+    write_seconds: float = 0.0  # from the answer to the end of the writing
+    extra_token: bool = False  # answers about another prompt
+    requests: list[list[int]] = field(default_factory=list)
+    url: str = ""
+
+    @torch.no_grad()
+    def complete(self, body: dict) -> dict:
+        prompt = body["prompt"]
+        self.requests.append(prompt)
+        tokens, stop_ids, log_probability = list(prompt), set(body.get("stop_token_ids", ())), 0.0
+        for _ in range(body["max_tokens"]):
+            out = self.run(tokens)
+            scores = self.decoder.logits(out.hidden_ND[-1]).log_softmax(-1)
+            tokens.append(int(scores.argmax()))
+            log_probability = float(scores.max())
+            if tokens[-1] in stop_ids:
+                break
+        answer = {"choices": [{"token_ids": tokens[len(prompt) :], "logprobs": {"token_logprobs": [log_probability]}}]}
+        if self.hands_out_states:
+            path = self.folder / f"request-{len(self.requests)}-{threading.get_ident()}.safetensors"
+            self.write(path, [*prompt, 1] if self.extra_token else prompt)
+            answer["kv_transfer_params"] = {"hidden_states_path": str(path)}
+        return answer
+
+    def run(self, tokens: list[int]):
+        return self.decoder(torch.tensor(tokens), torch.arange(len(tokens)), causal_attend(), self.layers)
+
+    def write(self, path: Path, tokens: list[int]) -> None:
+        """As vLLM does: the lock is held when the answer goes out, the file comes later."""
+        states = torch.stack(self.run(tokens).taps, 1)
+        data = save({"hidden_states": states, "token_ids": torch.tensor(tokens)})
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def finish() -> None:
+            path.write_bytes(data[: len(data) // 2])
+            time.sleep(self.write_seconds)
+            path.write_bytes(data)
+            os.close(lock)
+
+        threading.Thread(target=finish).start()
+
+
+@contextmanager
+def serving(endpoint: FakeEndpoint) -> Iterator[FakeEndpoint]:
+    """Also serves the folder's files, as a plain file server beside vLLM would."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def reply(self, content: bytes, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self.reply(json.dumps({"data": [{"id": "tiny", "max_model_len": endpoint.max_model_len}]}).encode())
+                return
+            file = endpoint.folder / Path(self.path).name
+            self.reply(file.read_bytes()) if file.exists() else self.reply(b"", 404)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if endpoint.failures > 0:
+                endpoint.failures -= 1
+                self.reply(b'{"error": {"message": "still loading"}}', 503)
+            else:
+                self.reply(json.dumps(endpoint.complete(body)).encode())
+
+    endpoint.folder.mkdir(parents=True, exist_ok=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    endpoint.url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        yield endpoint
+    finally:
+        server.shutdown()
+        server.server_close()

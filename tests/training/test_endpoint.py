@@ -1,0 +1,245 @@
+"""Training against a target that runs elsewhere: the states, losses and mistakes of an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.checkpoints import ends
+from fledge.checkpoints.hf import load_decoder, save_decoder
+from fledge.errors import ModelError
+from fledge.training import states_client, toy
+from fledge.training.endpoint import EndpointTarget
+from fledge.training.journal import read_journal
+from fledge.training.recipe import Recipe, RecipeError, build
+from fledge.training.states_client import EndpointError
+from fledge.training.target import DecoderTarget, documents
+from fledge.training.trainer import train
+from tests.tiny import tiny_decoder
+from tests.training.fake_endpoint import FakeEndpoint, serving
+from tests.training.test_target import DOCUMENT, packed
+
+TAPS, LAYERS = (0, 2, 3), (0, 2, 3, 4)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return save_decoder(tiny_decoder(), tmp_path / "model")
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    with serving(FakeEndpoint(tiny_decoder(), LAYERS, tmp_path / "states")) as running:
+        yield running
+
+
+def connect(endpoint: FakeEndpoint, model: Path, **settings) -> EndpointTarget:
+    settings = {"taps": TAPS, "num_layers": 4} | settings
+    url = settings.pop("url", endpoint.url)
+    return EndpointTarget(url, ends.load_ends(model, torch.float32, CPU), ends.text_config(model), **settings)
+
+
+def assert_same_states(ours, theirs) -> None:
+    real = (DOCUMENT > 0).flatten()
+    torch.testing.assert_close(ours.hidden_ND[real], theirs.hidden_ND[real], rtol=1e-3, atol=1e-3)
+    for a, b in zip(ours.taps, theirs.taps, strict=True):
+        torch.testing.assert_close(a[real], b[real], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("taps", [TAPS, (1, 4)])
+def test_states_are_those_of_our_decoder(endpoint, model, taps):
+    endpoint.layers = tuple(dict.fromkeys([*taps, 4]))
+    target = connect(endpoint, model, taps=taps)
+    assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), taps).states(packed()))
+    assert not list(endpoint.folder.iterdir()), "files that were read are deleted"
+    target.close()
+
+
+def test_a_folder_served_over_http(endpoint, model):
+    target = connect(endpoint, model, storage=endpoint.url.replace("/v1", "/files"))
+    endpoint.write_seconds = 0.05
+    assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), TAPS).states(packed()))
+    target.close()
+
+
+def test_what_is_asked_ahead_is_asked_once(endpoint, model):
+    target = connect(endpoint, model)
+    endpoint.requests.clear()
+    for _ in range(2):
+        target.ahead(packed())
+    assert_same_states(target.states(packed()), target.states(packed()))
+    assert len(endpoint.requests) == 2 * len(list(documents(packed())))
+    target.close()
+
+
+def test_a_failing_server_is_asked_again(endpoint, model):
+    target = connect(endpoint, model)
+    endpoint.failures = 3
+    assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), TAPS).states(packed()))
+    target.close()
+
+
+def test_slow_files_are_waited_for(endpoint, model):
+    endpoint.write_seconds = 0.1
+    target = connect(endpoint, model)
+    assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), TAPS).states(packed()))
+    target.close()
+
+
+def test_a_server_or_folder_that_is_not_there(endpoint, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(states_client, "FIRST_CONTACT_S", 0.3)
+    with pytest.raises(EndpointError, match=r"does not answer.*start it by: vllm serve"):
+        connect(endpoint, model, url="http://127.0.0.1:9/v1")
+    with pytest.raises(EndpointError, match=r"target\.endpoint_states"):
+        connect(endpoint, model, storage=str(tmp_path / "elsewhere"))
+
+
+def test_mistakes_are_named(endpoint, model):
+    with pytest.raises(EndpointError, match="an example: http"):
+        connect(endpoint, model, url="localhost:8000")
+    with pytest.raises(EndpointError, match=r"refused|not JSON"):
+        connect(endpoint, model, url=endpoint.url.replace("/v1", ""))
+    with pytest.raises(EndpointError, match="gives 4 states of 32 for each token, the recipe needs 3 of 32, after layers"):
+        connect(endpoint, model, taps=(0, 2))
+    with pytest.raises(EndpointError, match=r"takes 511 tokens at most.*--max-model-len 2049"):
+        connect(endpoint, model).require_length(2048)
+    endpoint.extra_token = True
+    with pytest.raises(EndpointError, match="adds or drops tokens"):
+        connect(endpoint, model)
+    endpoint.extra_token, endpoint.hands_out_states = False, False
+    with pytest.raises(EndpointError, match=r"no hidden states.*ExampleHiddenStatesConnector"):
+        connect(endpoint, model)
+
+
+def test_another_last_layer_or_model_is_noticed(endpoint, model, tmp_path):
+    endpoint.layers = (0, 1, 2, 3)
+    with pytest.raises(EndpointError, match="do not give the server's own probabilities"):
+        connect(endpoint, model)
+    endpoint.layers = LAYERS
+    with pytest.raises(EndpointError, match="do not give the server's own probabilities"):
+        connect(endpoint, save_decoder(tiny_decoder(1), tmp_path / "other"))
+
+
+def test_an_outage_ends_the_wait_with_a_reason(endpoint, model, monkeypatch):
+    monkeypatch.setattr(states_client, "OUTAGE_S", 2.0)
+    target = connect(endpoint, model)
+    endpoint.failures = 10**6
+    with pytest.raises(EndpointError, match=r"does not answer \(503 still loading\), tried for 2 s"):
+        target.states(packed())
+    target.close()
+
+
+# --- whole runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory) -> Path:
+    return toy.make(tmp_path_factory.mktemp("toy"), num_answers=120, steps=10)
+
+
+@pytest.fixture
+def recipe(toy_folder, tmp_path) -> Recipe:
+    content = {
+        "output": str(tmp_path / "online"),
+        "target": {"model": str(toy_folder / "target")},
+        "data": {"train": [str(toy_folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
+        "objective": {"ttt_steps": 3},
+        "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
+        "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
+    }
+    return build(Recipe, content, "")
+
+
+@pytest.mark.parametrize("hidden_states", ["online", "offline"])
+def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp_path, hidden_states):
+    def lines(recipe):
+        return [line for line in read_journal(Path(recipe.output) / "log.jsonl") if line["kind"] == "train"]
+
+    here = train(recipe)
+    decoder = load_decoder(recipe.target.model)
+    with serving(FakeEndpoint(decoder, (1, 2, 3, 4), tmp_path / "states")) as endpoint:
+        elsewhere = replace(
+            recipe,
+            output=str(tmp_path / "elsewhere"),
+            target=replace(recipe.target, endpoint=endpoint.url),
+            run=replace(recipe.run, hidden_states=hidden_states),
+        )
+        there = train(elsewhere)
+    assert len(lines(elsewhere)) == 3
+    for ours, theirs in zip(lines(elsewhere), lines(recipe), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+    assert there.evaluations[-1]["acceptance_length"] == pytest.approx(here.evaluations[-1]["acceptance_length"], rel=1e-6)
+
+
+def test_a_backend_and_an_endpoint_are_too_much(recipe):
+    with pytest.raises(RecipeError, match="choose one"):
+        replace(recipe, target=replace(recipe.target, endpoint="http://host/v1", backend="fledge"))
+
+
+# --- the ends of a checkpoint --------------------------------------------------------------------------------------
+
+
+def test_of_a_hub_model_only_the_ends_are_fetched(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    hub, here = save_decoder(tiny_decoder(), tmp_path / "hub"), tmp_path / "here"
+    shards = _in_shards(hub)
+    asked = []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns=()):
+        here.mkdir(exist_ok=True)
+        asked.extend(allow_patterns)
+        for file in hub.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                (here / file.name).write_bytes(file.read_bytes())
+        return str(here)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    folder = ends.fetch_ends("someone/huge")
+    fetched = {file.name for file in folder.glob("*.safetensors")}
+    assert fetched == {
+        shards["model.embed_tokens.weight"],
+        shards["model.layers.3.mlp.up_proj.weight"],
+        shards["lm_head.weight"],
+    }
+    loaded, decoder = ends.load_ends(folder, torch.float32, CPU), tiny_decoder()
+    assert torch.equal(loaded.embedding.weight, decoder.embed_tokens.weight)
+    assert torch.equal(loaded.lm_head.weight, decoder.lm_head.weight)
+    assert torch.equal(loaded.norm.weight, decoder.norm.weight)
+    assert torch.equal(ends.load_last_layer(folder)["self_attn.qkv_proj.weight"], decoder.layers[3].self_attn.qkv_proj.weight)
+
+
+def _in_shards(folder: Path) -> dict[str, str]:
+    """Rewrites a checkpoint with one file for each layer and end."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    tensors, files = load_file(folder / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        part = name.split(".layers.")[-1].split(".")[0] if ".layers." in name else name.split(".")[-2]
+        files.setdefault(f"model-{part}.safetensors", {})[name] = tensor
+    files.setdefault("model-norm.safetensors", {})
+    files["model-lm_head.safetensors"] |= files.pop("model-norm.safetensors")
+    (folder / "model.safetensors").unlink()
+    for file, content in files.items():
+        save_file(content, folder / file)
+    where = {name: file for file, content in files.items() for name in content}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return where
+
+
+def test_a_checkpoint_without_a_head_is_refused(model):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor lm_head\.weight"):
+        ends.load_ends(model, torch.float32, CPU)
