@@ -156,7 +156,7 @@ def _readme(config: DrafterConfig, to: str, out: Path, target: str, num_draft_to
         "## Versions",
         "",
         *_VERSIONS[to],
-        *(_MLA_VERSIONS[to] if config.mla is not None else []),
+        *(_MLA_VERSIONS.get(to, ()) if config.mla is not None else ()),
     ]
     return "\n".join(lines) + "\n"
 

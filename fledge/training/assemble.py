@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text_config
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
-from fledge.config import FAMILIES, DrafterConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.config import FAMILIES, DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_
 from fledge.training.distributed import World
 from fledge.training.endpoint import EndpointTarget
 from fledge.training.evaluate import HeldOut
-from fledge.training.recipe import Recipe, RecipeError
+from fledge.training.recipe import LatentRecipe, Recipe, RecipeError
 from fledge.training.samples import SampleSet
 from fledge.training.target import DecoderTarget, Target, TransformersTarget
 from fledge.training.vocabulary import DraftVocabulary
@@ -97,11 +97,11 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         target = _endpoint(recipe, folder, config, shape.num_layers)
         weights = load_last_layer(folder) | {"norm.weight": target.norm.weight.float().cpu()}
     elif recipe.target.backend == "fledge":
-        model_config = load_config(folder)
-        config = drafter_config(recipe, model_config)
+        shape = load_config(folder)
+        config = drafter_config(recipe, shape)
         decoder = load_decoder(folder, dtype, device)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes")
-        stop_ids, weights = model_config.eos_token_ids, last_layer(decoder)
+        stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
         if recipe.run.distributed == "fsdp" and world.size > 1:
             target.shard(world)
     else:
@@ -111,6 +111,8 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         eos = model.generation_config.eos_token_id
         stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         weights = last_layer_of_transformers(model)
+    if config.rope != shape.rope:
+        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
@@ -175,6 +177,10 @@ def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
     if not asked.own_head and draft_vocab_size != target.vocab_size:
         raise RecipeError("drafter.own_head: false shares the target's head, so draft_vocab_size must be null")
     is_31 = asked.version == "3.1"
+    mla = latent_sizes(asked.mla, target) if asked.attention == "mla" else None
+    rope = target.rope
+    if mla is not None and MLAConfig.rope_problem(rope):
+        rope = RopeConfig(theta=rope.theta)  # the drafter need not share the target's positions; plain ones will do
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -182,13 +188,13 @@ def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
         target_hidden_size=target.hidden_size,
         intermediate_size=asked.intermediate_size or target.intermediate_size,
         num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
+        num_kv_heads=target.num_heads if mla else target.num_kv_heads,
+        head_dim=mla.qk_head_dim if mla else target.head_dim,
         max_positions=target.max_positions,
         aux_layer_ids=tuple(aux),
         num_layers=asked.num_layers,
         rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
+        rope=rope,
         fc_norm=is_31 if asked.fc_norm is None else asked.fc_norm,
         norm_output=is_31 if asked.norm_output is None else asked.norm_output,
         norm_before_fc=asked.norm_before_fc,
@@ -196,7 +202,17 @@ def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
         window=asked.window,
         own_embedding=asked.own_embedding,
         own_head=asked.own_head,
+        qk_norm=asked.qk_norm,
+        mla=mla,
     )
+
+
+def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
+    """What the recipe says, else the target's own sizes, else DeepSeek's proportions."""
+    head = target.head_dim
+    usual = MLAConfig(kv_lora_rank=4 * head, qk_nope_head_dim=head, qk_rope_head_dim=2 * -(-head // 4), v_head_dim=head)
+    given = {name: size for name, size in asdict(asked).items() if size is not None}
+    return replace(getattr(target, "mla", None) or usual, **given)
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,7 @@ class _Shape:
     max_positions: int
     rms_norm_eps: float
     rope: RopeConfig
+    mla: MLAConfig | None = None
 
 
 def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, _Shape]:
@@ -277,7 +294,13 @@ def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
         max_positions=getattr(text, "max_position_embeddings", None) or 8192,
         rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
         rope=rope,
+        mla=_latent_sizes_of(text),
     )
+
+
+def _latent_sizes_of(text: Any) -> MLAConfig | None:
+    sizes = {f.name: getattr(text, f.name, None) for f in fields(MLAConfig)}
+    return MLAConfig(**sizes) if all(sizes[name] for name in sizes if name != "q_lora_rank") else None
 
 
 def _vocabulary(
@@ -322,6 +345,8 @@ def _start(recipe: Recipe, drafter: EagleDrafter, target: Target, weights: dict[
     elif recipe.drafter.init == "target":
         copied = start_from_target(drafter, weights, head, embedding, recipe.seed)
         say(f"starting from the target's last layer: {', '.join(copied)}")
+        if not {"qkv_proj", "qkv_a_proj"}.intersection(copied):
+            say("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
     else:
         start_random(drafter, head, embedding, recipe.seed)
 

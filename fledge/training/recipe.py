@@ -31,6 +31,18 @@ class TargetRecipe:
 
 
 @dataclass(frozen=True)
+class LatentRecipe:
+    """Sizes of latent attention. None: the target's where it has such attention itself, else as DeepSeek relates them to the
+    size E of a head."""
+
+    kv_lora_rank: int | None = None  # 4 E
+    q_lora_rank: int | None = None  # none at all: queries come straight from the input; SGLang wants one
+    qk_nope_head_dim: int | None = None  # E
+    qk_rope_head_dim: int | None = None  # E / 2
+    v_head_dim: int | None = None  # E
+
+
+@dataclass(frozen=True)
 class DrafterRecipe:
     version: Literal["3", "3.1"] = "3.1"
     fc_norm: bool | None = None  # None: by version; the two fixes of 3.1, one by one
@@ -42,6 +54,9 @@ class DrafterRecipe:
     intermediate_size: int | None = None  # None: the target's
     draft_vocab_size: int | None = 16384  # None: the target's whole vocabulary
     window: int | None = None  # attend to the last so many tokens only
+    attention: Literal["gqa", "mla"] = "gqa"  # like the target's heads, or latent (DeepSeek, Kimi)
+    mla: LatentRecipe = field(default_factory=LatentRecipe)
+    qk_norm: bool = False  # norms on queries and keys, as in Qwen3
     own_head: bool = True
     own_embedding: bool = False
     init: Literal["target", "random"] = "target"
@@ -156,6 +171,10 @@ class Recipe:
             raise RecipeError(f"evaluation.select_depth {evaluation.select_depth} is not among depths {evaluation.depths}")
         if self.drafter.window is not None and self.drafter.window <= max(*evaluation.depths, objective.ttt_steps):
             raise RecipeError("drafter.window must be larger than the number of draft steps trained and evaluated")
+        if self.drafter.attention != "mla" and self.drafter.mla != LatentRecipe():
+            raise RecipeError("drafter.mla gives sizes of latent attention; set drafter.attention: mla too")
+        if self.drafter.attention == "mla" and self.drafter.qk_norm:
+            raise RecipeError("drafter.qk_norm goes with drafter.attention: gqa; latent attention has norms of its own")
         if not 0 <= self.optimizer.warmup < 1 or not 0 < self.optimizer.decay <= 1:
             raise RecipeError("optimizer.warmup and optimizer.decay are shares of the run, between 0 and 1")
 

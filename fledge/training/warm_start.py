@@ -21,6 +21,17 @@ from fledge.training.losses import Head
 UNIT_STREAM_SCALE = 0.1
 SMALL = 0.02  # standard deviation of what is not copied
 
+Piece = tuple[Tensor, Tensor | None, float]  # where to, what (None: the target has no such thing), times how much
+
+_OF_USE = ("self_attn.", "input_layernorm.", "post_attention_layernorm.", "mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.")
+# What our networks keep as one, under the names of transformers' models.
+_FUSED = (
+    ("self_attn.qkv_proj.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"]),
+    ("self_attn.qkv_a_proj.weight", ["self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"]),
+    ("self_attn.qkv_a_proj.weight", ["self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"]),
+    ("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+)
+
 
 @torch.no_grad()
 def start_random(drafter: EagleDrafter, head: Head, embedding: nn.Module, seed: int = 0) -> None:
@@ -62,10 +73,9 @@ def start_from_target(
             1.0,
         ),
         "norm": (drafter.norm.weight, target_layer.get("norm.weight"), 1.0),
-        "qkv_proj": (layer.self_attn.qkv_proj.weight[:, size:], target_layer.get("self_attn.qkv_proj.weight"), 1.0),
-        "o_proj": (layer.self_attn.o_proj.weight, target_layer.get("self_attn.o_proj.weight"), scale),
         "gate_up_proj": (layer.mlp.gate_up_proj.weight, target_layer.get("mlp.gate_up_proj.weight"), 1.0),
         "down_proj": (layer.mlp.down_proj.weight, target_layer.get("mlp.down_proj.weight"), scale),
+        **_attention_pieces(drafter, target_layer, scale),
     }
     for name, (place, value, factor) in pieces.items():
         if value is not None and value.shape == place.shape:
@@ -74,14 +84,31 @@ def start_from_target(
     return copied
 
 
-def last_layer(decoder: Decoder) -> dict[str, Tensor]:
-    """The last layer's weights, and the final norm as `norm.weight`.
+def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor], scale: float) -> dict[str, Piece]:
+    """Attention means something only as a whole: nothing is taken from another kind.
 
-    With norms on its queries and keys (Qwen3) the target's projections mean nothing without them: they are left out.
+    Of a target with norms on queries and keys (Qwen3), the projections mean nothing to a drafter without them.
     """
+    config, attention = drafter.config, drafter.layers[0].self_attn
+    given = {name.removeprefix("self_attn."): value for name, value in target_layer.items() if name.startswith("self_attn.")}
+    if ("kv_b_proj.weight" in given) != (config.mla is not None):
+        return {}
+    pieces = {}
+    for name, place in attention.named_parameters():
+        if name in ("qkv_proj.weight", "qkv_a_proj.weight"):
+            place = place[:, config.hidden_size :]  # the half that reads the state
+        pieces[name.removesuffix(".weight")] = (place, given.get(name), scale if name == "o_proj.weight" else 1.0)
+    if config.mla is not None:
+        fit = all(value is not None and value.shape == place.shape for place, value, _ in pieces.values())
+        return pieces if fit else {}
+    if ("q_norm.weight" in given) != config.qk_norm:
+        pieces = {"o_proj": pieces["o_proj"]}
+    return pieces
+
+
+def last_layer(decoder: Decoder) -> dict[str, Tensor]:
+    """The last layer's weights, and the final norm as `norm.weight`."""
     weights = {name: value.detach().float().cpu() for name, value in decoder.layers[-1].named_parameters()}
-    if decoder.config.qk_norm:
-        del weights["self_attn.qkv_proj.weight"]
     return weights | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
 
 
@@ -91,14 +118,11 @@ def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
         return {}
-    raw = {name: value.detach().float().cpu() for name, value in layers[-1].named_parameters()}
-    weights = {name: raw[name] for name in raw if name.endswith(("layernorm.weight", "o_proj.weight", "down_proj.weight"))}
-    for fused, parts in (
-        ("self_attn.qkv_proj.weight", [f"self_attn.{p}_proj.weight" for p in "qkv"]),
-        ("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
-    ):
-        if all(part in raw for part in parts) and not ("qkv" in fused and "self_attn.q_norm.weight" in raw):
-            weights[fused] = torch.cat([raw[part] for part in parts])
+    named = [(name, value) for name, value in layers[-1].named_parameters() if name.startswith(_OF_USE)]  # not the experts
+    weights = {name: value.detach().float().cpu() for name, value in named}
+    for fused, parts in _FUSED:
+        if all(part in weights for part in parts):
+            weights[fused] = torch.cat([weights.pop(part) for part in parts])
     return weights | {"norm.weight": norm.weight.detach().float().cpu()}
 
 
@@ -113,7 +137,7 @@ def start_from_drafter(
     """
     ours, theirs = drafter.config, source.config
     for key in ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-                "num_layers", "vocab_size", "aux_layer_ids"):  # fmt: skip
+                "num_layers", "vocab_size", "aux_layer_ids", "mla", "qk_norm"):  # fmt: skip
         if getattr(ours, key) != getattr(theirs, key):
             raise ModelError(
                 f"init_from: its {key} is {getattr(theirs, key)}, this recipe's is {getattr(ours, key)}; they must be the same"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fledge.checkpoints.inspect import inspect_drafter
 from fledge.checkpoints.origins import canonical
 from fledge.cli.export import export
 from fledge.cli.import_drafter import import_drafter as import_command
+from fledge.config import MLAConfig, RopeConfig
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
 from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
@@ -25,6 +27,7 @@ from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
 TARGET = tiny_model_config(num_layers=8)
 LAYERS = (2, 4, 5)  # also the default for eight layers
 IDS = "eagle_aux_hidden_state_layer_ids"
+MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=20)
 
 
 def made(**settings) -> EagleDrafter:
@@ -194,9 +197,60 @@ def test_export(tmp_path, to):
         assert "vLLM 0.25 or later" in readme
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_export_of_latent_attention(tmp_path, to):
+    drafter = made(**EAGLE31, mla=MLA).bfloat16()
+    source = save_drafter(drafter, tmp_path / "source")
+    out = export_drafter(source, to, tmp_path / "out", "some/target", target=TARGET)
+    loaded = load_drafter(out, TARGET, dtype=torch.bfloat16)
+    assert loaded.config.mla == MLA
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    readme = (out / "README.md").read_text()
+    assert "latent attention (MLA): keys and values from 12, queries from 20" in readme
+    assert "Never 0.22.0 or 0.22.1" in readme if to == "vllm" else "`Eagle3DeepseekV2ForCausalLM`" in readme
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "message"),
+    [
+        ("vllm", {"norm_before_fc": True}, "vLLM does not serve drafters with latent attention and norm_before_fc"),
+        ("vllm", {"window": 8}, "vLLM does not serve drafters with latent attention and a window"),
+        ("sglang", {"window": 8}, "SGLang does not serve drafters with latent attention and a window"),
+        ("sglang", {"mla": replace(MLA, q_lora_rank=None)}, "latent attention without q_lora_rank"),
+        ("speculators", {}, "the speculators layout has no latent attention"),
+    ],
+)
+def test_what_servers_would_misread_of_latent_attention_is_refused(tmp_path, to, settings, message):
+    source = save_drafter(made(**{"mla": MLA} | settings), tmp_path / "source")
+    with pytest.raises(ModelError, match=message):
+        export_drafter(source, to, tmp_path / "out", "some/target")
+    assert not (tmp_path / "out").exists()
+
+
+def test_latent_attention_as_torchspec_lays_it_out(tmp_path):
+    """Ids inside eagle_config, counting outputs; `type` for the rope's kind; no heads' sizes but the latent ones."""
+    rope = RopeConfig(theta=5e4, kind="yarn", factor=8.0, original_max_positions=64, mscale=1.0, mscale_all_dim=1.0)
+    drafter = made(**EAGLE31, mla=MLA, rope=rope)
+    config, tensors = raw_files(tmp_path, drafter)
+    scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = {IDS: [i - 1 for i in LAYERS], "use_aux_hidden_state": True}
+    settings = config | NOT_IN_OTHERS | {"eagle_config": theirs, "rope_scaling": scaling, "model_type": "kimi_k2"}
+    assert_same(folder := written(tmp_path / "theirs", settings, tensors), drafter)
+    loaded = load_drafter(folder, TARGET)
+    assert (loaded.config.rope, loaded.config.mla) == (rope, MLA)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"norm_before_fc": True}, {"norm_before_residual": True}, {"num_layers": 2}, {"aux_layer_ids": (1, 2, 3)}],
+    [
+        {"norm_before_fc": True},
+        {"norm_before_residual": True},
+        {"num_layers": 2},
+        {"aux_layer_ids": (1, 2, 3)},
+        {"qk_norm": True},
+    ],
 )
 def test_what_sglang_cannot_serve_is_refused(tmp_path, settings):
     source = save_drafter(made(**settings), tmp_path / "source")

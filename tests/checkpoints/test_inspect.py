@@ -15,6 +15,7 @@ from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.inspect import inspect_drafter
 from fledge.checkpoints.speculators import save_speculators
 from fledge.cli.inspect import inspect
+from fledge.config import MLAConfig
 from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
 
 TARGET = tiny_model_config()
@@ -84,6 +85,26 @@ def test_warnings(tmp_path):
         assert part in text
     short = inspect_drafter(saved(tmp_path / "short", max_positions=100), TARGET)
     assert short.warnings == ("max_position_embeddings 100 is below the target's 512",)
+
+
+def test_kinds_of_attention(tmp_path):
+    app = typer.Typer()
+    app.command()(inspect)
+    mla = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=20)
+    folder = saved(tmp_path / "latent", mla=mla, fc_norm=True, norm_output=True)
+    shown = " ".join(CliRunner().invoke(app, [str(folder)]).stdout.split())
+    assert "4 heads of latent attention (MLA): keys and values from 12, queries from 20" in shown
+    assert "no problem found" in shown
+    facts = json.loads(CliRunner().invoke(app, [str(folder), "--json"]).stdout)
+    assert (facts["version"], facts["config"]["mla"]["kv_lora_rank"]) == ("3.1", 12)
+    folder = saved(tmp_path / "normed", qk_norm=True)
+    assert "queries and keys normed" in " ".join(CliRunner().invoke(app, [str(folder)]).stdout.split())
+    assert inspect_drafter(folder, TARGET).warnings == ()
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if "q_norm" not in n and "k_norm" not in n}, folder / "model.safetensors")
+    report = inspect_drafter(folder, TARGET)
+    assert report.problems == ()
+    assert "without norms on queries and keys" in report.warnings[0]
 
 
 def test_what_cannot_be_made_out_is_a_problem_too(tmp_path):

@@ -19,6 +19,7 @@ VARIANTS = {
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
     "norm_before_residual": {"norm_before_residual": True, "norm_before_fc": True},
     "two layers": {"num_layers": 2},
+    "norms on queries and keys": {"qk_norm": True, "window": 8, "norm_output": True},
     "four taps": {"aux_layer_ids": (0, 1, 2, 4)},
     "draft vocabulary and window": {"draft_vocab_size": 48, "window": 8, "own_embedding": True},
 }

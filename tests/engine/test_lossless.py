@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fledge.config import MLAConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
@@ -16,6 +17,7 @@ from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 GREEDY = SamplingParams(max_tokens=128, temperature=0)
+MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=20)
 
 
 def random_prompts(count: int, longest: int = 48, seed: int = 3) -> list[list[int]]:
@@ -51,6 +53,19 @@ def test_random_drafter(prompts, plain, version, tree):
     engine = engine_with(tiny_decoder(), Speculation(drafter, 4, tree))
     assert run(engine, prompts, GREEDY) == plain
     assert engine.stats.acceptance_length < 1.1
+
+
+@pytest.mark.parametrize("tree", [None, TreeShape(4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("settings", [{"mla": MLA}, {"mla": MLA, "window": 12}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("version", ["3", "3.1"])
+def test_random_drafter_with_other_attention(prompts, plain, version, settings, tree):
+    flags = version == "3.1"
+    drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=flags, norm_output=flags, **settings))
+    engine = engine_with(tiny_decoder(), Speculation(drafter, 4, tree))
+    assert run(engine, prompts[:12], GREEDY) == plain[:12]
+    assert engine.drafter.cache.keys.shape[1] == (4 if "mla" in settings else 2)
+    assert engine.drafter.cache.keys.shape[3] == (12 if "mla" in settings else 8)
+    assert engine.stats.steps > 0
 
 
 def test_ngram_drafter(prompts, plain):
@@ -106,7 +121,16 @@ def test_small_cache_and_chunked_prompts_change_nothing(tree):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_output": True, "window": 12}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_output": True, "window": 12},
+        {"norm_output": True, "qk_norm": True},
+        {"fc_norm": True, "norm_output": True, "mla": MLA},
+    ],
+)
 def test_eagle_drafts_equal_a_computation_from_scratch(flags):
     """The cache, its synchronisation after partly accepted drafts, and preemption leave no trace in what is drafted."""
     decoder = tiny_decoder()
@@ -119,7 +143,8 @@ def test_eagle_drafts_equal_a_computation_from_scratch(flags):
     inner_engine = build_engine(decoder, Speculation(network, 4), config)
     oracle = OracleSpeculator(answers, 5, reach=lambda n: n % 6, inner=inner_engine.drafter)
     engine = engine_with(decoder, oracle, config)
-    inner_engine.drafter.cache = type(engine.cache)(1, 2, 8, engine.pool.num_pages, 8, torch.float32, "cpu")
+    heads = (network.config.num_kv_heads, network.config.head_dim)
+    inner_engine.drafter.cache = type(engine.cache)(1, *heads, engine.pool.num_pages, 8, torch.float32, "cpu")
     assert run(engine, prompts, params) == plain
     assert isinstance(oracle.inner, EagleSpeculator)
     assert oracle.inner.depth == DepthPolicy(4)

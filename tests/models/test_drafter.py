@@ -56,7 +56,9 @@ class PlainDrafter:
         settings, size = self.settings, self.settings["head_dim"]
 
         def heads(part: str) -> list[Tensor]:
-            return list((self.weights[f"{name}.self_attn.{part}_proj.weight"] @ x).split(size))
+            split = (self.weights[f"{name}.self_attn.{part}_proj.weight"] @ x).split(size)
+            norm = f"{name}.self_attn.{part}_norm"
+            return [self.norm(head, norm) if f"{norm}.weight" in self.weights else head for head in split]
 
         queries = [self.rotated(head, position) for head in heads("q")]
         keys = torch.stack([self.rotated(head, position) for head in heads("k")])
@@ -128,6 +130,7 @@ VARIANTS = {
     "draft vocabulary": {"draft_vocab_size": 48, "fc_norm": True, "norm_output": True},
     "narrower than the target": {"hidden_size": 24, "own_embedding": True, "fc_norm": True},
     "window": {"window": 5, "norm_output": True},
+    "norms on queries and keys": {"qk_norm": True, "num_layers": 2, "fc_norm": True, "norm_output": True},
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from fledge.config import MLAConfig, RopeConfig
 from fledge.kernels.paged_attention import PagedKV, SequenceLayout
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy
@@ -14,6 +17,9 @@ from fledge.training.ttt import Unroll, step_masks
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 STEPS, LENGTH = 5, 24
+EAGLE31 = {"fc_norm": True, "norm_output": True}
+MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=20)
+YARN = RopeConfig(theta=1e3, kind="yarn", factor=4.0, original_max_positions=16, mscale=1.0, mscale_all_dim=0.7)
 
 VARIANTS = {
     "EAGLE 3": {},
@@ -27,6 +33,10 @@ VARIANTS = {
     "3.1, two layers": {"fc_norm": True, "norm_output": True, "num_layers": 2},
     "3.1, two layers, window": {"fc_norm": True, "norm_output": True, "num_layers": 2, "window": 9},
     "3.1, small vocabulary": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 40},
+    "3.1, norms on queries and keys": {**EAGLE31, "qk_norm": True},
+    "3, latent attention": {"mla": replace(MLA, q_lora_rank=None)},
+    "3.1, latent attention": {**EAGLE31, "mla": MLA, "rope": YARN},
+    "3.1, latent attention, two layers, window": {**EAGLE31, "mla": MLA, "num_layers": 2, "window": 9},
 }
 
 

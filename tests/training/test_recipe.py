@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from fledge.config import DrafterConfig, MLAConfig, RopeConfig
+from fledge.errors import UserError
+from fledge.training.assemble import drafter_config
 from fledge.training.recipe import Recipe, RecipeError, build, load_recipe
+from tests.tiny import tiny_model_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 SMALL = {"output": "out", "target": {"model": "toy"}, "data": {"train": "toy"}, "run": {"steps": 3}}
@@ -30,6 +35,7 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(path, tmp_path):
 def test_there_are_recipes():
     assert {path.stem for path in RECIPES} >= {
         "tiny",
+        "tiny-mla",
         "smollm2-135m-eagle3",
         "smollm2-135m-eagle3.1",
         "qwen3-8b-eagle3.1",
@@ -68,6 +74,10 @@ def test_overrides_are_dotted_yaml(tmp_path):
         ("objective.loss=mse", "objective.loss: 'mse' is none of kl, lk, mix"),
         ("drafter.version=4", "drafter.version: '4' is none of 3, 3.1"),
         ("drafter.window=4", "drafter.window must be larger"),
+        ("drafter.attention=linear", "drafter.attention: 'linear' is none of gqa, mla"),
+        ("drafter.mla.kv_lora_rank=64", "set drafter.attention: mla too"),
+        ("drafter.mla.kv_lora_rang=64", "unknown key drafter.mla.kv_lora_rang; did you mean drafter.mla.kv_lora_rank"),
+        ("drafter={attention: mla, qk_norm: true}", "drafter.qk_norm goes with drafter.attention: gqa"),
         ("evaluation.select_depth=4", "select_depth 4 is not among"),
         ("data.augmentation.template_probability=2", "template_probability must lie between 0 and 1"),
         ("run.steps=null", "say when it ends"),
@@ -80,6 +90,32 @@ def test_overrides_are_dotted_yaml(tmp_path):
 def test_mistakes_are_refused_by_name(tmp_path, override, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         load_recipe(write(tmp_path, SMALL | {"seed": 1}), [override])
+
+
+def latent_drafter(target, **drafter) -> DrafterConfig:
+    settings = {"attention": "mla", "aux_layers": [1, 2, 3], "draft_vocab_size": None, **drafter}
+    return drafter_config(build(Recipe, {**SMALL, "drafter": settings}, ""), target)
+
+
+def test_sizes_of_latent_attention():
+    """By DeepSeek's proportions, by the recipe, by a target that has such attention itself."""
+    target = tiny_model_config(head_dim=8)
+    config = latent_drafter(target)
+    assert config.mla == MLAConfig(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    assert (config.num_kv_heads, config.head_dim) == (4, 12)
+    asked = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5}
+    assert latent_drafter(target, mla=asked).mla == MLAConfig(**asked)
+    own = SimpleNamespace(**vars(target), mla=MLAConfig(**asked))
+    assert latent_drafter(own, mla={"v_head_dim": 7}).mla == MLAConfig(**asked | {"v_head_dim": 7})
+    with pytest.raises(UserError, match="qk_rope_head_dim 3 is odd"):
+        latent_drafter(target, mla={"qk_rope_head_dim": 3})
+
+
+def test_latent_attention_gets_positions_that_servers_agree_on():
+    llama3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
+    yarn = RopeConfig(theta=5e4, kind="yarn", factor=8.0, original_max_positions=64)
+    assert latent_drafter(tiny_model_config(rope=llama3)).rope == RopeConfig(theta=5e5)
+    assert latent_drafter(tiny_model_config(rope=yarn)).rope == yarn
 
 
 def test_missing_keys_are_named():

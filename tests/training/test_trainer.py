@@ -45,6 +45,29 @@ def recipe(toy_folder, tmp_path) -> Recipe:
     return build(Recipe, content, "")
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"attention": "mla", "mla": {"q_lora_rank": 24, "v_head_dim": 12}},
+        {"attention": "mla", "version": "3"},
+        {"qk_norm": True},
+    ],
+    ids=["mla 3.1", "mla 3", "qk_norm"],
+)
+def test_other_attention_is_trained_by_recipe(recipe, drafter):
+    """Down to files that the strict reader takes, in a few steps."""
+    settings = {**recipe.to_dict(), "drafter": {**recipe.to_dict()["drafter"], **drafter}}
+    result = train(build(Recipe, settings, ""))
+    loaded = load_drafter(result.best_folder, load_config(recipe.target.model))
+    config = loaded.config
+    assert config.version == drafter.get("version", "3.1")
+    assert config.qk_norm == ("qk_norm" in drafter)
+    if "mla" in drafter:
+        assert (config.mla.q_lora_rank, config.mla.v_head_dim, config.mla.kv_lora_rank) == (24, 12, 64)
+    history = losses(recipe)
+    assert sum(history[step] for step in (10, 11, 12)) < sum(history[step] for step in (1, 2, 3))
+
+
 def losses(recipe: Recipe) -> dict[int, float]:
     lines = read_journal(Path(recipe.output) / "log.jsonl")
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}

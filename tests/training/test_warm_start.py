@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fledge.config import MLAConfig
 from fledge.errors import ModelError
 from fledge.training.losses import Head
 from fledge.training.optimizers import build_optimizers
 from fledge.training.schedule import learning_rate_factor
-from fledge.training.warm_start import last_layer, start_from_drafter, start_from_target, start_random
+from fledge.training.warm_start import (
+    last_layer,
+    last_layer_of_transformers,
+    start_from_drafter,
+    start_from_target,
+    start_random,
+)
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
@@ -42,6 +49,65 @@ def test_projections_behind_query_norms_are_left_out():
     assert "o_proj" in copied
 
 
+def test_projections_behind_query_norms_are_copied_with_the_norms():
+    decoder, drafter, copied = started({"qk_norm": True}, architecture="Qwen3ForCausalLM")
+    theirs, ours = decoder.layers[-1].self_attn, drafter.layers[0].self_attn
+    assert {"qkv_proj", "q_norm", "k_norm", "o_proj"} <= set(copied)
+    assert torch.equal(ours.qkv_proj.weight[:, 32:], theirs.qkv_proj.weight)
+    assert torch.equal(ours.k_norm.weight, theirs.k_norm.weight)
+    assert "qkv_proj" not in started({"qk_norm": True})[2]
+
+
+def test_latent_attention_takes_nothing_of_another_kind():
+    """Not even an output projection that happens to have the right shape."""
+    mla = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    decoder, drafter, copied = started({"mla": mla, "fc_norm": True, "norm_output": True})
+    ours, theirs = drafter.layers[0], decoder.layers[-1]
+    assert ours.self_attn.o_proj.weight.shape == theirs.self_attn.o_proj.weight.shape
+    assert set(copied) == {
+        "lm_head", "fc", "hidden_norm", "post_attention_layernorm", "norm", "gate_up_proj", "down_proj",
+    }  # fmt: skip
+    assert torch.equal(ours.mlp.gate_up_proj.weight, theirs.mlp.gate_up_proj.weight)
+    assert all(0 < w.abs().max() < 0.2 for name, w in ours.self_attn.named_parameters() if "norm" not in name)
+
+
+@pytest.mark.parametrize("q_lora_rank", [20, None])
+def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": q_lora_rank}
+    theirs = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,  # so that the last layer has experts, whose weights are of no use
+            n_routed_experts=8,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            **sizes,
+        )
+    )
+    weights = last_layer_of_transformers(theirs)
+    assert not [name for name in weights if "expert" in name]
+    for factor in (1, 2):  # another size, and nothing fits
+        mla = MLAConfig(**sizes | {"kv_lora_rank": 12 * factor})
+        drafter = tiny_drafter(tiny_drafter_config(mla=mla))
+        head, embedding = Head(theirs.lm_head.weight.detach()), theirs.get_input_embeddings()
+        copied = start_from_target(drafter, weights, head, embedding)
+        assert {"hidden_norm", "norm"} <= set(copied)
+        assert "gate_up_proj" not in copied
+        assert ("qkv_a_proj" in copied, "o_proj" in copied) == (factor == 1, factor == 1)
+        if factor == 1:
+            ours, last = drafter.layers[0].self_attn, theirs.model.layers[-1].self_attn
+            queries = last.q_proj if q_lora_rank is None else last.q_a_proj
+            expected = torch.cat([queries.weight, last.kv_a_proj_with_mqa.weight])
+            assert torch.equal(ours.qkv_a_proj.weight[:, 32:], expected)
+            assert torch.equal(ours.kv_b_proj.weight, last.kv_b_proj.weight)
+
+
 def test_an_eagle_3_drafter_becomes_3_1_and_stays_close():
     decoder = tiny_decoder()
     head = Head(decoder.lm_head.weight)
@@ -63,6 +129,14 @@ def test_a_drafter_of_another_shape_is_refused():
     decoder = tiny_decoder()
     new, old = tiny_drafter(), tiny_drafter(tiny_drafter_config(aux_layer_ids=(0, 1, 2)))
     with pytest.raises(ModelError, match="its aux_layer_ids is"):
+        start_from_drafter(new, old, Head(decoder.lm_head.weight), decoder.embed_tokens)
+
+
+def test_a_drafter_with_other_attention_is_refused():
+    decoder = tiny_decoder()
+    mla = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6)
+    new, old = tiny_drafter(tiny_drafter_config(mla=mla)), tiny_drafter(tiny_drafter_config(num_kv_heads=4))
+    with pytest.raises(ModelError, match="its mla is None"):
         start_from_drafter(new, old, Head(decoder.lm_head.weight), decoder.embed_tokens)
 
 
