@@ -116,10 +116,7 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
         names = [name for name, _ in DecoderLayer(config, config.num_layers - 1).named_parameters()]
     with _SomeTensors(folder, _wanted(folder)) as reader:
         files = {name: file_names(f"layers.{config.num_layers - 1}.{name}") for name in names}
-        weights = {name: torch.cat([reader.read(part).float() for part in parts]) for name, parts in files.items()}
-    if config.qk_norm:  # the projections mean nothing without norms that the drafter has not
-        del weights["self_attn.qkv_proj.weight"]
-    return weights
+        return {name: torch.cat([reader.read(part).float() for part in parts]) for name, parts in files.items()}
 
 
 def _is_known(folder: Path) -> bool:
