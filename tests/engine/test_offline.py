@@ -170,14 +170,16 @@ def test_seeds_are_one_per_prompt_and_stable():
     assert all(0 <= seed < 2**63 for seed in seeds(2**70, 50))
 
 
-@pytest.mark.parametrize("make", [lambda decoder: eager_rows(decoder, rows=6), by_engine])
+@pytest.mark.parametrize(
+    "make", [lambda decoder: eager_rows(decoder, rows=6), lambda decoder: eager_rows(decoder, rows=40), by_engine]
+)
 def test_a_stream_gives_the_same_answers_and_may_depend_on_them(make):
     """The second half of the prompts exists only when a prompt of the first half is answered."""
     generator = make(tiny_decoder(13))
-    texts = prompts(20, seed=9)
+    texts = prompts(60, seed=9)
     options = {"max_tokens": 12, "temperature": 0.8, "stop_ids": STOPS}
     asked: list[int] = []  # by index in the stream
-    ready = list(range(10))
+    ready = list(range(30))
     under_way = 0
 
     def stream():
@@ -194,8 +196,8 @@ def test_a_stream_gives_the_same_answers_and_may_depend_on_them(make):
     for index, tokens, reason in generator.generate(stream(), seed=lambda index: 100 + asked[index], **options):
         under_way -= 1
         found[asked[index]] = (tokens, reason)
-        if asked[index] < 10:
-            ready.append(asked[index] + 10)
+        if asked[index] < 30:
+            ready.append(asked[index] + 30)
     assert found == collected(generator.generate(texts, seed=lambda index: 100 + index, **options))
     with pytest.raises(RequestError, match="prompt 1 holds a token outside"):
         list(generator.generate(iter([[1], [128]]), max_tokens=4, stop_ids=()))
