@@ -13,6 +13,7 @@ import torch
 
 from fledge.bench.provenance import provenance, write_json
 from fledge.engine.build import EngineConfig, Speculation, build_engine
+from fledge.kernels.native import best_of
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
 
 CONTEXT, ROUNDS, SIZES = 256, 40, (1, 2, 4, 6, 8, 12)
@@ -33,7 +34,7 @@ def main() -> None:
         network = runner.lean if runner.lean is not None and runner.lean.fits(attend) else runner.decoder
         positions = torch.arange(first, first + count)
         hidden, _ = network(tokens[first : first + count], positions, attend, (), first + count)
-        runner.decoder.logits(hidden).argmax(-1).tolist()
+        best_of(runner.decoder.logits(hidden))
 
     run(0, CONTEXT)
     times: dict[int, list[float]] = {size: [] for size in SIZES}

@@ -15,6 +15,7 @@ from fledge.engine.request import Delta, Request, TokenLogprob
 from fledge.engine.runner import Runner, Verified
 from fledge.engine.scheduler import Scheduled, Scheduler
 from fledge.errors import RequestError
+from fledge.kernels.native import best_of
 from fledge.kernels.paged_attention import PagedKV
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
@@ -108,7 +109,7 @@ class Engine:
             if first is None:
                 verdicts.append(None)
             elif params.greedy and not params.adjusts_logits:
-                best = verified.logits.argmax(-1).tolist() if best is None else best
+                best = best_of(verified.logits)[0] if best is None else best
                 verdicts.append(verify_greedy(best[first : first + 1 + len(item.draft)], item.draft))
             else:
                 verdicts.append(self._accept_lazily(item.request, item.draft, verified.logits[first:]))

@@ -25,7 +25,7 @@ class Runner:
     def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int]) -> None:
         self.decoder, self.cache, self.taps = decoder, cache, tuple(taps)
         self.device = cache.keys.device
-        self.lean = lean(decoder, self.device)
+        self.lean = lean(decoder, cache)
 
     def verify(self, batch: Sequence[Scheduled]) -> Verified:
         tokens: list[int] = []

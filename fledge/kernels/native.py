@@ -1,110 +1,215 @@
-"""`native.c` compiled for this machine on first use, where there is a C compiler; without one the torch path serves."""
+"""Decoder layers and linears in C for the CPU (`cpu/`), called through ctypes; without a C compiler the torch path serves."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
 import subprocess
-import tempfile
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fledge.sources import cache_folder
+from fledge.kernels.native_build import built, compiler
+from fledge.kernels.paged_attention import PagedAttend
 
-SOURCE = Path(__file__).with_name("native.c")
-# Compiled and linked apart: linking with -ffast-math would switch off denormals for the whole process.
-COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-c")
+if TYPE_CHECKING:
+    from fledge.models.layers import MLP, Attention, RMSNorm
+
+PANEL = 32  # outputs that lie side by side; cpu/linear.h
+# Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
+QUICK_ROWS = 16
+
+
+class LinearArguments(Structure):
+    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+
+
+class LayerArguments(Structure):
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        *((name, LinearArguments) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class SequenceArguments(Structure):
+    _fields_ = [
+        ("query_len", c_long),
+        ("kv_len", c_long),
+        ("first_slot", c_long),
+        ("tail_mask", c_void_p),
+        ("tail", c_long),
+    ]
+
+
+class CacheArguments(Structure):
+    _fields_ = [
+        *((name, c_long) for name in ("heads", "kv_heads", "head_size", "window")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("head_stride", c_long),
+    ]
+
+
+class BatchArguments(Structure):
+    _fields_ = [
+        ("sequences", POINTER(SequenceArguments)),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("num_sequences", c_long),
+        ("rows", c_long),
+        ("threads", c_int),
+    ]
+
+
+class Library:
+    def __init__(self, path: str) -> None:
+        self.quick = self._declared(ctypes.PyDLL(path))
+        self.patient = self._declared(ctypes.CDLL(path))  # gives the interpreter's lock away meanwhile
+
+    @staticmethod
+    def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
+        loaded.run_layer.argtypes = [c_void_p] * 5
+        loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
+        loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]
+        for function in (loaded.run_linear, loaded.rms_norm, loaded.best_of):
+            function.restype = None
+        return loaded
+
+    def for_rows(self, rows: int) -> ctypes.CDLL:
+        return self.quick if rows <= QUICK_ROWS else self.patient
 
 
 @cache
-def library() -> ctypes.PyDLL | None:
+def library() -> Library | None:
     """None where there is no compiler, or FLEDGE_NATIVE=0."""
-    compiler = shutil.which(os.environ.get("CC") or "cc")
-    if compiler is None or os.environ.get("FLEDGE_NATIVE") == "0":
+    command = compiler()
+    if command is None or os.environ.get("FLEDGE_NATIVE") == "0":
         return None
     try:
-        built = ctypes.PyDLL(str(_built(compiler)))  # which holds the interpreter's lock: the calls take microseconds
+        return Library(str(built(command)))
     except (OSError, subprocess.SubprocessError):
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    built.add_rms_norm.argtypes = [pointer] * 4 + [number] * 2 + [ctypes.c_float]
-    built.swiglu.argtypes = [pointer] * 2 + [number] * 2
-    built.attend.argtypes = [pointer] * 5 + [number] * 7 + [pointer]
-    return built
-
-
-def _built(compiler: str) -> Path:
-    """The shared library, kept by source, compiler and processor: -march=native does not travel."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else [platform.machine(), platform.processor()]
-    flags = next((line for line in lines if line.startswith("flags")), "".join(lines[:2]))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), version, flags, *COMPILE]).encode()).hexdigest()[:16]
-    target = cache_folder() / "native" / f"fledge-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            compiled, linked = Path(folder) / "native.o", Path(folder) / "native.so"
-            for command in ([*COMPILE, str(SOURCE), "-o", str(compiled)], ["-shared", str(compiled), "-o", str(linked), "-lm"]):
-                subprocess.run([compiler, *command], capture_output=True, timeout=120, check=True)
-            os.replace(linked, target)
-    return target
 
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """Adds `delta` to `x` in place; returns the norm of the sum."""
-    out = torch.empty_like(x_ND)
+class NativeLinear:
+    """fp16 weights in the order in which `cpu/linear.h` reads them."""
+
+    def __init__(self, weight_OI: Tensor, bias: Tensor | None) -> None:
+        outputs, inputs = weight_OI.shape
+        padded = torch.zeros(-(-outputs // PANEL) * PANEL, inputs, dtype=torch.float16)
+        padded[:outputs] = weight_OI
+        self.panels = padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.arguments = LinearArguments(self.panels.data_ptr(), _address(self.bias), inputs, outputs)
+        self.pointer = ctypes.addressof(self.arguments)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        inputs, outputs = self.arguments.inputs, self.arguments.outputs
+        out = x.new_empty(*x.shape[:-1], outputs)
+        rows = x.numel() // inputs
+        library().for_rows(rows).run_linear(self.pointer, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
+        return out
+
+
+def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
+    """`out` may be some columns of a wider tensor."""
+    out = torch.empty_like(x_ND) if out_ND is None else out_ND
     rows, size = x_ND.shape
-    library().add_rms_norm(x_ND.data_ptr(), _address(delta_ND), weight_D.data_ptr(), out.data_ptr(), rows, size, eps)
+    library().quick.rms_norm(x_ND.data_ptr(), weight_D.data_ptr(), out.data_ptr(), rows, size, out.stride(0), eps)
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape
-    out = gate_up.new_empty(rows, width // 2)
-    library().swiglu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
-    return out
+def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int], list[float] | None]:
+    """The likeliest token of each row and, if asked for, its probability.
+
+    In C also because torch would wake its own threads for it, which then spin on the cores that the next layer needs.
+    """
+    if library() is None or logits_NV.dtype != torch.float32 or logits_NV.is_cuda or not logits_NV.is_contiguous():
+        best = logits_NV.float().max(-1)
+        shares = (best.values - logits_NV.float().logsumexp(-1)).exp().tolist() if probability else None
+        return best.indices.tolist(), shares
+    rows, size = logits_NV.shape
+    index, shares = (c_long * rows)(), (c_float * rows)() if probability else None
+    library().quick.best_of(logits_NV.data_ptr(), rows, size, index, shares)
+    return list(index), list(shares) if shares is not None else None
 
 
-def attend(
-    qkv: Tensor,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    first_slot: int,
-    kv_len: int,
-    num_heads: int,
-    window: int | None,
-    out: Tensor,
-) -> None:
-    """One sequence with consecutive slots: its new keys and values go into the cache, and `out` [T, H·E] is written."""
-    num_kv_heads, slots, head_dim = keys_KSE.shape
-    offset = keys_KSE.element_size() * first_slot * head_dim
-    failed = library().attend(
-        qkv.data_ptr(),
-        cos_TE.data_ptr(),
-        sin_TE.data_ptr(),
-        keys_KSE.data_ptr() + offset,
-        values_KSE.data_ptr() + offset,
-        slots * head_dim,
-        qkv.shape[0],
-        kv_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        window or 0,
-        out.data_ptr(),
-    )
-    if failed:
-        raise MemoryError("no memory for attention scores")
+class NativeBatch:
+    """The sequences of one pass, for all its layers."""
+
+    def __init__(self, attend: PagedAttend, cos_N1E: Tensor, sin_N1E: Tensor) -> None:
+        self.rows = cos_N1E.shape[0]
+        layouts = attend.layouts
+        self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
+        self.sequences = (SequenceArguments * len(layouts))(
+            *(
+                (layout.query_len, layout.kv_len, region.start, _address(mask), 0 if mask is None else mask.shape[1])
+                for layout, region, mask in zip(layouts, attend.regions, self.masks, strict=True)
+            )
+        )
+        self.angles = (cos_N1E, sin_N1E)
+        self.arguments = BatchArguments(
+            self.sequences, cos_N1E.data_ptr(), sin_N1E.data_ptr(), len(layouts), self.rows, torch.get_num_threads()
+        )
+
+    @staticmethod
+    def fits(attend: PagedAttend) -> bool:
+        """Sequences whose slots are consecutive; fragmented ones go the general way."""
+        return attend.consecutive
+
+
+class NativeLayer:
+    """One layer, weights and cache; changes the residual stream in place."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        input_norm: RMSNorm | None,
+        post_norm: RMSNorm,
+        keys_KSE: Tensor,
+        values_KSE: Tensor,
+    ) -> None:
+        linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm]
+        self.kept = (linears, norms, keys_KSE, values_KSE)  # their memory is pointed to
+        self.layer = LayerArguments(
+            *(_address(None if norm is None else norm.weight) for norm in norms),
+            post_norm.eps,
+            *(linear.native.arguments for linear in linears),
+        )
+        num_kv_heads, slots, head_dim = keys_KSE.shape
+        self.cache = CacheArguments(
+            attention.num_heads,
+            num_kv_heads,
+            head_dim,
+            attention.window or 0,
+            keys_KSE.data_ptr(),
+            values_KSE.data_ptr(),
+            slots * head_dim,
+        )
+
+    def __call__(self, batch: NativeBatch, x_ND: Tensor, normed: Tensor | None = None) -> None:
+        """`normed`: the attention's input, for a layer without an input norm."""
+        run = library().for_rows(batch.rows).run_layer
+        if run(byref(self.layer), byref(self.cache), byref(batch.arguments), x_ND.data_ptr(), _address(normed)):
+            raise MemoryError("no memory for a decoder layer")
+
+    @staticmethod
+    def serves(attention: nn.Module, mlp: MLP, keys_KSE: Tensor) -> bool:
+        """Packed linears throughout, an fp32 cache, and gates in whole panels."""
+        linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        packed = all(getattr(linear, "native", None) is not None for linear in linears)
+        return packed and keys_KSE.dtype == torch.float32 and mlp.down_proj.in_features % PANEL == 0

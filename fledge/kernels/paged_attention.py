@@ -79,8 +79,9 @@ class PagedAttend:
                 slots = [pages[index // size] * size + index % size for index in range(layout.kv_len)]
                 self.regions.append(torch.tensor(slots, device=device))
                 new_slots.extend(slots[first:])
-        consecutive = new_slots[-1] - new_slots[0] == len(new_slots) - 1 and len(layouts) == 1
-        self.new_slots = slice(new_slots[0], new_slots[-1] + 1) if consecutive else torch.tensor(new_slots, device=device)
+        self.consecutive = all(isinstance(region, slice) for region in self.regions)
+        one_run = new_slots[-1] - new_slots[0] == len(new_slots) - 1 and len(layouts) == 1
+        self.new_slots = slice(new_slots[0], new_slots[-1] + 1) if one_run else torch.tensor(new_slots, device=device)
         self.masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -4,19 +4,86 @@
 
 The noise is a pure function (Philox 4x32-10) of the row's seed, the token's number in its answer and the vocabulary id, so
 that a request's draws do not depend on who else is in the batch. One Philox call gives noise for four ids, QUARTER apart.
+
+It also couples drafter and target: both draw their n-th token with the same noise, so a draft that is like the target mostly
+draws the same token. A drafted token stands if it is the token that the target draws; what is said is always the
+target's own draw, the same with and without speculation.
+
+A `Choice` is a draw in the making: the best of each block of the vocabulary. Whoever needs the token finds the best of them.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 QUARTER = 1024
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
+
+
+class Choice(NamedTuple):
+    best_NC: Tensor  # float32, one per block of the vocabulary
+    ids_NC: Tensor  # int32, target ids
+
+
+class Draws(NamedTuple):
+    """How B sequences draw."""
+
+    temperatures_B: Tensor
+    seeds_B: Tensor
+    counters_B: Tensor  # tokens drawn before
+    top_ps_B: Tensor | None = None  # None: nothing is cut off
+
+
+def choose(
+    logits_NV: Tensor, draws: Draws | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
+) -> Choice:
+    """For `num_new` consecutive tokens of each of B sequences, the first of them `ahead` of the next one. None: greedy.
+
+    `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
+    """
+    return (choose_triton if use_triton(logits_NV) else choose_reference)(logits_NV, draws, num_new, ahead, ids_V)
+
+
+def choose_reference(
+    logits_NV: Tensor, draws: Draws | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
+) -> Choice:
+    if draws is None:
+        column = logits_NV.argmax(-1)
+    else:
+        temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
+        counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
+        floors = None
+        if draws.top_ps_B is not None:
+            floors = top_p_floor_reference(logits_NV, temperatures, draws.top_ps_B.repeat_interleave(num_new))
+        if ids_V is None:
+            column = sample_reference(logits_NV, temperatures, seeds, counters, floors)
+        else:
+            noise = gumbel_noise(seeds, counters, int(ids_V[-1]) + 1)[:, ids_V]
+            scaled = _scaled(logits_NV, temperatures)
+            column = torch.where(temperatures[:, None] > 0, scaled + noise, scaled).argmax(-1)
+    ids = column if ids_V is None else ids_V[column]
+    return Choice(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
+
+
+def picked(choice: Choice, vocab_size: int) -> Tensor:
+    """The tokens, int64 [N]; ties go to the lower id."""
+    if choice.ids_NC.shape[1] == 1:
+        return choice.ids_NC[:, 0].long()
+    if not use_triton(choice.ids_NC):
+        top = choice.best_NC == choice.best_NC.amax(-1, keepdim=True)
+        return choice.ids_NC.masked_fill(~top, vocab_size - 1).amin(-1).long()
+    num_rows, num_blocks = choice.best_NC.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=choice.best_NC.device)
+    _best_of_row[(num_rows,)](
+        choice.best_NC, choice.ids_NC, tokens, VOCAB=vocab_size, BLOCKS=num_blocks, PADDED=next_power_of_2(num_blocks)
+    )
+    return tokens
 
 
 def sample(
@@ -86,17 +153,18 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def top_p_floor_triton(logits_BV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor) -> Tensor:
+def top_p_floor_triton(logits_NV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor, num_new: int = 1) -> Tensor:
     """By bisection instead of a sort: 25 readings of a row that stays in the cache of the device."""
-    batch, vocab_size = logits_BV.shape
-    floors = torch.empty(batch, dtype=torch.float32, device=logits_BV.device)
-    if batch:
-        _top_p_floor[(batch,)](
-            logits_BV,
+    num_rows, vocab_size = logits_NV.shape
+    floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+    if num_rows:
+        _top_p_floor[(num_rows,)](
+            logits_NV,
             temperatures_B,
             top_ps_B,
             floors,
-            logits_BV.stride(0),
+            logits_NV.stride(0),
+            NEW=num_new,
             VOCAB=vocab_size,
             LOG_VOCAB=math.log(vocab_size),
             BLOCK=min(next_power_of_2(vocab_size), 4096),
@@ -109,32 +177,48 @@ def top_p_floor_triton(logits_BV: Tensor, temperatures_B: Tensor, top_ps_B: Tens
 def sample_triton(
     logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, floors_B: Tensor | None = None
 ) -> Tensor:
-    batch, vocab_size = logits_BV.shape
-    assert logits_BV.stride(1) == 1
+    draws = Draws(temperatures_B, seeds_B, counters_B)
+    return picked(choose_triton(logits_BV, draws, floors_N=floors_B), logits_BV.shape[1])
+
+
+def choose_triton(
+    logits_NV: Tensor,
+    draws: Draws | None = None,
+    num_new: int = 1,
+    ahead: int = 0,
+    ids_V: Tensor | None = None,
+    floors_N: Tensor | None = None,
+) -> Choice:
+    num_rows, vocab_size = logits_NV.shape
+    assert logits_NV.stride(1) == 1
+    if draws is not None and draws.top_ps_B is not None:
+        floors_N = top_p_floor_triton(logits_NV, draws.temperatures_B, draws.top_ps_B, num_new)
     num_blocks = -(-vocab_size // (4 * QUARTER))
-    best = torch.empty((batch, num_blocks), dtype=torch.float32, device=logits_BV.device)
-    best_ids = torch.empty((batch, num_blocks), dtype=torch.int32, device=logits_BV.device)
-    tokens = torch.empty(batch, dtype=torch.int64, device=logits_BV.device)
-    if batch:
-        _best_of_block[(batch, num_blocks)](
-            logits_BV,
-            temperatures_B,
-            floors_B if floors_B is not None else temperatures_B,
-            seeds_B,
-            counters_B,
+    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits_NV.device)
+    ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits_NV.device)
+    if num_rows:
+        _best_of_block[(num_rows, num_blocks)](
+            logits_NV,
+            draws.temperatures_B if draws is not None else best,
+            floors_N if floors_N is not None else best,
+            draws.seeds_B if draws is not None else ids,
+            draws.counters_B if draws is not None else ids,
+            ids_V if ids_V is not None else ids,
             best,
-            best_ids,
-            logits_BV.stride(0),
+            ids,
+            logits_NV.stride(0),
+            NEW=num_new,
+            AHEAD=ahead,
             VOCAB=vocab_size,
             BLOCKS=num_blocks,
             PER_WORD=QUARTER,
-            HAS_FLOOR=floors_B is not None,
+            GREEDY=draws is None,
+            HAS_FLOOR=floors_N is not None,
+            HAS_IDS=ids_V is not None,
             num_warps=4,
+            **overlap(logits_NV),
         )
-        _best_of_row[(batch,)](
-            best, best_ids, tokens, VOCAB=vocab_size, BLOCKS=num_blocks, PADDED=next_power_of_2(num_blocks), num_warps=1
-        )
-    return tokens
+    return Choice(best, ids)
 
 
 @jit
@@ -144,61 +228,97 @@ def _gumbel(word):
 
 
 @jit
+def _noise_of_ids(seed, ids, counter, PER_WORD: tl.constexpr):
+    """Noise of single ids, where neighbours do not share a Philox call."""
+    zeros = ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, ids // (4 * PER_WORD) * PER_WORD + ids % PER_WORD, zeros + counter, zeros, zeros)
+    word = ids // PER_WORD % 4
+    return _gumbel(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
+@jit
 def _best_of_block(
     logits_ptr,
     temperatures_ptr,
     floors_ptr,
     seeds_ptr,
     counters_ptr,
+    target_ids_ptr,
     best_ptr,
     best_ids_ptr,
     logits_stride,
+    NEW: tl.constexpr,
+    AHEAD: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     PER_WORD: tl.constexpr,
+    GREEDY: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
+    sequence = row // NEW
     block = tl.program_id(1)
     lane = tl.arange(0, PER_WORD)
     id0 = block * (4 * PER_WORD) + lane
     id1, id2, id3 = id0 + PER_WORD, id0 + 2 * PER_WORD, id0 + 3 * PER_WORD
     logits = logits_ptr + row * logits_stride
+    wait_for_inputs(PDL)
     x0 = tl.load(logits + id0, mask=id0 < VOCAB, other=float("-inf")).to(tl.float32)
     x1 = tl.load(logits + id1, mask=id1 < VOCAB, other=float("-inf")).to(tl.float32)
     x2 = tl.load(logits + id2, mask=id2 < VOCAB, other=float("-inf")).to(tl.float32)
     x3 = tl.load(logits + id3, mask=id3 < VOCAB, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperatures_ptr + row)
-    if temperature > 0:
-        scale = 1.0 / temperature
-        x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
-        if HAS_FLOOR:
-            floor = tl.load(floors_ptr + row)
-            x0 = tl.where(x0 < floor, float("-inf"), x0)
-            x1 = tl.where(x1 < floor, float("-inf"), x1)
-            x2 = tl.where(x2 < floor, float("-inf"), x2)
-            x3 = tl.where(x3 < floor, float("-inf"), x3)
-        zeros = lane * 0
-        counter = zeros + tl.load(counters_ptr + row).to(tl.int32)
-        w0, w1, w2, w3 = tl.philox(tl.load(seeds_ptr + row), block * PER_WORD + lane, counter, zeros, zeros)
-        x0, x1, x2, x3 = x0 + _gumbel(w0), x1 + _gumbel(w1), x2 + _gumbel(w2), x3 + _gumbel(w3)
+    if HAS_IDS:
+        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=2147483647).to(tl.int32)
+        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=2147483647).to(tl.int32)
+        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=2147483647).to(tl.int32)
+        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=2147483647).to(tl.int32)
+    if not GREEDY:
+        temperature = tl.load(temperatures_ptr + sequence)
+        if temperature > 0:
+            scale = 1.0 / temperature
+            x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
+            if HAS_FLOOR:
+                floor = tl.load(floors_ptr + row)
+                x0 = tl.where(x0 < floor, float("-inf"), x0)
+                x1 = tl.where(x1 < floor, float("-inf"), x1)
+                x2 = tl.where(x2 < floor, float("-inf"), x2)
+                x3 = tl.where(x3 < floor, float("-inf"), x3)
+            seed = tl.load(seeds_ptr + sequence)
+            counter = tl.load(counters_ptr + sequence).to(tl.int32) + AHEAD + (row % NEW).to(tl.int32)
+            if HAS_IDS:
+                x0 += _noise_of_ids(seed, id0, counter, PER_WORD)
+                x1 += _noise_of_ids(seed, id1, counter, PER_WORD)
+                x2 += _noise_of_ids(seed, id2, counter, PER_WORD)
+                x3 += _noise_of_ids(seed, id3, counter, PER_WORD)
+            else:
+                zeros = lane * 0
+                w0, w1, w2, w3 = tl.philox(seed, block * PER_WORD + lane, zeros + counter, zeros, zeros)
+                x0, x1, x2, x3 = x0 + _gumbel(w0), x1 + _gumbel(w1), x2 + _gumbel(w2), x3 + _gumbel(w3)
     best01, ids01 = tl.maximum(x0, x1), tl.where(x1 > x0, id1, id0)
     best23, ids23 = tl.maximum(x2, x3), tl.where(x3 > x2, id3, id2)
     best, ids = tl.maximum(best01, best23), tl.where(best23 > best01, ids23, ids01)
     top = tl.max(best, axis=0)
     tl.store(best_ptr + row * BLOCKS + block, top)
-    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, VOCAB - 1), axis=0))
+    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, 2147483647), axis=0))
 
 
 @jit
-def _best_of_row(best_ptr, best_ids_ptr, tokens_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def pick(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """The best block's token, for a kernel that goes on with it. What is not a number gives the last id."""
     block = tl.arange(0, PADDED)
     best = tl.load(best_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
-    ids = tl.load(best_ids_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB - 1)
+    ids = tl.load(ids_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB - 1)
     top = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == top, ids, VOCAB - 1), axis=0)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    return tl.minimum(tl.min(tl.where(best == top, ids, VOCAB - 1), axis=0), VOCAB - 1)
+
+
+@jit
+def _best_of_row(best_ptr, ids_ptr, tokens_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(tokens_ptr + row, pick(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED).to(tl.int64))
 
 
 @jit
@@ -208,13 +328,14 @@ def _top_p_floor(
     top_ps_ptr,
     floors_ptr,
     logits_stride,
+    NEW: tl.constexpr,
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row)
+    temperature = tl.load(temperatures_ptr + row // NEW)
     floor = tl.full([], float("-inf"), tl.float32)
     if temperature > 0:
         scale = 1.0 / temperature
@@ -229,7 +350,7 @@ def _top_p_floor(
         for start in range(0, VOCAB, BLOCK):
             x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
             sums += tl.exp((x - peak) * scale)
-        top_p = tl.load(top_ps_ptr + row)
+        top_p = tl.load(top_ps_ptr + row // NEW)
         wanted = top_p * tl.sum(sums, axis=0)
         # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
         low = tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB

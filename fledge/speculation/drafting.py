@@ -15,11 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fledge.kernels.native import best_of
 from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import probabilities
+from fledge.speculation.lean_drafter import lean
 from fledge.speculation.verification import Draft
 
 
@@ -64,8 +66,10 @@ class EagleSpeculator:
         self.lookahead = lookahead(depth, tree)
         shape = f"tree of {tree.nodes}" if tree else "chain"
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
+        self.lean = lean(network, cache)
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
+        self.target_id_list: list[int] = self.target_ids.tolist()
 
     def forget(self, sequence: DraftedSequence) -> None:
         """All state lies in the sequence's pages."""
@@ -95,12 +99,13 @@ class EagleSpeculator:
             tokens.extend(item.sequence.tokens[item.start + 1 : end + 1])
             positions.extend(range(item.start, end))
             layouts.append(SequenceLayout(item.sequence.pages, len(item.rows), end))
-        return self.step(tokens, self.network.fuse(taps), positions, layouts)
+        return self.step(tokens, (self.lean or self.network).fuse(taps), positions, layouts)
 
     def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
         tensors = torch.tensor([tokens, positions], device=self.device)
         attend = PagedAttend(self.cache, layouts)
-        return self.network(tensors[0], h, tensors[1], attend, max(positions))
+        run = self.lean if self.lean is not None and self.lean.fits(attend) else self.network
+        return run(tensors[0], h, tensors[1], attend, max(positions))
 
     def grow_chains(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
         drafts = [Draft(probs=None if item.sequence.params.greedy else []) for item in items]
@@ -133,14 +138,12 @@ class EagleSpeculator:
 
     def choose(self, logits: Tensor, items: list[Settled], drafts: list[Draft]) -> tuple[list[int], list[float]]:
         """The next token of each chain: the likeliest when greedy, else drawn from q, which the draft keeps."""
-        logits = logits.float()
-        best = logits.max(-1)
-        confidence = (best.values - logits.logsumexp(-1)).exp().tolist()
-        chosen = self.target_ids[best.indices].tolist()
+        best, confidence = best_of(logits, probability=True)
+        chosen = [self.target_id_list[index] for index in best]
         for place, (item, draft) in enumerate(zip(items, drafts, strict=True)):
             if draft.probs is None:
                 continue
-            q = probabilities(logits[place], item.sequence.params)
+            q = probabilities(logits[place].float(), item.sequence.params)
             drawn = int(torch.multinomial(q.cpu(), 1, generator=item.sequence.generator))
             confidence[place], chosen[place] = float(q[drawn]), int(self.target_ids[drawn])
             draft.probs.append(self.over_target_vocabulary(q))

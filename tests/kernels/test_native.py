@@ -11,66 +11,117 @@ import torch.nn.functional as F
 from fledge.engine.build import Speculation, fit
 from fledge.engine.lean_decoder import LeanDecoder
 from fledge.kernels import native
-from fledge.kernels.packed_linear import packing_supported
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout, attention_reference, build_mask
-from fledge.models.layers import rotate
+from fledge.kernels.packed_linear import pack_linears
+from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.models.layers import MLP, Attention, RMSNorm
 from fledge.sampling import SamplingParams
+from fledge.speculation.lean_drafter import LeanDrafter
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
-from tests.tiny import tiny_decoder
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
-pytestmark = pytest.mark.skipif(
-    native.library() is None or not packing_supported(), reason="needs a C compiler and a CPU with packed linears"
-)
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_add_rms_norm(with_delta):
-    x, delta, weight = torch.randn(5, 37), torch.randn(5, 37), torch.rand(37)
-    expected = x + delta if with_delta else x.clone()
-    out = native.add_rms_norm(x, delta if with_delta else None, weight, 1e-5)
-    torch.testing.assert_close(x, expected)
-    torch.testing.assert_close(out, F.rms_norm(expected, (37,), weight, 1e-5))
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+@pytest.mark.parametrize(("inputs", "outputs"), [(37, 51), (64, 96)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rows, inputs, outputs, bias):
+    weight, x = torch.randn(outputs, inputs).half(), torch.randn(rows, inputs)
+    offset = torch.randn(outputs) if bias else None
+    expected = F.linear(x, weight.float(), offset)
+    torch.testing.assert_close(native.NativeLinear(weight, offset)(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_swiglu():
-    gate_up = 3 * torch.randn(4, 2 * 51)
-    gate, up = gate_up.chunk(2, -1)
-    torch.testing.assert_close(native.swiglu(gate_up), F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+def test_a_row_does_not_depend_on_the_others():
+    """What makes speculative output on CPU equal to plain output bit for bit."""
+    linear, x = native.NativeLinear(torch.randn(100, 77), None), torch.randn(13, 77)
+    together = linear(x)
+    for row in range(13):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
 
 
-@pytest.mark.parametrize(("T", "kv_len"), [(1, 1), (1, 90), (6, 6), (6, 77), (13, 130)])
+def test_rms_norm_into_columns():
+    x, weight, wide = torch.randn(5, 37), torch.rand(37), torch.zeros(5, 80)
+    native.rms_norm(x, weight, 1e-5, wide[:, 40:77])
+    torch.testing.assert_close(wide[:, 40:77], F.rms_norm(x, (37,), weight, 1e-5))
+    assert not wide[:, :40].any()
+    assert not wide[:, 77:].any()
+
+
+def test_best_of():
+    logits = 4 * torch.randn(3, 1000)
+    logits[1, 999] = 50.0
+    logits[2, 5] = logits[2, 700] = 60.0  # the first of equals
+    index, shares = native.best_of(logits, probability=True)
+    assert index == logits.argmax(-1).tolist()
+    assert index[1:] == [999, 5]
+    torch.testing.assert_close(torch.tensor(shares), logits.softmax(-1).max(-1).values, rtol=1e-4, atol=1e-6)
+
+
+class _Heads:
+    """A layer that is all attention: the other linears are made so that their part can be read off."""
+
+    def __init__(self, H: int, K: int, E: int, window: int | None, qk_norm: bool) -> None:
+        self.attention = Attention(
+            0, 2 * E, H * E, H, K, E, qkv_bias=True, qk_norm_eps=1e-5 if qk_norm else None, window=window
+        ).requires_grad_(False)
+        self.mlp = MLP(H * E, 64).requires_grad_(False)
+        self.post = RMSNorm(H * E, 1e-5).requires_grad_(False)
+        for norm in (self.attention.q_norm, self.attention.k_norm):
+            if norm is not None:
+                norm.weight.uniform_(0.5, 1.5)
+        for module in (self.attention, self.mlp):
+            for linear in module.children():
+                if isinstance(linear, torch.nn.Linear):
+                    linear.weight.copy_(linear.weight.half())  # what packing keeps
+
+
+@pytest.mark.parametrize(("T", "kv_len", "tree"), [(1, 1, 0), (1, 90, 0), (6, 6, 0), (6, 77, 0), (23, 130, 0), (5, 60, 9)])
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("E", [64, 8, 80])
-def test_attend(T, kv_len, window, E):
-    H, K, first = 6, 2, 16
-    qkv = torch.randn(T, (H + 2 * K) * E)
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
+    H, K, page, first_page = 6, 2, 8, 2
+    heads = _Heads(H, K, E, window, qk_norm)
+    mask = None
+    if tree:
+        mask = torch.rand(T, tree) < 0.5
+        mask[range(T), range(tree - T, tree)] = True
+    layout = SequenceLayout(list(range(first_page, 25)), T, kv_len, mask)
+    x, normed = torch.randn(T, H * E), torch.randn(T, 2 * E)
     cos, sin = torch.randn(T, 1, E), torch.randn(T, 1, E)
-    keys, values = torch.randn(K, 200, E), torch.randn(K, 200, E)
-    expected_keys, expected_values = keys.clone(), values.clone()
-    heads = qkv.view(T, -1, E)
-    new = slice(first + kv_len - T, first + kv_len)
-    expected_keys[:, new] = rotate(heads[:, H : H + K], cos, sin).transpose(0, 1)
-    expected_values[:, new] = heads[:, H + K :].transpose(0, 1)
-    mask = build_mask(SequenceLayout([], T, kv_len), window, torch.device("cpu"))
-    seen = slice(first, first + kv_len)
-    expected = attention_reference(rotate(heads[:, :H], cos, sin), expected_keys[:, seen], expected_values[:, seen], mask)
-    out = torch.empty(T, H * E)
-    native.attend(qkv, cos.view(T, E), sin.view(T, E), keys, values, first, kv_len, H, window, out)
-    torch.testing.assert_close(keys, expected_keys)
-    torch.testing.assert_close(values, expected_values)
-    torch.testing.assert_close(out, expected.flatten(-2), rtol=1e-4, atol=1e-5)
+    caches = [PagedKV(1, K, E, 25, page, torch.float32, "cpu") for _ in range(2)]
+    for cache in caches:
+        cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(1)))
+        cache.values.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(2)))
+    expected = x + heads.attention(normed, cos, sin, PagedAttend(caches[0], [layout]))
+    expected = expected + heads.mlp(heads.post(expected))
+    pack_linears(heads.attention)
+    pack_linears(heads.mlp)
+    attend = PagedAttend(caches[1], [layout])
+    assert native.NativeBatch.fits(attend)
+    layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        layer(native.NativeBatch(attend, cos, sin), x, normed)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(caches[1].values, caches[0].values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
 def test_lean_pass_equals_the_network(family):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
-    assert LeanDecoder.serves(decoder)
     caches = [PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu") for _ in range(2)]
     layouts = [SequenceLayout(list(range(4)), 9, 9), SequenceLayout(list(range(10, 16)), 14, 14)]
     tokens, positions = torch.randint(0, 128, (23,)), torch.cat([torch.arange(9), torch.arange(14)])
     taps = (0, 2, 4)
     plain = decoder(tokens, positions, PagedAttend(caches[0], layouts), taps, 14)
-    lean = LeanDecoder(decoder)
+    lean = LeanDecoder(decoder, caches[1])
     attend = PagedAttend(caches[1], layouts)
     assert lean.fits(attend)
     quick = lean(tokens, positions, attend, taps, 14)
@@ -79,9 +130,29 @@ def test_lean_pass_equals_the_network(family):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_lean_drafter_equals_the_network(flags, num_layers):
+    network = fit(tiny_drafter(tiny_drafter_config(num_layers=num_layers, **flags)), replace(CPU, dtype="float16"))
+    config = network.config
+    network.share(torch.nn.Embedding(config.vocab_size, config.hidden_size), None)
+    caches = [PagedKV(num_layers, config.num_kv_heads, config.head_dim, 32, 8, torch.float32, "cpu") for _ in range(2)]
+    layouts = [SequenceLayout(list(range(4)), 9, 9)]
+    tokens, positions = torch.randint(0, config.vocab_size, (9,)), torch.arange(9)
+    taps = [torch.randn(9, config.target_hidden_size) for _ in config.aux_layer_ids]
+    lean = LeanDrafter(network, caches[1])
+    torch.testing.assert_close(lean.fuse(taps), network.fuse(taps), rtol=1e-3, atol=1e-4)
+    h = network.fuse(taps)
+    with torch.inference_mode():
+        plain = network(tokens, h, positions, PagedAttend(caches[0], layouts), 8)
+        quick = lean(tokens, h, positions, PagedAttend(caches[1], layouts), 8)
+    torch.testing.assert_close(quick.hidden_ND, plain.hidden_ND, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(quick.feedback_ND, plain.feedback_ND, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_packed_decoding_is_lossless_too(tree):
-    """Chains go the lean way, trees the general one; both must give what plain packed decoding gives."""
+    """Speculative packed decoding gives what plain packed decoding gives."""
     config = replace(CPU, dtype="float16")
     prompts = [[3, 7, 100], [55], list(range(40))]
     params = SamplingParams(max_tokens=60, temperature=0)

@@ -1,0 +1,55 @@
+"""The C sources in `cpu/` compiled for this machine on first use, by whatever C compiler there is."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fledge.sources import cache_folder
+
+SOURCES = Path(__file__).with_name("cpu")
+# Compiled and linked apart: linking with -ffast-math would switch off denormals for the whole process.
+COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffast-math", "-fPIC", "-c")
+LIBRARIES = ("-lm", "-lpthread")
+
+
+def compiler() -> list[str] | None:
+    """$CC, the system's compiler, or the one that comes as a Python package (`pip install ziglang`)."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name.split()[0]):
+            return name.split()
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    return None
+
+
+def built(command: list[str]) -> Path:
+    """The shared library, kept by sources, compiler and processor: -march=native does not travel."""
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h")]
+    key = hashlib.sha256("\0".join([*texts, version, _processor(), *COMPILE, *LIBRARIES]).encode()).hexdigest()[:16]
+    target = cache_folder() / "native" / f"fledge-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            compiled, linked = Path(folder) / "library.o", Path(folder) / "library.so"
+            for arguments in (
+                [*COMPILE, SOURCES / "library.c", "-o", compiled],
+                ["-shared", compiled, "-o", linked, *LIBRARIES],
+            ):
+                subprocess.run([*command, *map(str, arguments)], capture_output=True, timeout=300, check=True)
+            os.replace(linked, target)
+    return target
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else [platform.machine(), platform.processor()]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "".join(lines[:2]))
