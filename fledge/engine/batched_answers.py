@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
+from fledge.engine.cuda_graphs import size_for
+from fledge.engine.device_batch import DeviceBatch, Entry
 from fledge.engine.device_timer import DeviceTimer
-from fledge.engine.fused_decoder import CacheAttend, FusedDecoder, PromptAttend
-from fledge.engine.slots import Slots
-from fledge.kernels.paged_attention import PagedKV
-from fledge.kernels.sample import sample
+from fledge.kernels.accept import DRAFTED
 from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
 
 STEPS_PER_CHUNK = 4
 PROMPT_TOKENS_PER_PASS = 32768
@@ -64,6 +63,13 @@ class Progress:
     answer_tokens: int = 0
     prompt_tokens: int = 0
     prompt_passes: int = 0
+    drafted: int = 0  # tokens of the answers that the drafter proposed
+    cycles: int = 0  # steps of single answers
+
+    @property
+    def acceptance_length(self) -> float:
+        """Micro: 1 + accepted / steps."""
+        return 1 + self.drafted / self.cycles if self.cycles else 1.0
 
     @property
     def occupancy(self) -> float:
@@ -80,62 +86,25 @@ class _Owner:
 
 
 class BatchedAnswers:
-    """The model, its cache and its graphs; runs one set of prompts at a time."""
+    """Runs one set of prompts at a time through the rows of a `DeviceBatch`."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, *, capture: bool, profile: bool = False) -> None:
-        self.decoder, self.config, self.capture = decoder, config, capture
-        self.device = torch.device(config.device)
-        model, size = decoder.config, config.page_size
-        self.num_pages = -(-config.kv_cache_tokens // size)
-        self.cache = PagedKV(
-            model.num_layers,
-            model.num_kv_heads,
-            model.head_dim,
-            self.num_pages,
-            size,
-            config.activation_dtype,
-            self.device,
-        )
-        self.fused = FusedDecoder(decoder, self.cache, config.max_model_len)
-        self.max_pages = -(-config.max_model_len // size)
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device)
-        self.graphs: dict[bool, StepGraphs] = {}  # by whether top-p cuts
-        self.timer = DeviceTimer(self.device) if profile else None
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        drafter: EagleDrafter | None = None,
+        depth: int = 0,
+        capture: bool,
+        profile: bool = False,
+    ) -> None:
+        """`depth`: tokens drafted a step."""
+        assert depth == 0 or drafter is not None
+        self.decoder, self.config, self.depth = decoder, config, depth
+        self.rows = DeviceBatch(decoder, config, drafter=drafter, capture=capture)
+        self.timer = DeviceTimer(self.rows.device) if profile else None
         self.progress = Progress()
         self.busy = False
-
-    @torch.inference_mode()
-    def prepare(self, task: Task) -> StepGraphs:
-        """The step for this kind of task, recorded on first use. All rows are empty, so that recording has no effect."""
-        self.slots.clear()
-        self.slots.stop_ids.fill_(-1)
-        self.slots.stop_ids[: len(task.stop_ids)] = torch.tensor(task.stop_ids, dtype=torch.int64, device=self.device)
-        cuts = task.temperature > 0 and task.top_p < 1
-        if cuts not in self.graphs:
-            sizes = batch_sizes(self.config.max_num_seqs)
-            self.graphs[cuts] = StepGraphs(lambda size: self.step(size, cuts), sizes, self.device, capture=self.capture)
-        return self.graphs[cuts]
-
-    def step(self, num_rows: int, cuts: bool) -> None:
-        """One token for each of the first rows."""
-        slots, page_size, rows = self.slots, self.config.page_size, slice(num_rows)
-        active, length, table = slots.active[rows], slots.length[rows], slots.page_table[rows]
-        position = (length - 1).clamp(min=0).long()
-        page = table.gather(1, (position // page_size)[:, None])[:, 0].long()
-        slot = torch.where(active, page * page_size + position % page_size, -1)
-        attend = CacheAttend(self.cache, table, torch.where(active, length, 0), position[:, None])
-        hidden, _ = self.fused(slots.token[rows], position, slot, attend)
-        slots.commit(rows, self.choose(hidden, rows, cuts))
-
-    def choose(self, hidden: Tensor, rows: slice | Tensor, cuts: bool) -> Tensor:
-        slots = self.slots
-        return sample(
-            self.decoder.logits(hidden),
-            slots.temperature[rows],
-            slots.seed[rows],
-            slots.answered[rows],
-            slots.top_p[rows] if cuts else None,
-        )
 
     def timed(self, name: str):
         return self.timer.span(name) if self.timer is not None else nullcontext()
@@ -151,7 +120,7 @@ class BatchedAnswers:
         finally:
             self.busy = False
             with torch.inference_mode():
-                self.slots.clear()
+                self.rows.slots.clear()
 
 
 class _Run:
@@ -159,14 +128,16 @@ class _Run:
 
     def __init__(self, answers: BatchedAnswers, prompts: Iterator[Sequence[int] | None], task: Task) -> None:
         self.batch, self.prompts, self.task = answers, prompts, task
-        self.graphs = answers.prepare(task)
-        self.slots, self.device = answers.slots, answers.device
-        self.page_size = answers.config.page_size
+        self.rows = answers.rows
+        how = Entry(0, (), (), 0, temperature=task.temperature, top_p=task.top_p).how
+        self.step = (answers.depth, how)
+        # Before anything runs: recording on the way would make the device wait.
+        self.rows.graphs.record([(size, *self.step) for size in reversed(self.rows.sizes)])
         self.num_taken, self.all_taken = 0, False
         self.waiting: deque[tuple[int, Sequence[int]]] = deque()  # taken, with their indexes
         self.owners: dict[int, _Owner] = {}  # by row
         self.free_rows = list(range(answers.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
-        self.free_pages = list(range(answers.num_pages))
+        self.free_pages = list(range(answers.rows.num_pages))
         self.chunk = 0  # the next to launch
         self.snapshots: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.finished: deque[tuple[list[tuple[int, int]], Tensor, torch.cuda.Event | None]] = deque()
@@ -188,13 +159,13 @@ class _Run:
         return ready
 
     def launch(self) -> None:
-        size = self.graphs.size_for(max(self.owners) + 1)
+        size = self.size_for(max(self.owners) + 1)
         with self.batch.timed("decode"):
             for _ in range(STEPS_PER_CHUNK):
-                self.graphs.run(size)
+                self.rows.graphs.run(size, *self.step)
         self.batch.progress.steps += STEPS_PER_CHUNK
         self.batch.progress.row_steps += STEPS_PER_CHUNK * size
-        self.snapshots.append((self.chunk, *self.download(self.slots.status)))
+        self.snapshots.append((self.chunk, *self.rows.download(self.rows.slots.state.status)))
         self.chunk += 1
 
     def read_status(self) -> None:
@@ -208,8 +179,8 @@ class _Run:
             return
         done = [(self.owners[row].index, int(status[row])) for row in rows]
         longest = max(count for _, count in done)
-        answers = self.slots.answers[:, :longest].index_select(0, self.upload(np.array(rows)))
-        self.finished.append((done, *self.download(answers)))
+        answers = self.rows.slots.state.answers[:, :longest].index_select(0, self.rows.upload(np.array(rows)))
+        self.finished.append((done, *self.rows.download(answers)))
         for row in rows:
             self.free_pages.extend(self.owners.pop(row).pages)
             heapq.heappush(self.free_rows, row)
@@ -222,7 +193,11 @@ class _Run:
         self.batch.progress.answer_tokens += sum(count for _, count in done)
         ready = []
         for (index, count), row in zip(done, answers.numpy(), strict=True):
-            tokens = row[:count].tolist()
+            drafted = row[:count] >= DRAFTED
+            self.batch.progress.drafted += int(drafted.sum())
+            # A cycle ends with a token of the target's own, or with the answer.
+            self.batch.progress.cycles += int((~drafted[1:]).sum()) + int(drafted[-1])
+            tokens = (row[:count] % DRAFTED).tolist()
             ready.append(Answer(index, tokens, "stop" if tokens[-1] in self.task.stop_ids else "length"))
         return ready
 
@@ -249,7 +224,7 @@ class _Run:
             entering, num_tokens = [], 0
             while self.waiting and self.free_rows and len(entering) < PROMPTS_PER_PASS:
                 length = len(self.waiting[0][1])
-                num_pages = -(-(length + self.limit(length)) // self.page_size)
+                num_pages = self.rows.pages_for(length, self.limit(length))
                 if num_pages > len(self.free_pages) or (entering and num_tokens + length > PROMPT_TOKENS_PER_PASS):
                     break
                 row, pages = heapq.heappop(self.free_rows), [self.free_pages.pop() for _ in range(num_pages)]
@@ -259,63 +234,32 @@ class _Run:
             if not entering:
                 return
             with self.batch.timed("prompts"):
-                self.read_prompts(entering)
+                self.rows.read_prompts([self.entry(row) for row in entering])
             self.batch.progress.prompt_tokens += num_tokens
             self.batch.progress.prompt_passes += 1
 
     def limit(self, prompt_length: int) -> int:
         return min(self.task.max_tokens, self.batch.config.max_model_len - prompt_length)
 
-    def read_prompts(self, rows: list[int]) -> None:
-        """One pass over several prompts: their keys and values into the cache, their first tokens committed."""
-        owners = [self.owners[row] for row in rows]
-        prompts = [owner.prompt for owner in owners]
-        lengths = np.array([len(prompt) for prompt in prompts])
-        offsets = np.concatenate([[0], lengths.cumsum()])
-        sequence = np.repeat(np.arange(len(rows)), lengths)
-        positions = np.arange(offsets[-1]) - offsets[sequence]
-        table = np.zeros((len(rows), self.batch.max_pages), dtype=np.int32)
-        for place, owner in enumerate(owners):
-            table[place, : len(owner.pages)] = owner.pages
-        slots = table[sequence, positions // self.page_size].astype(np.int64) * self.page_size
-        tokens = np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts])
-        token_rows = self.upload(np.stack([tokens, positions, slots + positions % self.page_size]))
-        limits = [self.limit(len(prompt)) for prompt in prompts]
-        seeds = [self.task.seed_of(owner.index) for owner in owners]
-        entries = self.upload(np.array([rows, lengths, limits, seeds, offsets[1:] - 1], dtype=np.int64))
-        attend = PromptAttend(lengths.tolist(), self.upload(offsets.astype(np.int32)))
+    def entry(self, row: int) -> Entry:
+        owner, task = self.owners[row], self.task
+        limit, seed = self.limit(len(owner.prompt)), task.seed_of(owner.index)
+        return Entry(row, owner.prompt, owner.pages, limit, seed, task.temperature, task.top_p, task.stop_ids)
 
-        hidden, _ = self.batch.fused(token_rows[0], token_rows[1], token_rows[2], attend)
-        device_rows = entries[0]
-        self.slots.fill(device_rows, *entries[1:4], self.upload(table), self.task.temperature, self.task.top_p)
-        cuts = self.task.temperature > 0 and self.task.top_p < 1
-        self.slots.commit(device_rows, self.batch.choose(hidden[entries[4]], device_rows, cuts))
+    def size_for(self, num_rows: int) -> int:
+        return size_for(self.rows.sizes, num_rows)
 
     def compact(self) -> None:
         """When no prompts are left the batch shrinks: the highest rows move into holes once a smaller graph holds all."""
         if self.waiting or not self.owners:
             return
-        size = self.graphs.size_for(len(self.owners))
-        if size == self.graphs.size_for(max(self.owners) + 1):
+        size = self.size_for(len(self.owners))
+        if size == self.size_for(max(self.owners) + 1):
             return
         sources = [row for row in self.owners if row >= size]
         targets = [heapq.heappop(self.free_rows) for _ in sources]
-        self.slots.move(self.upload(np.array(sources)), self.upload(np.array(targets)))
+        self.rows.slots.move(self.rows.upload(np.array(sources)), self.rows.upload(np.array(targets)))
         for source, target in zip(sources, targets, strict=True):
             owner = self.owners[target] = self.owners.pop(source)
             owner.first_chunk = self.chunk
             heapq.heappush(self.free_rows, source)
-
-    def upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def download(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy on the host that is there once the event has passed."""
-        if self.device.type == "cpu":
-            return tensor.clone(), None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return copy, event

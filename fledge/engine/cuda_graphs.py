@@ -1,8 +1,9 @@
-"""Device work recorded once per batch size and replayed without the host. The eager twin runs the same function."""
+"""Device work recorded once per shape and replayed without the host. The eager twin runs the same function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -10,46 +11,55 @@ WARM_UPS = 2
 
 
 class StepGraphs:
-    """`step(size)` for each of a few batch sizes, captured as CUDA graphs; without capture it is simply called.
+    """`step(*shape)` for each shape that is asked for, captured as a CUDA graph on first use; without capture simply called.
 
-    A step reads and writes tensors that stay where they are, and runs once or more while being recorded: the caller sees
-    to it that this has no effect (empty rows).
+    A step reads and writes tensors that stay where they are, and runs once or more before it is recorded: `harmless` is the
+    context in which that has no effect (all rows empty).
     """
 
-    def __init__(self, step: Callable[[int], None], sizes: Sequence[int], device: torch.device, *, capture: bool) -> None:
-        self.step, self.sizes = step, sorted(sizes)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        if capture:
-            self._capture(device)
+    def __init__(
+        self,
+        step: Callable[..., None],
+        device: torch.device,
+        *,
+        capture: bool,
+        harmless: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.step, self.device, self.capture, self.harmless = step, device, capture, harmless
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.pool = None
 
-    def size_for(self, num_rows: int) -> int:
-        """The smallest recorded size that holds so many rows."""
-        return next(size for size in self.sizes if size >= num_rows)
+    def run(self, *shape) -> None:
+        if not self.capture:
+            self.step(*shape)
+            return
+        if shape not in self.graphs:
+            self.record([shape])
+        self.graphs[shape].replay()
 
-    def run(self, size: int) -> None:
-        if self.graphs:
-            self.graphs[size].replay()
-        else:
-            self.step(size)
+    def record(self, shapes: Iterable[tuple]) -> None:
+        """Ahead of use. The largest first: the smaller ones then fit into the memory it took."""
+        missing = [shape for shape in shapes if self.capture and shape not in self.graphs]
+        if not missing:
+            return
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream(self.device)
+        current = torch.cuda.current_stream(self.device)
+        with self.harmless():
+            for shape in missing:
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    # Kernels are compiled and libraries set up outside the recording.
+                    for _ in range(WARM_UPS):
+                        self.step(*shape)
+                current.wait_stream(side)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool):
+                    self.step(*shape)
+                self.graphs[shape] = graph
 
-    def _capture(self, device: torch.device) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream(device)
-        # The largest first: the smaller ones then fit into the memory it took.
-        for size in reversed(self.sizes):
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                # Kernels are compiled and libraries set up outside the recording.
-                for _ in range(WARM_UPS):
-                    self.step(size)
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self.step(size)
-            self.graphs[size] = graph
 
-
-def batch_sizes(largest: int, smallest: int = 16) -> list[int]:
+def batch_sizes(largest: int, smallest: int = 1) -> list[int]:
     """Powers of two up to `largest`, and it itself."""
     sizes = [largest]
     size = smallest
@@ -57,3 +67,8 @@ def batch_sizes(largest: int, smallest: int = 16) -> list[int]:
         sizes.append(size)
         size *= 2
     return sorted(sizes)
+
+
+def size_for(sizes: Sequence[int], num_rows: int) -> int:
+    """The smallest of the (ascending) sizes that holds so many rows."""
+    return next(size for size in sizes if size >= num_rows)

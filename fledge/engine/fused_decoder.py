@@ -1,4 +1,5 @@
-"""The decoder's pass with fused kernels over a paged cache: nine launches a layer, no host decisions, fit for a graph.
+"""The decoder's pass with fused kernels over a paged cache: five launches a layer for few rows, no host decisions, fit for
+a graph.
 
 It runs the same modules' weights as `Decoder.forward` and must equal it; on CPU the kernels are their torch references.
 """
@@ -10,22 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fledge.config import RopeConfig
 from fledge.kernels.decode_attention import decode_attention
+from fledge.kernels.fused_linear import Norm, fused_linear
 from fledge.kernels.paged_attention import PagedKV
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rope_attention import Norms, rope_attention
 from fledge.kernels.rope_cache import rope_cache
-from fledge.kernels.swiglu import swiglu
 from fledge.models.decoder import Decoder, causal_attend
-from fledge.models.layers import Attention, Rotary
+from fledge.models.layers import MLP, Attention, RMSNorm, Rotary
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
 
-# (attention module, rotated heads [N, H + 2K, E]) -> [N, H, E]; the new keys and values are in the cache already
+# (attention module, its fused projection [N, (H + 2K) * E]) -> [N, H * E]; rotates, stores keys and values, attends
 FusedAttend = Callable[[Attention, Tensor], Tensor]
 
 
@@ -33,80 +35,125 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, cache: PagedKV, max_positions: int) -> None:
         self.decoder, self.cache = decoder, cache
         config = decoder.config
-        # Own table, in fp32: casting a network to bf16 also casts its buffers, and angles need the precision.
-        rotary = Rotary(config.head_dim, config.max_positions, config.rope)
-        rotary.reserve(max_positions)
-        self.rope_table = rotary.table.to(cache.keys.device).contiguous()
+        self.rope_table = rope_table(config.head_dim, config.max_positions, config.rope, max_positions, cache.keys.device)
+        self.norm, self.head = norm_of(decoder.norm), decoder.lm_head.weight
 
-    def __call__(
-        self, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, attend: FusedAttend, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states that the head reads, and the tapped residual streams. Slot -1: the token is not stored."""
+    def __call__(self, x_ND: Tensor, attend: FusedAttend, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """From embeddings to the states before the final norm, and the tapped residual streams."""
         captured: dict[int, Tensor] = {}
-        residual, delta = self.decoder.embed(tokens_N), None
         for index, layer in enumerate(self.decoder.layers):
-            norm, attention = layer.input_layernorm, layer.self_attn
-            normed = add_rms_norm(residual, delta, norm.weight, norm.eps)
-            if index in taps:
-                captured[index] = residual.clone()
-            qkv = attention.qkv_proj(normed)
-            norms = None
-            if attention.q_norm is not None:
-                norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
-            keys, values = self.cache.keys[index], self.cache.values[index]
-            rope_cache(qkv, self.rope_table, positions_N, slots_N, keys, values, norms)
-            attended = attend(attention, qkv.view(qkv.shape[0], -1, attention.head_dim))
-            norm = layer.post_attention_layernorm
-            normed = add_rms_norm(residual, attention.o_proj(attended.flatten(-2)), norm.weight, norm.eps)
-            delta = layer.mlp.down_proj(swiglu(layer.mlp.gate_up_proj(normed)))
-        norm = self.decoder.norm
-        hidden = add_rms_norm(residual, delta, norm.weight, norm.eps)
-        if len(self.decoder.layers) in taps:
-            captured[len(self.decoder.layers)] = residual
-        return hidden, [captured[index] for index in taps]
+            captured[index] = x_ND
+            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm))
+            x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv))
+        captured[len(self.decoder.layers)] = x_ND
+        return x_ND, [captured[index] for index in taps]
+
+
+def after_attention(layer: nn.Module, residual: Tensor, attended: Tensor) -> Tensor:
+    """The rest of a decoder or drafter layer: output projection and MLP, each added to the residual stream."""
+    residual = linear(layer.self_attn.o_proj, attended, residual_MO=residual)
+    mlp: MLP = layer.mlp
+    gated = linear(mlp.gate_up_proj, residual, norm=norm_of(layer.post_attention_layernorm), gated=True)
+    return linear(mlp.down_proj, gated, residual_MO=residual)
+
+
+def linear(module: nn.Linear, x: Tensor, **surroundings) -> Tensor:
+    return fused_linear(x, module.weight, module.bias, **surroundings)
+
+
+def norm_of(module: RMSNorm) -> Norm:
+    return Norm(module.weight, module.eps)
+
+
+def rope_table(head_dim: int, trained: int, rope: RopeConfig, num_positions: int, device: torch.device) -> Tensor:
+    rotary = Rotary(head_dim, trained, rope)
+    rotary.reserve(num_positions)
+    return rotary.table.to(device).contiguous()
+
+
+def head_norms(attention: Attention) -> Norms | None:
+    if attention.q_norm is None:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
 
 
 @dataclass
-class CacheAttend:
-    """T new tokens of each of B sequences over the cache (see `kernels.decode_attention`)."""
+class ChainAttend:
+    """A chain of new tokens of each of B sequences over the cache (see `kernels.rope_attention`)."""
 
     cache: PagedKV
+    rope_table: Tensor
     page_table_BP: Tensor
-    kv_lens_B: Tensor
-    positions_BT: Tensor
-    tail_bits_BT: Tensor | None = None
-    tail: int = 0
+    starts_B: Tensor
+    counts_B: Tensor
 
-    def __call__(self, attention: Attention, heads: Tensor) -> Tensor:
-        q = heads[:, : attention.num_heads].unflatten(0, self.positions_BT.shape)
-        return decode_attention(
-            q,
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        return rope_attention(
+            qkv,
+            self.rope_table,
+            self.starts_B,
+            self.counts_B,
             self.cache.keys[attention.layer],
             self.cache.values[attention.layer],
             self.page_table_BP,
-            self.kv_lens_B,
             self.cache.page_size,
-            tail_bits_BT=self.tail_bits_BT,
-            tail=self.tail,
-            positions_BT=self.positions_BT,
+            norms=head_norms(attention),
             window=attention.window,
-        ).flatten(0, 1)
+        )
 
 
+@dataclass
 class PromptAttend:
-    """Whole prompts lying one after the other, over themselves."""
+    """Whole prompts lying one after the other, over themselves; their keys and values go into the cache."""
 
-    def __init__(self, lengths: Sequence[int], offsets: Tensor) -> None:
-        """`offsets`: the running sum of the lengths from 0, int32, on the device."""
-        self.lengths, self.offsets, self.longest = list(lengths), offsets, max(lengths)
+    cache: PagedKV
+    rope_table: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    lengths: list[int]
+    offsets: Tensor  # the running sum of the lengths from 0, int32, on the device
 
-    def __call__(self, attention: Attention, heads: Tensor) -> Tensor:
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = store_rotated(self, attention, qkv)
         sizes = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
         q, k, v = heads.split(sizes, 1)
         if not (q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)):
-            return causal_attend(self.lengths)(attention.layer, q, k, v, attention.window)
-        reach = -1 if attention.window is None else attention.window - 1
-        return varlen_attn(q, k, v, self.offsets, self.offsets, self.longest, self.longest, window_size=(reach, 0), **_GROUPED)
+            return causal_attend(self.lengths)(attention.layer, q, k, v, attention.window).flatten(-2)
+        reach, longest = -1 if attention.window is None else attention.window - 1, max(self.lengths)
+        bounds = (self.offsets, self.offsets, longest, longest)
+        return varlen_attn(q, k, v, *bounds, window_size=(reach, 0), **_GROUPED).flatten(-2)
+
+
+@dataclass
+class ChunkAttend:
+    """A piece of one long prompt, over what the cache holds of it and over itself."""
+
+    cache: PagedKV
+    rope_table: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    page_table_P: Tensor
+    length: Tensor  # int32 [1]: of the prompt, up to the piece's end
+
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = store_rotated(self, attention, qkv)
+        return decode_attention(
+            heads[None, :, : attention.num_heads],
+            self.cache.keys[attention.layer],
+            self.cache.values[attention.layer],
+            self.page_table_P[None],
+            self.length,
+            self.cache.page_size,
+            positions_BT=self.positions_N[None],
+            window=attention.window,
+        )[0].flatten(-2)
+
+
+def store_rotated(attend: PromptAttend | ChunkAttend, attention: Attention, qkv: Tensor) -> Tensor:
+    """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
+    keys, values = attend.cache.keys[attention.layer], attend.cache.values[attention.layer]
+    rope_cache(qkv, attend.rope_table, attend.positions_N, attend.slots_N, keys, values, head_norms(attention))
+    return qkv.view(qkv.shape[0], -1, attention.head_dim)
 
 
 # Newer releases ask for the word before heads may be grouped; older ones group without it.

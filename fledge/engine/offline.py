@@ -20,6 +20,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError
 from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 
 # Past about 2,000 rows a step is bound by reading the cache, and more rows only make the tail longer.
@@ -85,9 +86,18 @@ def answer_generator(
 class DeviceAnswers:
     """On a GPU: rows of a captured decode step. Without `capture` the same loop runs eagerly, on any device."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, *, capture: bool, profile: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        drafter: EagleDrafter | None = None,
+        depth: int = 0,
+        capture: bool,
+        profile: bool = False,
+    ) -> None:
         self.model, self.max_model_len, self.concurrency = decoder.config, config.max_model_len, config.max_num_seqs
-        self.batch = BatchedAnswers(decoder, config, capture=capture, profile=profile)
+        self.batch = BatchedAnswers(decoder, config, drafter=drafter, depth=depth, capture=capture, profile=profile)
 
     def generate(
         self,

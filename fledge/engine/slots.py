@@ -1,82 +1,103 @@
 """The rows of a running batch, as device tensors: who is where, how far, and what was said.
 
-A row is one request. A step reads and writes rows in place; the host only fills rows, moves them, and reads `status` late.
+A row is one request. A step reads and writes rows in place; the host only fills rows, moves them, and reads results late.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-MAX_STOP_IDS = 16
+from fledge.kernels.accept import RowState
+from fledge.kernels.sample import Draws
 
-Rows = slice | Tensor
+MAX_STOP_IDS = 16
+MAX_DEPTH = 16
+NO_DEPTH_LIMIT = 1 << 20
+
+
+@dataclass
+class NewRows:
+    """What the host knows of requests that enter, on the device: one entry each."""
+
+    rows: Tensor
+    lengths: Tensor  # of the prompts
+    limits: Tensor  # most tokens of the answer
+    depth_limits: Tensor  # most drafted tokens a step that may stand
+    seeds: Tensor
+    temperatures: Tensor
+    top_ps: Tensor
+    stop_ids: Tensor  # [B, MAX_STOP_IDS], -1: none
+    page_table: Tensor  # [B, P]
 
 
 class Slots:
     def __init__(self, num_rows: int, max_answer: int, max_pages: int, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.rows = torch.arange(num_rows, device=device)
-        # Set by `fill`, then by `commit` on the device.
-        self.active = zeros(num_rows, dtype=torch.bool)
-        self.token = zeros(num_rows)  # the last of the text; its key is not in the cache yet
-        self.length = zeros(num_rows, dtype=torch.int32)  # of the text, that token included
-        self.answered = zeros(num_rows, dtype=torch.int32)  # tokens of the answer so far
-        self.answers = zeros(num_rows, max_answer, dtype=torch.int32)
-        self.status = zeros(num_rows, dtype=torch.int32)  # 0: running or empty; else the finished answer's length
+        # Set by `fill`, then on the device by `kernels.accept`.
+        self.state = RowState(
+            active=zeros(num_rows),
+            token=zeros(num_rows, dtype=torch.int64),
+            length=zeros(num_rows),
+            answered=zeros(num_rows),
+            answers=zeros(num_rows, max_answer),
+            status=zeros(num_rows),
+            report=zeros(num_rows, 2 + MAX_DEPTH),
+            limit=zeros(num_rows),
+            depth_limit=zeros(num_rows),
+            stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, device=device),
+        )
         # Set by `fill`.
-        self.limit = zeros(num_rows, dtype=torch.int32)  # most tokens of the answer
-        self.seed = zeros(num_rows)
+        self.seed = zeros(num_rows, dtype=torch.int64)
         self.temperature = zeros(num_rows, dtype=torch.float32)
         self.top_p = zeros(num_rows, dtype=torch.float32)
-        self.page_table = zeros(num_rows, max_pages, dtype=torch.int32)
-        self.set_by_step = (self.active, self.token, self.length, self.answered, self.answers, self.status)
-        self.set_by_fill = (self.limit, self.seed, self.temperature, self.top_p, self.page_table)
-        # Set for all rows at once.
-        self.stop_ids = torch.full((MAX_STOP_IDS,), -1, device=device)
+        self.page_table = zeros(num_rows, max_pages)
+        # Set by drafting; lives within one step.
+        self.drafts = zeros(num_rows, MAX_DEPTH, dtype=torch.int64)
+        # The drafter's output for the last settled token, before its final norm; set by synchronising.
+        self.draft_state: Tensor | None = None
 
-    def fill(
-        self,
-        rows: Tensor,
-        lengths: Tensor,
-        limits: Tensor,
-        seeds: Tensor,
-        page_table: Tensor,
-        temperature: float,
-        top_p: float,
-    ) -> None:
-        """Puts requests into rows; their prompts are in the cache and their first token is yet to be committed."""
-        self.length.index_copy_(0, rows, lengths.int())
-        self.limit.index_copy_(0, rows, limits.int())
-        self.seed.index_copy_(0, rows, seeds)
-        self.page_table.index_copy_(0, rows, page_table)
-        self.temperature.index_fill_(0, rows, temperature)
-        self.top_p.index_fill_(0, rows, top_p)
-        self.answered.index_fill_(0, rows, 0)
-        self.status.index_fill_(0, rows, 0)
-        self.active.index_fill_(0, rows, True)
+    @property
+    def carried(self) -> list[Tensor]:
+        """What belongs to a row from one step to the next."""
+        tensors = [*self.state, self.seed, self.temperature, self.top_p, self.page_table]
+        return tensors if self.draft_state is None else [*tensors, self.draft_state]
 
-    def commit(self, rows: Rows, chosen: Tensor) -> None:
-        """Appends each active row's token and ends the rows that are done. No host decision: fit for a graph."""
-        active, answered = self.active[rows], self.answered[rows]
-        place = (self.rows[rows], answered.long().clamp(max=self.answers.shape[1] - 1))
-        self.answers[place] = torch.where(active, chosen.to(self.answers.dtype), self.answers[place])
-        answered = answered + active
-        ended = (chosen[:, None] == self.stop_ids).any(-1) | (answered >= self.limit[rows])
-        self.token[rows] = torch.where(active, chosen, self.token[rows])
-        self.length[rows] = self.length[rows] + active
-        self.answered[rows] = answered
-        self.status[rows] = torch.where(active & ended, answered, self.status[rows])
-        self.active[rows] = active & ~ended
+    def draws(self, rows: slice | Tensor, *, cuts: bool) -> Draws:
+        top_p = self.top_p[rows] if cuts else None
+        return Draws(self.temperature[rows], self.seed[rows], self.state.answered[rows], top_p)
+
+    def fill(self, new: NewRows) -> None:
+        """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
+        state = self.state
+        for tensor, values in (
+            (state.length, new.lengths),
+            (state.limit, new.limits),
+            (state.depth_limit, new.depth_limits),
+            (state.stop_ids, new.stop_ids),
+            (self.seed, new.seeds),
+            (self.temperature, new.temperatures),
+            (self.top_p, new.top_ps),
+            (self.page_table, new.page_table),
+        ):
+            tensor.index_copy_(0, new.rows, values.to(tensor.dtype))
+        state.answered.index_fill_(0, new.rows, 0)
+        state.status.index_fill_(0, new.rows, 0)
+        state.active.index_fill_(0, new.rows, 1)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Rows change places; their keys and values stay, for the page table moves along."""
-        for tensor in (*self.set_by_step, *self.set_by_fill):
+        for tensor in self.carried:
             tensor[targets] = tensor[sources]
-        self.active.index_fill_(0, sources, False)
+        self.stop(sources)
+
+    def stop(self, rows: Tensor) -> None:
+        self.state.active.index_fill_(0, rows, 0)
 
     def clear(self) -> None:
-        self.active.zero_()
-        self.status.zero_()
+        self.state.active.zero_()
+        self.state.status.zero_()

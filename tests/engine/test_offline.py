@@ -9,7 +9,7 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
+from fledge.engine.cuda_graphs import batch_sizes, size_for
 from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, seed_function
 from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError
@@ -98,8 +98,9 @@ def test_the_batch_shrinks_with_its_work():
     texts = prompts(40, seed=4)
     rows = eager_rows(decoder, rows=40)
     sizes = []
-    step = rows.batch.step
-    rows.batch.step = lambda size, cuts: (sizes.append(size), step(size, cuts))
+    graphs = rows.batch.rows.graphs
+    step = graphs.step
+    graphs.step = lambda size, *how: (sizes.append(size), step(size, *how))
     found = collected(rows.generate(texts, max_tokens=60, stop_ids=STOPS))
     assert found == collected(by_engine(decoder).generate(texts, max_tokens=60, stop_ids=STOPS))
     assert sizes[0] == 40
@@ -204,11 +205,10 @@ def test_a_stream_gives_the_same_answers_and_may_depend_on_them(make):
 
 
 def test_batch_sizes():
-    assert batch_sizes(2048)[:3] == [16, 32, 64]
-    assert batch_sizes(100) == [16, 32, 64, 100]
-    assert batch_sizes(3) == [3]
-    graphs = StepGraphs(lambda size: None, batch_sizes(100), torch.device("cpu"), capture=False)
-    assert [graphs.size_for(rows) for rows in (1, 16, 17, 65, 100)] == [16, 16, 32, 100, 100]
+    assert batch_sizes(2048)[:3] == [1, 2, 4]
+    assert batch_sizes(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert batch_sizes(3) == [1, 2, 3]
+    assert [size_for(batch_sizes(100), rows) for rows in (1, 16, 17, 65, 100)] == [1, 16, 32, 100, 100]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,226 @@
+"""The target, its drafter, their caches and the rows they work on, on one device: the captured speculation cycle.
+
+    step(size, depth, how)     draft `depth` tokens → verify them and the pending one → accept → commit → synchronise the drafter
+    read_prompts(…)            new requests enter: their prompts through the target and the drafter, their first tokens said
+
+All state between steps lies in `slots` and the caches, on the device; nothing here waits for it. Depth 0 is plain decoding and
+leaves the drafter behind: a row that took part in such a step must not be drafted for afterwards (its depth limit is 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.engine.config import EngineConfig
+from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
+from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder, PromptAttend
+from fledge.engine.fused_drafter import FusedDrafter
+from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
+from fledge.errors import UserError
+from fledge.kernels.accept import Accepted, accept
+from fledge.kernels.head_choice import head_choice
+from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.sample import Choice
+from fledge.kernels.step_inputs import verify_inputs
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+
+# How a step chooses tokens: each of these is a graph of its own. The later ones also do what the earlier ones do.
+GREEDY, SAMPLED, TOP_P = range(3)
+# A long prompt is read in pieces of this size, between which the others go on.
+PIECE = 1024
+
+
+@dataclass
+class Entry:
+    """A request that enters a row."""
+
+    row: int
+    prompt: Sequence[int]
+    pages: Sequence[int]
+    limit: int  # most tokens of the answer
+    seed: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop_ids: Sequence[int] = ()
+    depth_limit: int = MAX_DEPTH
+
+    @property
+    def how(self) -> int:
+        return GREEDY if self.temperature <= 0 else (SAMPLED if self.top_p >= 1 else TOP_P)
+
+
+class DeviceBatch:
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, *, drafter: EagleDrafter | None = None, capture: bool = True
+    ) -> None:
+        self.decoder, self.config, self.device = decoder, config, torch.device(config.device)
+        model, size = decoder.config, config.page_size
+        self.lookahead = 0 if drafter is None else MAX_DEPTH + 1
+        longest = config.max_model_len + self.lookahead
+        self.max_pages = -(-longest // size)
+        self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
+        self.cache = self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
+        self.fused = FusedDecoder(decoder, self.cache, longest)
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device)
+        self.drafter: FusedDrafter | None = None
+        if drafter is not None:
+            refuse_unsupported(drafter)
+            decoder.check_taps(drafter.config.aux_layer_ids)
+            drafter.share(decoder.embed_tokens, decoder.lm_head)
+            shape = drafter.config
+            cache = self._cache(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+            self.drafter = FusedDrafter(drafter, cache, self.slots, longest)
+        self.taps = self.drafter.taps if self.drafter is not None else ()
+        self.sizes = batch_sizes(config.max_num_seqs)
+        self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
+
+    def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
+        size, dtype = self.config.page_size, self.config.activation_dtype
+        return PagedKV(num_layers, num_kv_heads, head_dim, self.num_pages, size, dtype, self.device)
+
+    def pages_for(self, length: int, limit: int) -> int:
+        """Pages of a request: its prompt, its longest answer, and what is drafted past its end."""
+        return -(-(length + limit + self.lookahead) // self.config.page_size)
+
+    @torch.inference_mode()
+    def step(self, size: int, depth: int, how: int) -> None:
+        """One cycle for the first `size` rows."""
+        slots, state, fused = self.slots, self.slots.state, self.fused
+        last_draft = self.drafter.draft(size, depth, sampled=how != GREEDY) if depth else None
+        embedding = self.decoder.embed_tokens.weight
+        x, starts, counts = verify_inputs(
+            size, depth, state.token, slots.drafts, state.length, state.active, embedding, last_draft
+        )
+        attend = ChainAttend(self.cache, fused.rope_table, slots.page_table[:size], starts, counts)
+        x, taps = fused(x, attend, self.taps if depth else ())
+        accepted = self.accept(self.choose(x, slice(size), depth + 1, how), depth + 1)
+        if depth:
+            self.drafter.sync(taps, accepted)
+
+    def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
+        draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == TOP_P)
+        return head_choice(x, self.fused.norm, self.fused.head, draws, num_new)
+
+    def accept(self, choice: Choice, num_new: int, rows: Tensor | None = None) -> Accepted:
+        return accept(self.slots.state, choice, self.slots.drafts, num_new, self.decoder.config.vocab_size, rows)
+
+    @contextmanager
+    def all_rows_empty(self) -> Iterator[None]:
+        active = self.slots.state.active.clone()
+        self.slots.state.active.zero_()
+        yield
+        self.slots.state.active.copy_(active)
+
+    @torch.inference_mode()
+    def read_prompts(self, entries: Sequence[Entry]) -> None:
+        """One pass over several prompts: keys and values into the caches, first tokens said, rows filled."""
+        lengths = np.array([len(entry.prompt) for entry in entries])
+        offsets = np.concatenate([[0], lengths.cumsum()])
+        sequence = np.repeat(np.arange(len(entries)), lengths)
+        positions = np.arange(offsets[-1]) - offsets[sequence]
+        table = self.page_tables(entries)
+        tokens = np.concatenate([np.asarray(entry.prompt, dtype=np.int64) for entry in entries])
+        uploaded = self.upload(np.stack([tokens, positions, self.cache_slots(table[sequence, :], positions)]))
+        ends = self.upload(offsets[1:] - 1)
+        where = (uploaded[1], uploaded[2], lengths.tolist(), self.upload(offsets.astype(np.int32)))
+        x, taps = self.fused(
+            self.decoder.embed(uploaded[0]), PromptAttend(self.cache, self.fused.rope_table, *where), self.taps
+        )
+        if self.drafter is None:
+            self._first_tokens(entries, table, x[ends])
+            return
+        accepted = self._first_tokens(entries, table, x[ends])
+        following = uploaded[0].roll(-1).index_copy_(0, ends, accepted.tokens_BT[:, 0])
+        attend = PromptAttend(self.drafter.cache, self.drafter.rope_table, *where)
+        self._keep_states(entries, self.drafter.read_prompts(taps, following, attend)[ends])
+
+    @torch.inference_mode()
+    def read_piece(self, entry: Entry, start: int) -> int:
+        """The next piece of a long prompt, from `start`; returns how far it is read. After the last, the row runs."""
+        length = len(entry.prompt)
+        end = min(start + PIECE, length)
+        start = max(end - PIECE, 0)  # the last piece reads some tokens again, so that all pieces have one shape
+        table = self.page_tables([entry])
+        positions = np.arange(start, end)
+        tokens = np.asarray(entry.prompt[start:end], dtype=np.int64)
+        following = np.asarray([*entry.prompt[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
+        uploaded = self.upload(np.stack([tokens, positions, self.cache_slots(table[[0]], positions), following]))
+        where = (uploaded[1], uploaded[2], self.upload(table[0]), self.upload(np.array([end], dtype=np.int32)))
+        attend: FusedAttend = ChunkAttend(self.cache, self.fused.rope_table, *where)
+        x, taps = self.fused(self.decoder.embed(uploaded[0]), attend, self.taps)
+        if end == length:
+            accepted = self._first_tokens([entry], table, x[-1:])
+            uploaded[3, -1:] = accepted.tokens_BT[:, 0]
+        if self.drafter is not None:
+            attend = ChunkAttend(self.drafter.cache, self.drafter.rope_table, *where)
+            states = self.drafter.read_prompts(taps, uploaded[3], attend)
+            if end == length:
+                self._keep_states([entry], states[-1:])
+        return end
+
+    def _first_tokens(self, entries: Sequence[Entry], table: np.ndarray, x: Tensor) -> Accepted:
+        numbers = [
+            [entry.row, len(entry.prompt), entry.limit, entry.depth_limit, entry.seed, *padded(entry.stop_ids)]
+            for entry in entries
+        ]
+        whole = self.upload(np.array(numbers, dtype=np.int64))
+        fractions = self.upload(np.array([[entry.temperature, entry.top_p] for entry in entries], dtype=np.float32))
+        rows, lengths, limits, depths, seeds = whole[:, :5].unbind(1)
+        new = NewRows(rows, lengths, limits, depths, seeds, *fractions.unbind(1), whole[:, 5:], self.upload(table))
+        self.slots.fill(new)
+        return self.accept(self.choose(x, rows, 1, max(entry.how for entry in entries)), 1, rows.contiguous())
+
+    def _keep_states(self, entries: Sequence[Entry], states: Tensor) -> None:
+        self.slots.draft_state.index_copy_(0, self.upload(np.array([entry.row for entry in entries])), states)
+
+    def page_tables(self, entries: Sequence[Entry]) -> np.ndarray:
+        table = np.zeros((len(entries), self.max_pages), dtype=np.int32)
+        for index, entry in enumerate(entries):
+            table[index, : len(entry.pages)] = entry.pages
+        return table
+
+    def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        size = self.config.page_size
+        pages = np.take_along_axis(tables, (positions // size)[:, None], 1) if len(tables) > 1 else tables[0, positions // size]
+        return pages.reshape(-1).astype(np.int64) * size + positions % size
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy on the host that is there once the event has passed."""
+        if self.device.type == "cpu":
+            return tensor.clone(), None
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return copy, event
+
+
+def padded(stop_ids: Sequence[int]) -> list[int]:
+    assert len(stop_ids) <= MAX_STOP_IDS
+    return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
+
+
+def refuse_unsupported(drafter: EagleDrafter) -> None:
+    if why := why_not_captured(drafter):
+        raise UserError(f"{why}: the captured cycle cannot run it; use the eager engine")
+
+
+def why_not_captured(drafter: EagleDrafter) -> str | None:
+    """What keeps a drafter from the captured cycle; None: nothing does."""
+    config = drafter.config
+    if getattr(config, "mla", None) is not None:
+        return "the drafter has multi-head latent attention"
+    if config.hidden_size != config.target_hidden_size and not config.own_embedding:
+        return "the drafter's size differs from its embedding's"
+    return None

@@ -1,0 +1,322 @@
+"""A linear layer with what surrounds it: RMSNorm before, SwiGLU or the residual sum after.
+
+    out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
+
+A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one Triton kernel; for many it is
+cuBLAS between elementwise kernels. The two kernels differ in how they multiply: `_vector_linear` keeps its rows of the weight in
+registers, loaded before its inputs are there, and sums products; `_tile_linear` feeds the tensor cores.
+
+Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.swiglu import swiglu, swiglu_reference
+from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+
+# Rows up to which each kernel is used. Set by `benchmarks/gpu.py --stages linears` on an H200.
+VECTOR_ROWS = 2
+TILE_ROWS = 64
+# Programs that fill an H200's 132 multiprocessors.
+ENOUGH_PROGRAMS = 120
+VECTOR_INPUTS = 4096  # a row of the weight this long still fits the registers
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+def fused_linear(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+) -> Tensor:
+    """`residual_MO` is read, not changed."""
+    options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
+    if not use_triton(x_MK):
+        return fused_linear_reference(x_MK, weight_OK, bias_O, **options)
+    if x_MK.shape[0] <= TILE_ROWS:
+        return fused_linear_triton(x_MK, weight_OK, bias_O, **options)
+    return wide_linear(x_MK, weight_OK, bias_O, **options)
+
+
+def fused_linear_reference(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+) -> Tensor:
+    if norm is not None:
+        x_MK = F.rms_norm(x_MK, norm.weight.shape, norm.weight, norm.eps)
+    out = F.linear(x_MK, weight_OK, bias_O)
+    if gated:
+        out = swiglu_reference(out)
+    return out if residual_MO is None else residual_MO + out
+
+
+def wide_linear(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+) -> Tensor:
+    """For many rows: the product is cuBLAS's, with the residual in its own sum where there is no bias."""
+    if norm is not None:
+        x_MK = add_rms_norm(x_MK, None, norm.weight, norm.eps)
+    if residual_MO is not None and bias_O is None and not gated:
+        return torch.addmm(residual_MO, x_MK, weight_OK.t())
+    out = F.linear(x_MK, weight_OK, bias_O)
+    if gated:
+        out = swiglu(out)
+    return out if residual_MO is None else residual_MO + out
+
+
+def fused_linear_triton(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    vector: bool | None = None,
+) -> Tensor:
+    """`vector`: which of the two kernels; None chooses by the number of rows."""
+    num_rows, size = x_MK.shape
+    outputs = weight_OK.shape[0] // (2 if gated else 1)
+    assert x_MK.is_contiguous()
+    assert weight_OK.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    if not num_rows:
+        return out
+    arguments = (
+        x_MK,
+        weight_OK,
+        bias_O if bias_O is not None else x_MK,
+        norm.weight if norm is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        out,
+    )
+    flags = {
+        "SIZE": size,
+        "OUTPUTS": outputs,
+        "HAS_BIAS": bias_O is not None,
+        "HAS_NORM": norm is not None,
+        "HAS_RESIDUAL": residual_MO is not None,
+        "GATED": gated,
+    }
+    eps = norm.eps if norm is not None else 0.0
+    if vector is None:
+        vector = num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS
+    if vector:
+        columns = vector_columns(outputs, gated)
+        large = next_power_of_2(size + 1) // 2  # the largest power of two within the size
+        _vector_linear[(-(-outputs // columns),)](
+            *arguments,
+            eps,
+            ROWS=num_rows,
+            COLUMNS=columns,
+            PART1=large,
+            PART2=next_power_of_2(size - large) if size > large else 0,
+            **flags,
+            num_warps=4 if size <= 2048 else 8,
+            **overlap(x_MK),
+        )
+    else:
+        rows, columns, inputs = tile_shape(num_rows, size, outputs, gated)
+        _tile_linear[(-(-outputs // columns), -(-num_rows // rows))](
+            *arguments,
+            num_rows,
+            eps,
+            ROWS=rows,
+            COLUMNS=columns,
+            INPUTS=inputs,
+            **flags,
+            num_warps=4,
+            num_stages=4,
+            **overlap(x_MK),
+        )
+    return out
+
+
+def vector_columns(outputs: int, gated: bool) -> int:
+    """Outputs a program: as many as leave enough programs."""
+    columns = 4 if gated else 8
+    while columns > 1 and outputs // columns < ENOUGH_PROGRAMS:
+        columns //= 2
+    return columns
+
+
+def tile_shape(num_rows: int, size: int, outputs: int, gated: bool) -> tuple[int, int, int]:
+    """Rows, outputs and inputs of a tile."""
+    rows = min(max(next_power_of_2(num_rows), 16), 64)
+    columns = 16 if gated or outputs // 32 < ENOUGH_PROGRAMS else 32
+    return rows, columns, 128 if size >= 1024 and rows < 64 else 64
+
+
+@jit
+def _silu_times(gate, up, dtype: tl.constexpr):
+    # Rounded between the two products, as the unfused network does.
+    wide = gate.to(dtype).to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
+
+
+@jit
+def _vector_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART1: tl.constexpr,
+    PART2: tl.constexpr,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program's rows of the weight lie in registers, in two parts whose sizes are powers of two (576 = 512 + 64)."""
+    let_next_start(PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < OUTPUTS
+    k1 = tl.arange(0, PART1)
+    dtype = out_ptr.dtype.element_ty
+    rows1 = weight_ptr + column[:, None].to(tl.int64) * SIZE + k1[None, :]
+    w1 = tl.load(rows1, mask=inside[:, None], other=0.0)
+    if GATED:
+        up1 = tl.load(rows1 + OUTPUTS * SIZE, mask=inside[:, None], other=0.0)
+    if HAS_NORM:
+        norm1 = tl.load(norm_ptr + k1).to(tl.float32)
+    if PART2 > 0:
+        k2 = PART1 + tl.arange(0, PART2)
+        rows2 = weight_ptr + column[:, None].to(tl.int64) * SIZE + k2[None, :]
+        mask2 = inside[:, None] & (k2 < SIZE)[None, :]
+        w2 = tl.load(rows2, mask=mask2, other=0.0)
+        if GATED:
+            up2 = tl.load(rows2 + OUTPUTS * SIZE, mask=mask2, other=0.0)
+        if HAS_NORM:
+            norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    for row in tl.static_range(ROWS):
+        x1 = tl.load(x_ptr + row * SIZE + k1).to(tl.float32)
+        if PART2 > 0:
+            x2 = tl.load(x_ptr + row * SIZE + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            square = tl.sum(x1 * x1, axis=0)
+            if PART2 > 0:
+                square += tl.sum(x2 * x2, axis=0)
+            scale = 1.0 / tl.sqrt(square / SIZE + eps)
+            x1 = (x1 * scale * norm1).to(dtype).to(tl.float32)
+            if PART2 > 0:
+                x2 = (x2 * scale * norm2).to(dtype).to(tl.float32)
+        total = tl.sum(w1.to(tl.float32) * x1[None, :], axis=1)
+        if PART2 > 0:
+            total += tl.sum(w2.to(tl.float32) * x2[None, :], axis=1)
+        if HAS_BIAS:
+            total += bias
+        if GATED:
+            up = tl.sum(up1.to(tl.float32) * x1[None, :], axis=1)
+            if PART2 > 0:
+                up += tl.sum(up2.to(tl.float32) * x2[None, :], axis=1)
+            if HAS_BIAS:
+                up += up_bias
+            total = _silu_times(total, up, dtype)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)
+            total = residual + total.to(dtype).to(tl.float32)
+        tl.store(out_ptr + row * OUTPUTS + column, total.to(dtype), mask=inside)
+
+
+@jit
+def _tile_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The norm's weight is applied to the inputs, its scale to the sums: one pass over the inputs."""
+    let_next_start(PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside, row_inside = column < OUTPUTS, row < num_rows
+    lane = tl.arange(0, INPUTS)
+    dtype = out_ptr.dtype.element_ty
+    weights = weight_ptr + column[:, None].to(tl.int64) * SIZE + lane[None, :]
+    inputs = x_ptr + row[:, None] * SIZE + lane[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    square = tl.zeros([ROWS], tl.float32)
+    wait_for_inputs(PDL)
+    for start in range(0, SIZE, INPUTS):
+        here = (start + lane) < SIZE
+        w = tl.load(weights + start, mask=inside[:, None] & here[None, :], other=0.0)
+        x = tl.load(inputs + start, mask=row_inside[:, None] & here[None, :], other=0.0)
+        if HAS_NORM:
+            wide = x.to(tl.float32)
+            square += tl.sum(wide * wide, axis=1)
+            x = (wide * tl.load(norm_ptr + start + lane, mask=here, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        if GATED:
+            w = tl.load(weights + OUTPUTS * SIZE + start, mask=inside[:, None] & here[None, :], other=0.0)
+            up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(square / SIZE + eps)
+        total = total * scale[:, None]
+        up = up * scale[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total = _silu_times(total, up, dtype)
+    place = row[:, None] * OUTPUTS + column[None, :]
+    mask = row_inside[:, None] & inside[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        total = residual + total.to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, total.to(dtype), mask=mask)

@@ -1,0 +1,220 @@
+"""The captured speculation cycle, run eagerly: what it drafts is what the speculator drafts, what it says is what plain
+decoding says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fledge.engine.build import Speculation
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry
+from fledge.engine.offline import DeviceAnswers
+from fledge.kernels.accept import DRAFTED
+from fledge.sampling import SamplingParams
+from tests.oracle import engine_with
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+VERSIONS = {
+    "3": {},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True, "draft_vocab_size": 64},
+    "norm_before_fc": {"norm_before_fc": True, "own_embedding": True},
+    "norm_before_residual": {"norm_before_residual": True, "own_head": False},
+    "window": {"fc_norm": True, "norm_output": True, "window": 9, "draft_vocab_size": 64},
+    "two layers": {"fc_norm": True, "norm_output": True, "num_layers": 2},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+STOPS = (5, 17, 40, 99)
+
+
+def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(128) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def settings(decoder, rows: int, max_len: int = 128) -> EngineConfig:
+    config = EngineConfig(
+        device="cpu", dtype="float32", max_model_len=max_len, max_num_seqs=rows, kv_cache_tokens=rows * (max_len + 32)
+    )
+    return config.resolve(decoder.config)
+
+
+def device_batch(decoder, drafter, rows: int, max_len: int = 128) -> DeviceBatch:
+    return DeviceBatch(decoder, settings(decoder, rows, max_len), drafter=drafter, capture=False)
+
+
+def entries(batch: DeviceBatch, texts, limit: int = 40, **options) -> list[Entry]:
+    size, made, page = batch.config.page_size, [], 0
+    for row, text in enumerate(texts):
+        count = batch.pages_for(len(text), limit)
+        made.append(Entry(row, text, list(range(page, page + count)), limit, **options))
+        page += count
+    assert page * size <= batch.num_pages * size
+    return made
+
+
+def drafts_of_the_engine(decoder, drafter, text, depth, steps) -> list[tuple[list[int], list[int]]]:
+    """(text so far, draft) after each step of the eager engine."""
+    engine = engine_with(decoder, Speculation(drafter, depth))
+    request = engine.add_request(text, SamplingParams(max_tokens=40, temperature=0))
+    found = []
+    for _ in range(steps):
+        engine.step()
+        if request.finished:
+            break
+        found.append((list(request.tokens), list(request.draft.tokens)))
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_drafts_equal_the_speculators(version):
+    decoder = tiny_decoder()
+    config = tiny_drafter_config(**VERSIONS[version])
+    texts, depth = prompts(6, seed=1), 4
+    expected = [drafts_of_the_engine(decoder, tiny_drafter(config), text, depth, 8) for text in texts]
+    batch = device_batch(decoder, tiny_drafter(config), rows=8)
+    batch.read_prompts(entries(batch, texts))
+    state = batch.slots.state
+    compared = 0
+    for _ in range(8):
+        before = [(state.length[row].item(), state.answers[row, : state.answered[row]] % DRAFTED) for row in range(6)]
+        batch.graphs.run(8, depth, GREEDY)
+        for row, (_, answer) in enumerate(before):
+            text = texts[row] + answer.tolist()
+            wanted = {tuple(key): draft for key, draft in expected[row]}.get(tuple(text))
+            if wanted is not None:
+                assert batch.slots.drafts[row, :depth].tolist() == wanted
+                compared += 1
+    assert compared > 40
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+@pytest.mark.parametrize("version", ["3", "3.1", "window"])
+def test_speculation_says_what_plain_decoding_says(version, depth):
+    decoder, texts = tiny_decoder(3), prompts(20, seed=2)
+    plain = DeviceAnswers(decoder, settings(decoder, 8), capture=False)
+    wanted = sorted(plain.generate(texts, max_tokens=24, stop_ids=STOPS))
+    drafter = tiny_drafter(tiny_drafter_config(**VERSIONS[version]))
+    speculative = DeviceAnswers(decoder, settings(decoder, 8), drafter=drafter, depth=depth, capture=False)
+    assert sorted(speculative.generate(texts, max_tokens=24, stop_ids=STOPS)) == wanted
+    options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "stop_ids": STOPS}
+    assert sorted(speculative.generate(texts, **options)) == sorted(plain.generate(texts, **options))
+    options["top_p"] = 0.7
+    assert sorted(speculative.generate(texts, **options)) == sorted(plain.generate(texts, **options))
+
+
+def oracle_drafts(batch: DeviceBatch, answers: list[list[int]], reach) -> None:
+    """Makes the batch draft the true continuation, wrong after `reach(answered)` tokens."""
+    draft = batch.drafter.draft
+
+    def cheat(size: int, depth: int, *, sampled: bool):
+        choice = draft(size, depth, sampled=sampled)
+        for row, answer in enumerate(answers[:size]):
+            answered = int(batch.slots.state.answered[row])
+            for place in range(depth):
+                true = answer[answered + place] if answered + place < len(answer) else 0
+                token = true if place < reach(answered) else (true + 1) % 128
+                batch.slots.drafts[row, place] = token
+                if place == depth - 1:
+                    choice.ids_NC[row] = token
+        return choice
+
+    batch.drafter.draft = cheat
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("reach", [lambda answered: 9, lambda answered: answered % 5], ids=["perfect", "errs"])
+def test_accepted_drafts(how, reach):
+    """Whatever stands, the answer is the plain one; stops and limits inside a draft hold; the drafter stays in sync."""
+    decoder, texts, depth = tiny_decoder(3), prompts(6, seed=4), 4
+    options = {"limit": 30, "stop_ids": STOPS} | ({"temperature": 0.9, "seed": 5} if how else {})
+    plain = device_batch(decoder, None, rows=8)
+    plain.read_prompts(entries(plain, texts, **options))
+    while plain.slots.state.active.any():
+        plain.graphs.run(8, 0, how)
+    answers = [plain.slots.state.answers[row, : plain.slots.state.status[row]].tolist() for row in range(6)]
+
+    config = tiny_drafter_config(fc_norm=True, norm_output=True)
+    batch = device_batch(decoder, tiny_drafter(config), rows=8)
+    batch.read_prompts(entries(batch, texts, **options))
+    oracle_drafts(batch, answers, reach)
+    state, steps = batch.slots.state, 0
+    while state.active.any():
+        batch.graphs.run(8, depth, how)
+        steps += 1
+    found = [state.answers[row, : state.status[row]] for row in range(6)]
+    assert [(tokens % DRAFTED).tolist() for tokens in found] == answers
+    longest = max(map(len, answers))
+    assert longest > 20
+    assert steps < longest / 1.8 if reach(4) > 4 else steps < longest / 1.5
+    assert sum(int((tokens >= DRAFTED).sum()) for tokens in found) > 30
+
+
+def test_the_drafter_is_synchronised_by_accepted_tokens():
+    """After steps that accepted several tokens the drafter drafts what it would draft after reading the text afresh."""
+    decoder, texts, depth = tiny_decoder(3), prompts(4, seed=6), 4
+    config = tiny_drafter_config(fc_norm=True, norm_output=True, draft_vocab_size=64)
+    plain = device_batch(decoder, None, rows=4)
+    plain.read_prompts(entries(plain, texts))
+    for _ in range(20):
+        plain.graphs.run(4, 0, GREEDY)
+    answers = [plain.slots.state.answers[row, :21].tolist() for row in range(4)]
+    batch = device_batch(decoder, tiny_drafter(config), rows=4)
+    batch.read_prompts(entries(batch, texts))
+    honest = batch.drafter.draft
+    oracle_drafts(batch, answers, lambda answered: answered % 4)
+    for _ in range(4):
+        batch.graphs.run(4, depth, GREEDY)
+    batch.drafter.draft = honest
+    said = [texts[row] + answers[row][: int(batch.slots.state.answered[row])] for row in range(4)]
+    batch.graphs.run(4, depth, GREEDY)
+    fresh = device_batch(decoder, tiny_drafter(config), rows=4)
+    fresh.read_prompts(entries(fresh, [text[:-1] for text in said]))
+    fresh.graphs.run(4, depth, GREEDY)
+    assert batch.slots.drafts[:, :depth].tolist() == fresh.slots.drafts[:, :depth].tolist()
+
+
+def test_a_depth_limit_of_a_row():
+    """A row that may not be drafted for says one token a step while the others say more."""
+    decoder, texts = tiny_decoder(3), prompts(2, seed=7)
+    plain = device_batch(decoder, None, rows=2)
+    plain.read_prompts(entries(plain, texts))
+    for _ in range(20):
+        plain.graphs.run(2, 0, GREEDY)
+    answers = plain.slots.state.answers[:, :21].tolist()
+    batch = device_batch(decoder, tiny_drafter(), rows=2)
+    both = entries(batch, texts)
+    both[1].depth_limit = 0
+    batch.read_prompts(both)
+    oracle_drafts(batch, answers, lambda answered: 9)
+    for _ in range(3):
+        batch.graphs.run(2, 3, GREEDY)
+    assert batch.slots.state.answered.tolist() == [1 + 3 * 4, 1 + 3]
+    assert (batch.slots.state.answers[1, :4] % DRAFTED).tolist() == answers[1][:4]
+
+
+@pytest.mark.parametrize("length", [PIECE + 1, 2 * PIECE + 100])
+def test_a_long_prompt_in_pieces(length):
+    """Equals the prompt read in one pass, for target and drafter."""
+    decoder = tiny_decoder(3, max_positions=4096)
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
+    text = prompts(1, seed=8)[0] + [random.Random(1).randrange(128) for _ in range(length)]
+    text = text[:length]
+    found = []
+    for pieces in (False, True):
+        batch = device_batch(decoder, drafter, rows=1, max_len=length + 100)
+        (entry,) = entries(batch, [text])
+        if pieces:
+            read = 0
+            while read < length:
+                assert not batch.slots.state.active.any()
+                read = batch.read_piece(entry, read)
+        else:
+            batch.read_prompts([entry])
+        for _ in range(3):
+            batch.graphs.run(1, 3, GREEDY)
+        found.append((batch.slots.state.answers[0, :4].tolist(), batch.slots.drafts[0, :3].tolist()))
+    assert found[0] == found[1]

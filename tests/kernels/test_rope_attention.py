@@ -1,0 +1,68 @@
+"""Rotation, cache write and attention in one kernel, against the separate pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.config import RopeConfig
+from fledge.kernels.decode_attention import decode_attention_reference
+from fledge.kernels.rope_attention import rope_attention_reference, rope_attention_triton
+from fledge.kernels.rope_cache import rope_cache_reference
+from fledge.models.layers import Rotary
+from tests.kernels.support import device_of_kernels, runs_triton
+from tests.kernels.test_decode_attention import scattered_cache
+
+KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("num_new", "heads", "head_dim", "page_size", "window", "splits", "with_norms"),
+    [
+        (1, (9, 3), 64, 128, None, 1, False),
+        (4, (9, 3), 64, 16, None, 4, True),
+        (6, (4, 4), 80, 64, None, 2, False),
+        (6, (4, 2), 32, 64, 40, 2, True),
+        (3, (2, 1), 8, 16, 70, 4, False),
+    ],
+)
+def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, splits, with_norms):
+    """Rows differ in how many of their new tokens count; one is empty, one begins its text."""
+    device = "cpu" if kernel == "reference" else device_of_kernels()
+    starts, counts = [0, 70, 200, 130], [num_new, 0, 1, num_new]
+    kv_lens = [start + num_new for start in starts]
+    keys, values, table = scattered_cache(kv_lens, page_size, heads[1], head_dim, device)
+    rotary = Rotary(head_dim, 512, RopeConfig())
+    rotary.reserve(512)
+    rope_table = rotary.table.to(device)
+    qkv = torch.randn(4 * num_new, (heads[0] + 2 * heads[1]) * head_dim, device=device)
+    norms = (torch.randn(head_dim, device=device), torch.randn(head_dim, device=device), 1e-6) if with_norms else None
+
+    expected, wanted_keys, wanted_values = [], keys.clone(), values.clone()
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        if not count:
+            expected.append(qkv[:0, : heads[0] * head_dim])
+            continue
+        rotated = qkv[row * num_new : row * num_new + count].clone()
+        position = torch.arange(start, start + count, device=device)
+        slots = table[row].long()[position // page_size] * page_size + position % page_size
+        rope_cache_reference(rotated, rope_table, position, slots, wanted_keys, wanted_values, norms)
+        q = rotated.view(1, count, -1, head_dim)[:, :, : heads[0]]
+        lens = torch.tensor([start + count], device=device)
+        options = {"positions_BT": position[None], "window": window}
+        out = decode_attention_reference(q, wanted_keys, wanted_values, table[row : row + 1], lens, page_size, **options)
+        expected.append(out[0].flatten(1))
+
+    arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
+    run = rope_attention_reference if kernel == "reference" else rope_attention_triton
+    options = {} if kernel == "reference" else {"splits": splits}
+    for _ in range(2):  # a second time: the counts of arrived programs were left as they must be
+        out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
+        torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, wanted_values)
+        for row, count in enumerate(counts):
+            found = out[row * num_new : (row + 1) * num_new]
+            torch.testing.assert_close(found[:count], expected[row], atol=1e-4, rtol=1e-4)
+            assert found.isfinite().all()
+            assert count or not found.any()

@@ -1,0 +1,156 @@
+"""The small kernels between the networks of a captured step, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.kernels.accept import DRAFTED, RowState, accept_reference, accept_triton
+from fledge.kernels.fused_linear import Norm
+from fledge.kernels.sample import Choice
+from fledge.kernels.step_inputs import (
+    draft_inputs_reference,
+    draft_inputs_triton,
+    fuse_inputs_reference,
+    fuse_inputs_triton,
+    keep_last_reference,
+    keep_last_triton,
+    verify_inputs_reference,
+    verify_inputs_triton,
+)
+from tests.kernels.support import device_of_kernels, runs_triton
+
+VOCAB = 500
+
+
+def random_choice(num_rows: int, num_blocks: int, device: str) -> Choice:
+    """Blocks in order of their ids, some of them equally good."""
+    best = torch.randn(num_rows, num_blocks).mul(2).round() / 2
+    ids = torch.stack([torch.randperm(VOCAB)[:num_blocks].sort().values for _ in range(num_rows)]).int()
+    return Choice(best.to(device), ids.to(device))
+
+
+def rows(num_rows: int, device: str) -> RowState:
+    state = RowState(
+        active=(torch.arange(num_rows) % 4 != 3).int(),
+        token=torch.randint(0, VOCAB, (num_rows,)),
+        length=torch.randint(5, 40, (num_rows,), dtype=torch.int32),
+        answered=torch.randint(0, 10, (num_rows,), dtype=torch.int32),
+        answers=torch.zeros(num_rows, 32, dtype=torch.int32),
+        status=torch.zeros(num_rows, dtype=torch.int32),
+        report=torch.zeros(num_rows, 9, dtype=torch.int32),
+        limit=torch.full((num_rows,), 14, dtype=torch.int32),
+        depth_limit=torch.tensor([9, 9, 1, 9, 0, 2] * num_rows)[:num_rows].int(),
+        stop_ids=torch.full((num_rows, 3), -1),
+    )
+    return RowState(*(tensor.to(device) for tensor in state))
+
+
+def drafts_near(choice: Choice, num_new: int, device: str) -> torch.Tensor:
+    """Drafts of which some are what the target chooses: all, or the first few."""
+    top = choice.best_NC == choice.best_NC.amax(-1, keepdim=True)
+    chosen = choice.ids_NC.masked_fill(~top, VOCAB).amin(-1).long().view(-1, num_new)
+    drafts = torch.zeros(len(chosen), num_new + 2, dtype=torch.int64, device=device)
+    for row in range(len(chosen)):
+        right = row % (num_new + 1)
+        drafts[row, : num_new - 1] = chosen[row, : num_new - 1]
+        drafts[row, right:] += 1
+    return drafts
+
+
+def test_acceptance_by_hand():
+    state = rows(4, "cpu")
+    state = state._replace(
+        answered=torch.tensor([3, 3, 12, 3], dtype=torch.int32), depth_limit=torch.full((4,), 9, dtype=torch.int32)
+    )
+    state.stop_ids[1, 0] = 21
+    chosen = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]], dtype=torch.int32)
+    drafts = torch.tensor([[10, 99], [20, 21], [30, 31], [40, 41]])
+    lengths = state.length.clone()
+    accepted = accept_reference(state, Choice(torch.zeros(12, 1), chosen.view(12, 1)), drafts, 3, VOCAB)
+    # accepted one; stopped inside the draft; reached the limit inside the draft; empty
+    assert accepted.counts_B.tolist() == [2, 0, 0, 0]
+    assert accepted.starts_B.tolist() == (lengths - 1).tolist()
+    assert state.report[:, 0].tolist() == [2, 2, 2, 0]
+    assert state.answers[0, 3:6].tolist() == [10 + DRAFTED, 11, 0]
+    assert state.answers[1, 3:6].tolist() == [20 + DRAFTED, 21 + DRAFTED, 0]
+    assert state.answers[2, 12:15].tolist() == [30 + DRAFTED, 31 + DRAFTED, 0]
+    assert state.status.tolist() == [0, 5, 14, 0]
+    assert state.active.tolist() == [1, 0, 0, 0]
+    assert state.token[:3].tolist() == [11, 21, 31]
+    assert (state.length - lengths).tolist() == [2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize("num_new", [1, 4])
+@pytest.mark.parametrize("num_blocks", [1, 7])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_accept(kernel, num_new, num_blocks, indexed):
+    device = device_of_kernels()
+    choice = random_choice(12 * num_new, num_blocks, device)
+    drafts = drafts_near(choice, num_new, device)
+    order = torch.randperm(12, device=device) if indexed else None
+    state = rows(12, device)
+    state.stop_ids[5, 1] = state.stop_ids[6, 2] = drafts[6, 0]
+    twin = RowState(*(tensor.clone() for tensor in state))
+    expected = accept_reference(twin, choice, drafts, num_new, VOCAB, order)
+    found = accept_triton(state, choice, drafts, num_new, VOCAB, order)
+    for one, other in zip((*found, *state), (*expected, *twin), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize(("depth", "chosen"), [(0, False), (3, False), (3, True)])
+def test_verify_inputs(kernel, depth, chosen):
+    device = device_of_kernels()
+    state, embedding = rows(6, device), torch.randn(VOCAB, 40, device=device)
+    drafts = torch.randint(0, VOCAB, (6, 5), device=device)
+    twin = drafts.clone()
+    last = random_choice(4, 6, device) if chosen else None
+    arguments = (state.length, state.active, embedding, last)
+    expected = verify_inputs_reference(4, depth, state.token, twin, *arguments)
+    found = verify_inputs_triton(4, depth, state.token, drafts, *arguments)
+    for one, other in zip((*found, drafts), (*expected, twin), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_draft_inputs(kernel, step, norm_output, norm_before_residual):
+    device = device_of_kernels()
+    state, embedding, size = rows(6, device), torch.randn(VOCAB, 40, device=device), 40
+    h = torch.randn(5, size, device=device)
+    norms = [Norm(torch.randn(size, device=device), 1e-5) for _ in range(3)]
+    norms[2] = norms[2] if norm_output else None
+    options = {"norm_before_residual": norm_before_residual, "step": step}
+    tokens = random_choice(5, 6, device) if step else torch.randint(0, VOCAB, (5,), device=device)
+    results = []
+    for run in (draft_inputs_reference, draft_inputs_triton):
+        drafts = torch.zeros(6, 4, dtype=torch.int64, device=device)
+        rest = {"drafts_RD": drafts, "length_R": state.length, "active_R": state.active} if step else {}
+        results.append((*run(h, tokens, embedding, *norms, **options, **rest), drafts))
+    for one, other in zip(*results, strict=True):
+        assert (one is None and other is None) or torch.allclose(one.float(), other.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_fuse_inputs(kernel, count):
+    device = device_of_kernels()
+    taps = [torch.randn(5, 40, device=device) for _ in range(count)]
+    norms = [Norm(torch.randn(40, device=device), 1e-5) for _ in range(count)]
+    torch.testing.assert_close(fuse_inputs_triton(taps, norms), fuse_inputs_reference(taps, None, norms), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+def test_keep_last(kernel):
+    device = device_of_kernels()
+    x, counts = torch.randn(12, 40, device=device), torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
+    state = torch.randn(6, 40, device=device)
+    twin = state.clone()
+    keep_last_triton(x, counts, state)
+    keep_last_reference(x, counts, twin)
+    assert torch.equal(state, twin)
+    assert torch.equal(state[2], x[2 * 3 + 1])
