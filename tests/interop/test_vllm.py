@@ -18,11 +18,11 @@ from fledge.engine.config import EngineConfig
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
-from tests.interop.runs import run_fledge, run_vllm
+from tests.interop.runs import run_all_on_vllm, run_fledge
 from tests.interop.tiny_models import save_target
 from tests.interop.trained import texts, trained_drafter
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]  # the first test waits for the whole run of vLLM
 DEPTH = 4
 STEPS = 60
 TINY = {
@@ -37,6 +37,7 @@ TINY = {
     "window": {"norm_output": True, "window": 8},
 }
 SPECULATORS = ("eagle 3.1", "four taps")
+SHIPPED = [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()]
 
 
 def assert_same(ours: dict, vllm: dict) -> None:
@@ -86,33 +87,40 @@ def imperfect(drafter: EagleDrafter, target: Decoder) -> EagleDrafter:
     raise AssertionError("noise does not harm this drafter")
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_tiny_drafters(tmp_path, target, target_folder, name):
-    drafter = imperfect(trained_drafter(target, steps=STEPS, **TINY[name]), target)
-    job = tiny_job(target_folder, save_drafter(drafter, tmp_path / "drafter"))
-    ours = run_fledge(job)
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, target, target_folder) -> dict[str, dict]:
+    work = tmp_path_factory.mktemp("drafters")
+    jobs = {}
+    for number, (name, settings) in enumerate(TINY.items()):
+        drafter = imperfect(trained_drafter(target, steps=STEPS, **settings), target)
+        jobs[name] = tiny_job(target_folder, save_drafter(drafter, work / f"{number}"))
+        if name in SPECULATORS:
+            folder = save_speculators(drafter, work / f"{number}-speculators", str(target_folder))
+            jobs[f"{name}, speculators layout"] = tiny_job(target_folder, folder)
+    for name in SHIPPED:
+        folder = sources.resolve(name)
+        tokenizer = Tokenizer(folder)
+        chats = [[{"role": "user", "content": prompt.text}] for prompt in DEMO[::2]]
+        jobs[name] = {
+            "target": str(folder),
+            "drafter": str(HERE / DEFAULTS[name]),
+            "prompts": [tokenizer.apply_chat_template(chat) for chat in chats],
+            "max_tokens": 40,
+            "depth": 5,
+            "max_model_len": 512,
+            "ignore_eos": True,
+        }
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, jobs) -> dict[str, dict]:
+    return run_all_on_vllm(tmp_path_factory.mktemp("vllm"), jobs)
+
+
+@pytest.mark.parametrize("name", [*TINY, *(f"{name}, speculators layout" for name in SPECULATORS), *SHIPPED])
+def test_same_text_drafts_and_counts(jobs, results, name):
+    ours = run_fledge(jobs[name])
     assert 0 < ours["accepted_at"][0] < ours["steps"], "too good or too bad a drafter to compare anything"
-    assert_same(ours, run_vllm(tmp_path, job))
-
-
-@pytest.mark.parametrize("name", SPECULATORS)
-def test_speculators_layout(tmp_path, target, target_folder, name):
-    drafter = imperfect(trained_drafter(target, steps=STEPS, **TINY[name]), target)
-    job = tiny_job(target_folder, save_speculators(drafter, tmp_path / "drafter", str(target_folder)))
-    assert_same(run_fledge(job), run_vllm(tmp_path, job))
-
-
-@pytest.mark.parametrize("name", [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()])
-def test_shipped_drafters(tmp_path, name):
-    folder = sources.resolve(name)
-    tokenizer = Tokenizer(folder)
-    job = {
-        "target": str(folder),
-        "drafter": str(HERE / DEFAULTS[name]),
-        "prompts": [tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}]) for prompt in DEMO[::2]],
-        "max_tokens": 40,
-        "depth": 5,
-        "max_model_len": 512,
-        "ignore_eos": True,
-    }
-    assert_same(run_fledge(job), run_vllm(tmp_path, job))
+    assert "error" not in results[name], results[name]["error"]
+    assert_same(ours, results[name])

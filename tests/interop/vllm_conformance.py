@@ -1,10 +1,11 @@
-"""Runs real vLLM on CPU with one drafter and writes what it did as JSON. Started with the Python that has vLLM:
+"""Runs real vLLM on CPU with one drafter after the other and writes what it did as JSON. Started with the Python that has vLLM:
 
-    python vllm_conformance.py JOB.json RESULT.json
+    python vllm_conformance.py JOBS.json RESULTS.json
 
+JOBS and RESULTS: {name: JOB} and {name: RESULT}. One process for all: importing vLLM takes longer than running a tiny model.
 JOB: {"target", "drafter" (null: plain), "prompts": [[token ids]], "max_tokens", "depth", "max_model_len", "ignore_eos"}
 RESULT: {"token_ids": [[…]], "steps", "accepted_at": [per position], "proposed": [[first draft, second draft, …] per prompt],
-         "version"}
+         "version"}, or {"error"}
 Prompts run one after the other, so that a request's drafts can be told apart. Counts are taken before a stop cuts the last
 step's tokens off: vLLM counts so.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 os.environ |= {
@@ -25,11 +27,21 @@ os.environ |= {
 }
 
 
-def main(job_file: str, result_file: str) -> None:
+def main(jobs_file: str, results_file: str) -> None:
+    results = {}
+    for name, job in json.loads(Path(jobs_file).read_text()).items():
+        try:
+            results[name] = run(job)
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    Path(results_file).write_text(json.dumps(results))
+
+
+def run(job: dict) -> dict:
     import vllm
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    job = json.loads(Path(job_file).read_text())
     speculative = None
     if job["drafter"] is not None:
         speculative = {"model": job["drafter"], "method": "eagle3", "num_speculative_tokens": job["depth"]}
@@ -54,14 +66,15 @@ def main(job_file: str, result_file: str) -> None:
         token_ids.append(list(output.outputs[0].token_ids))
         proposed_by_prompt.append([list(draft) for draft in proposed])
     counters = {metric.name: getattr(metric, "values", getattr(metric, "value", None)) for metric in llm.get_metrics()}
-    result = {
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    return {
         "version": vllm.__version__,
         "token_ids": token_ids,
         "steps": counters.get("vllm:spec_decode_num_drafts", 0),
         "accepted_at": counters.get("vllm:spec_decode_num_accepted_tokens_per_pos", []),
         "proposed": proposed_by_prompt,
     }
-    Path(result_file).write_text(json.dumps(result))
 
 
 def watch_drafts(llm, proposed: list[list[int]]) -> None:

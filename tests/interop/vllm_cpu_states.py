@@ -1,0 +1,25 @@
+"""vLLM's connector for hidden states, on a CPU. Loaded by vLLM itself, by `kv_connector_module_path`.
+
+Of the original it changes what needs a GPU and nothing else: pinned memory, and asking whether a copy has arrived.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+
+
+class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
+    def _submit_async_write(self, pending: Any) -> None:
+        original = torch.empty_like
+
+        def unpinned(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+            return original(tensor, **options | {"pin_memory": False})
+
+        with mock.patch.object(torch, "empty_like", unpinned):
+            super()._submit_async_write(pending)
+        self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)
