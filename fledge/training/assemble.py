@@ -127,7 +127,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     if vocabulary is not None:
         drafter.d2t.copy_(vocabulary.d2t())
     drafter.requires_grad_(True)
-    _start(recipe, drafter, target, weights, say)
+    start_drafter(recipe, drafter, target, weights, say)
     drafter.to(device)
     provenance = {
         "target": recipe.target.model,
@@ -208,11 +208,17 @@ def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
 
 
 def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
-    """What the recipe says, else the target's own sizes, else DeepSeek's proportions."""
-    head = target.head_dim
-    usual = MLAConfig(kv_lora_rank=4 * head, qk_nope_head_dim=head, qk_rope_head_dim=2 * -(-head // 4), v_head_dim=head)
+    """What the recipe says, else the target's own sizes, else DeepSeek's with heads as wide as the target's."""
+    usual = MLAConfig(
+        kv_lora_rank=512,
+        qk_nope_head_dim=target.head_dim,
+        qk_rope_head_dim=64,
+        v_head_dim=target.head_dim,
+        q_lora_rank=min(1536, target.hidden_size),
+    )
     given = {name: size for name, size in asdict(asked).items() if size is not None}
-    return replace(getattr(target, "mla", None) or usual, **given)
+    sizes = replace(getattr(target, "mla", None) or usual, **given)
+    return replace(sizes, q_lora_rank=sizes.q_lora_rank or None)
 
 
 @dataclass(frozen=True)
@@ -332,7 +338,7 @@ def _vocabulary(
     return vocabulary
 
 
-def _start(recipe: Recipe, drafter: EagleDrafter, target: Target, weights: dict[str, Any], say: Say) -> None:
+def start_drafter(recipe: Recipe, drafter: EagleDrafter, target: Target, weights: dict[str, Any], say: Say) -> None:
     head, embedding = target.head, target.embedding
     if recipe.drafter.init_from:
         source = load_drafter(recipe.drafter.init_from)
