@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--context", type=Path, help="a text put before each prompt")
     parser.add_argument("--context-tokens", type=int, default=6000)
+    parser.add_argument("--answers", type=Path, help="the target's answers: read from here if it exists, else written")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -49,7 +50,7 @@ def main() -> None:
     for name in args.sets.split(","):
         rows = [json.loads(line) for line in (args.data / f"{name}.jsonl").read_text().splitlines()]
         sets[name] = [row["turns"][0] for row in rows[: args.limit]]
-    answers = answer(args, sets)
+    answers = kept_answers(args, sets)
     decoder = load_decoder(resolve(args.model), torch.float32)
     drafters = {folder: load_drafter(folder, decoder.config) for folder in args.drafter}
     figures: dict[str, dict[str, object]] = {folder: {} for folder in drafters}
@@ -103,6 +104,20 @@ def main() -> None:
 
 def stats() -> dict[int, AcceptanceStats]:
     return {depth: AcceptanceStats() for depth in DEPTHS}
+
+
+def kept_answers(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:
+    """Answers depend on the target alone: the next drafter need not wait for them."""
+    question = json.loads(json.dumps([args.model, args.max_tokens, str(args.context), args.context_tokens, sets]))
+    if args.answers and args.answers.exists():
+        kept = json.loads(args.answers.read_text())
+        if kept["question"] != question:
+            raise SystemExit(f"{args.answers} holds answers to other prompts or settings; name another file")
+        return kept["answers"]
+    answers = answer(args, sets)
+    if args.answers:
+        write_json(args.answers, {"question": question, "answers": answers})
+    return answers
 
 
 def answer(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:

@@ -3,10 +3,10 @@
     python benchmarks/arms.py --seconds 540 --out runs/twins recipes/smollm2-135m-eagle3.1.yaml recipes/smollm2-135m-eagle3.yaml
     python benchmarks/arms.py --steps 300 --out runs/sweep "low=recipe.yaml optimizer.learning_rate=5e-4" "high=recipe.yaml …"
 
-An arm is `[name=]recipe [key=value …]`. The arms may differ in drafter flags, start, loss and optimiser; target, data, taps, draft
-vocabulary and seed are those of the first. Sharing the target's pass makes a comparison of two a quarter cheaper than two runs of
-`fledge train`, which does the same otherwise. With --seconds or --until the learning rate follows the clock. --warm only compiles:
-run it beside other work to fill the compiler's cache.
+An arm is `[name=]recipe [key=value …]`. The arms may differ in drafter flags, start, loss and optimiser; target, data, taps,
+draft vocabulary and seed are those of the first. Sharing the target's pass makes a comparison of two a quarter cheaper than two
+runs of `fledge train`, which does the same otherwise. With --seconds or --until the learning rate follows the clock. --warm
+only compiles: run it beside other work to fill the compiler's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
