@@ -131,8 +131,6 @@ class _Run:
         self.rows = answers.rows
         how = Entry(0, (), (), 0, temperature=task.temperature, top_p=task.top_p).how
         self.step = (answers.depth, how)
-        # Before anything runs: recording on the way would make the device wait.
-        self.rows.graphs.record([(size, *self.step) for size in reversed(self.rows.sizes)])
         self.num_taken, self.all_taken = 0, False
         self.waiting: deque[tuple[int, Sequence[int]]] = deque()  # taken, with their indexes
         self.owners: dict[int, _Owner] = {}  # by row

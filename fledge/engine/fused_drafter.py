@@ -18,7 +18,7 @@ from fledge.engine.slots import Slots
 from fledge.kernels.accept import Accepted
 from fledge.kernels.head_choice import head_choice
 from fledge.kernels.paged_attention import PagedKV
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import Choice, Draws
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs, keep_last
 from fledge.models.drafter import EagleDrafter
 
@@ -40,39 +40,39 @@ class FusedDrafter:
 
     def sync(self, taps: Sequence[Tensor], accepted: Accepted) -> None:
         """Rebuilds the cache for the tokens that stand from the target's states, and leaves each row's new state."""
-        h, inputs = self.paired(taps, accepted.tokens_BT.flatten())
+        inputs = self.paired(taps, accepted.tokens_BT.flatten())
         starts, counts = accepted.starts_B, accepted.counts_B
         pages = self.slots.page_table[: len(starts)]
         attend = ChainAttend(self.cache, self.rope_table, pages, starts, counts)
-        keep_last(self.layers(h, inputs, attend), counts, self.slots.draft_state)
+        keep_last(self.layers(inputs, attend), counts, self.slots.draft_state)
 
     def read_prompts(self, taps: Sequence[Tensor], tokens_N: Tensor, attend: FusedAttend) -> Tensor:
         """The states of all positions; token i of a prompt is paired with the state of position i - 1."""
-        h, inputs = self.paired(taps, tokens_N)
-        return self.layers(h, inputs, attend)
+        return self.layers(self.paired(taps, tokens_N), attend)
 
     def draft(self, batch: int, depth: int, *, sampled: bool) -> Choice:
         """Drafts `depth` tokens for each of the first rows. All but the last are written down, and that as a choice."""
-        slots, state, network = self.slots, self.slots.state, self.network
+        slots, state = self.slots, self.slots.state
         draws = slots.draws(slice(batch), cuts=False) if sampled else None
         pages = slots.page_table[:batch]
         h = slots.draft_state[:batch]
-        for step in range(1, depth + 1):
-            if step > 1:
-                inputs = self.inputs(
-                    h, choice, step=step - 1, drafts_RD=slots.drafts, length_R=state.length, active_R=state.active
-                )
-                attend = ChainAttend(self.cache, self.rope_table, pages, inputs.starts_B, inputs.counts_B)
-                h = self.layers(h, inputs, attend)
-            choice = head_choice(h, norm_of(network.norm), network.lm_head.weight, draws, ahead=step - 1, ids_V=self.target_ids)
+        choice = self.choose(h, draws, 0)
+        rows = {"drafts_RD": slots.drafts, "length_R": state.length, "active_R": state.active}
+        for step in range(1, depth):
+            inputs = self.inputs(h, choice, step, **rows)
+            h = self.layers(inputs, ChainAttend(self.cache, self.rope_table, pages, inputs.starts_B, inputs.counts_B))
+            choice = self.choose(h, draws, step)
         return choice
 
-    def paired(self, taps: Sequence[Tensor], tokens_N: Tensor) -> tuple[Tensor, DraftInputs]:
+    def choose(self, h: Tensor, draws: Draws | None, ahead: int) -> Choice:
+        network = self.network
+        return head_choice(h, norm_of(network.norm), network.lm_head.weight, draws, ahead=ahead, ids_V=self.target_ids)
+
+    def paired(self, taps: Sequence[Tensor], tokens_N: Tensor) -> DraftInputs:
         network = self.network
         whole = norm_of(network.input_norm) if network.input_norm is not None else None
         each = [norm_of(norm) for norm in network.fc_norm] if network.fc_norm is not None else None
-        g = linear(network.fc, fuse_inputs(taps, whole, each))
-        return g, self.inputs(g, tokens_N)
+        return self.inputs(linear(network.fc, fuse_inputs(taps, whole, each)), tokens_N)
 
     def inputs(self, h: Tensor, tokens: Tensor | Choice, step: int = 0, **rows: Tensor) -> DraftInputs:
         first = self.network.layers[0]
@@ -88,7 +88,7 @@ class FusedDrafter:
             **rows,
         )
 
-    def layers(self, h: Tensor, inputs: DraftInputs, attend: FusedAttend) -> Tensor:
+    def layers(self, inputs: DraftInputs, attend: FusedAttend) -> Tensor:
         """The states before the final norm."""
         x = inputs.residual_ND
         for layer in self.network.layers:

@@ -3,8 +3,8 @@
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
 A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one Triton kernel; for many it is
-cuBLAS between elementwise kernels. The two kernels differ in how they multiply: `_vector_linear` keeps its rows of the weight in
-registers, loaded before its inputs are there, and sums products; `_tile_linear` feeds the tensor cores.
+cuBLAS between elementwise kernels. The two kernels differ in how they multiply: `_vector_linear` keeps its rows of the
+weight in registers, loaded before its inputs are there, and sums products; `_tile_linear` feeds the tensor cores.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
