@@ -171,7 +171,7 @@ def network_bytes(network: torch.nn.Module) -> int:
 
 def _module_bytes(module: torch.nn.Module) -> int:
     if isinstance(module, PackedLinear):
-        return 2 * module.in_features * module.out_features
+        return module.bits // 8 * module.in_features * module.out_features
     return module.weight.numel() * module.weight.element_size() if isinstance(module, torch.nn.Linear) else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drafters import default_drafter
 from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE
+from fledge.engine.device_engine import DeviceEngine, can_capture
 from fledge.engine.engine import Engine, page_pool, paged_kv
 from fledge.errors import UserError
 from fledge.kernels.packed_linear import pack_linears
@@ -24,6 +26,8 @@ from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 DEFAULT_DEPTH = 5
+# On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes.
+DRAFTER_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def build_engine(
     config: EngineConfig | None = None,
     *,
     tokenizer: Tokenizer | None = None,
-) -> Engine:
+) -> Engine | DeviceEngine:
     speculation, config = speculation or Speculation(), config or EngineConfig()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -60,11 +64,15 @@ def build_engine(
         name, folder = model, sources.resolve(model)
         tokenizer = tokenizer or Tokenizer(folder)
         decoder = load_decoder(folder, torch.float32 if _is_cpu(config) else torch.bfloat16)
+    if not _is_cpu(config) and config.page_size == EngineConfig.page_size:
+        config = replace(config, page_size=DEVICE_PAGE_SIZE)
     config = config.resolve(decoder.config)
     decoder = fit(decoder, config)
     pool = page_pool(config)
     drafter = _build_drafter(speculation, name, decoder, config, pool)
-    return Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool)
+    engine = Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool)
+    # On a GPU requests run through captured cycles, except for what those do not do: see `DeviceEngine`.
+    return engine if _is_cpu(config) or not can_capture(drafter) else DeviceEngine(engine)
 
 
 def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | EagleDrafter:
@@ -76,7 +84,7 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
     if config.dtype == "float16":
         if network.embed_tokens is not None:
             network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
-        pack_linears(network)
+        pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
     return network
 
 

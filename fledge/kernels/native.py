@@ -24,7 +24,10 @@ QUICK_ROWS = 16
 
 
 class LinearArguments(Structure):
-    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, c_long) for name in ("inputs", "outputs")),
+    ]
 
 
 class LayerArguments(Structure):
@@ -103,15 +106,19 @@ def _address(x: Tensor | None) -> int | None:
 
 
 class NativeLinear:
-    """fp16 weights in the order in which `cpu/linear.h` reads them."""
+    """fp16 or 8-bit weights in the order in which `cpu/linear.h` reads them."""
 
-    def __init__(self, weight_OI: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight_OI: Tensor, bias: Tensor | None, bits: int = 16) -> None:
         outputs, inputs = weight_OI.shape
-        padded = torch.zeros(-(-outputs // PANEL) * PANEL, inputs, dtype=torch.float16)
+        self.scales = None
+        if bits == 8:
+            self.scales = weight_OI.float().abs().amax(1).clamp_min(1e-12) / 127
+            weight_OI = (weight_OI.float() / self.scales[:, None]).round()
+        padded = torch.zeros(-(-outputs // PANEL) * PANEL, inputs, dtype=torch.int8 if bits == 8 else torch.float16)
         padded[:outputs] = weight_OI
         self.panels = padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.arguments = LinearArguments(self.panels.data_ptr(), _address(self.bias), inputs, outputs)
+        self.arguments = LinearArguments(self.panels.data_ptr(), _address(self.scales), _address(self.bias), inputs, outputs)
         self.pointer = ctypes.addressof(self.arguments)
 
     def __call__(self, x: Tensor) -> Tensor:

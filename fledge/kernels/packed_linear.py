@@ -17,13 +17,16 @@ _linear = torch.ops.quantized.linear_dynamic_fp16.default
 
 
 class PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    """`bits` 8 where C code serves: half the bytes again, for a drafter, whose tokens are verified anyway."""
+
+    def __init__(self, linear: nn.Linear, bits: int = 16) -> None:
         super().__init__()
+        self.bits = bits if native.library() is not None else 16
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.native = self.packed = None
         if native.library() is not None:
-            self.native = native.NativeLinear(linear.weight.detach(), bias)
+            self.native = native.NativeLinear(linear.weight.detach(), bias, bits)
         else:
             self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
 
@@ -41,11 +44,11 @@ def packing_supported() -> bool:
 FP16_MAX = 65504.0
 
 
-def pack_linears(module: nn.Module) -> None:
+def pack_linears(module: nn.Module, bits: int = 16) -> None:
     """Replaces every linear that fp16 can hold by a packed one, in place."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             if child.weight.abs().max() <= FP16_MAX:
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(child, bits))
         else:
-            pack_linears(child)
+            pack_linears(child, bits)

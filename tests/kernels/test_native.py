@@ -32,6 +32,14 @@ def test_linear(rows, inputs, outputs, bias):
     torch.testing.assert_close(native.NativeLinear(weight, offset)(x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_linear_with_8_bit_weights(rows):
+    weight, x, bias = torch.randn(70, 96), torch.randn(rows, 96), torch.randn(70)
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    expected = F.linear(x, (weight / scale).round() * scale, bias)
+    torch.testing.assert_close(native.NativeLinear(weight, bias, bits=8)(x), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_row_does_not_depend_on_the_others():
     """What makes speculative output on CPU equal to plain output bit for bit."""
     linear, x = native.NativeLinear(torch.randn(100, 77), None), torch.randn(13, 77)

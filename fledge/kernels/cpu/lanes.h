@@ -6,12 +6,14 @@
 
 typedef float lanes __attribute__((vector_size(64), aligned(4)));
 enum { LANES = 16 };
+typedef uint16_t half;  /* the bits of an fp16 number */
+typedef int8_t byte;
 
 static inline lanes load(const float *x) { return *(const lanes *)x; }
 static inline void store(float *x, lanes value) { *(lanes *)x = value; }
 
 /* Sixteen fp16 numbers as floats. */
-static inline lanes widen(const uint16_t *halves) {
+static inline lanes widen(const half *halves) {
 #if defined(__AVX512F__)
     return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
 #elif defined(__F16C__)
@@ -23,13 +25,28 @@ static inline lanes widen(const uint16_t *halves) {
     lanes whole;
     for (int i = 0; i < LANES; i++) {
 #if defined(__FLT16_MANT_DIG__)
-        _Float16 half;
-        memcpy(&half, halves + i, sizeof half);
-        whole[i] = (float)half;
+        _Float16 one;
+        memcpy(&one, halves + i, sizeof one);
+        whole[i] = (float)one;
 #else
 #error "this compiler has no 16-bit floats"
 #endif
     }
+    return whole;
+#endif
+}
+
+static inline lanes widen_bytes(const byte *bytes) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+#elif defined(__AVX2__)
+    union { __m256 parts[2]; lanes whole; } both;
+    both.parts[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
+    both.parts[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(bytes + 8))));
+    return both.whole;
+#else
+    lanes whole;
+    for (int i = 0; i < LANES; i++) whole[i] = bytes[i];
     return whole;
 #endif
 }

@@ -1,44 +1,61 @@
-/* Linear layers with fp16 weights, fp32 in, out and between. At a few rows a linear is bound by reading its weights: half the
-   bytes is half the time, and the further rows ride along. A row's result does not depend on how many rows there are.
+/* Linear layers with fp16 or 8-bit weights, fp32 in, out and between. At a few rows a linear is bound by reading its weights: half
+   the bytes is half the time, and the further rows ride along. A row's result does not depend on how many rows there are.
 
    panels [outputs / PANEL][inputs][PANEL]: the weights of PANEL outputs lie side by side, the last panel padded with zeros. */
 enum { PANEL = 2 * LANES, ROWS = 8, AHEAD = 24 };
 
 typedef struct {
-    const uint16_t *panels;
-    const float *bias;  /* or NULL */
+    const void *panels;   /* fp16, or int8 with scales */
+    const float *scales;  /* of each output; NULL: fp16 */
+    const float *bias;    /* or NULL */
     long inputs, outputs;
 } Linear;
 
 static inline long num_panels(const Linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
 
 /* out[row][PANEL] = panel · x[row], for a number of rows known at compile time: sums stay in registers. */
-#define PANEL_OF(R)                                                                                                       \
-    static void panel_of_##R(const float *x, const uint16_t *panel, long inputs, long x_stride, float *out) {             \
+#define PANEL_OF(R, WEIGHT, WIDEN)                                                                                        \
+    static void WEIGHT##_panel_##R(const float *x, const void *weights, long inputs, float *out) {                        \
+        const WEIGHT *panel = weights;                                                                                    \
         lanes low[R] = {0}, high[R] = {0};                                                                                \
         for (long k = 0; k < inputs; k++, panel += PANEL) {                                                               \
             __builtin_prefetch(panel + AHEAD * PANEL);                                                                    \
-            lanes first = widen(panel), second = widen(panel + LANES);                                                    \
+            lanes first = WIDEN(panel), second = WIDEN(panel + LANES);                                                    \
             for (int r = 0; r < R; r++) {                                                                                 \
-                low[r] += first * x[r * x_stride + k];                                                                    \
-                high[r] += second * x[r * x_stride + k];                                                                  \
+                low[r] += first * x[r * inputs + k];                                                                      \
+                high[r] += second * x[r * inputs + k];                                                                    \
             }                                                                                                             \
         }                                                                                                                 \
         for (int r = 0; r < R; r++) store(out + r * PANEL, low[r]), store(out + r * PANEL + LANES, high[r]);              \
     }
-PANEL_OF(1) PANEL_OF(2) PANEL_OF(3) PANEL_OF(4) PANEL_OF(5) PANEL_OF(6) PANEL_OF(7) PANEL_OF(8)
+#define PANELS_OF(WEIGHT, WIDEN)                                                                                          \
+    PANEL_OF(1, WEIGHT, WIDEN) PANEL_OF(2, WEIGHT, WIDEN) PANEL_OF(3, WEIGHT, WIDEN) PANEL_OF(4, WEIGHT, WIDEN)           \
+    PANEL_OF(5, WEIGHT, WIDEN) PANEL_OF(6, WEIGHT, WIDEN) PANEL_OF(7, WEIGHT, WIDEN) PANEL_OF(8, WEIGHT, WIDEN)           \
+    static const PanelOf WEIGHT##_panel[ROWS + 1] = {0, WEIGHT##_panel_1, WEIGHT##_panel_2, WEIGHT##_panel_3,             \
+        WEIGHT##_panel_4, WEIGHT##_panel_5, WEIGHT##_panel_6, WEIGHT##_panel_7, WEIGHT##_panel_8};
 
-typedef void (*PanelOf)(const float *, const uint16_t *, long, long, float *);
-static const PanelOf panel_of[ROWS + 1] = {0, panel_of_1, panel_of_2, panel_of_3, panel_of_4,
-                                           panel_of_5, panel_of_6, panel_of_7, panel_of_8};
+typedef void (*PanelOf)(const float *, const void *, long, float *);
+PANELS_OF(half, widen)
+PANELS_OF(byte, widen_bytes)
 
 static void one_panel(const Linear *linear, long index, const float *x, long rows, float *out) {
-    panel_of[rows](x, linear->panels + index * linear->inputs * PANEL, linear->inputs, linear->inputs, out);
-    if (linear->bias) {
-        long first = index * PANEL, width = linear->outputs - first < PANEL ? linear->outputs - first : PANEL;
+    long first = index * PANEL, width = linear->outputs - first < PANEL ? linear->outputs - first : PANEL;
+    if (linear->scales) {
+        byte_panel[rows](x, (const byte *)linear->panels + first * linear->inputs, linear->inputs, out);
+        for (long r = 0; r < rows; r++)
+            for (long i = 0; i < width; i++) out[r * PANEL + i] *= linear->scales[first + i];
+    } else {
+        half_panel[rows](x, (const half *)linear->panels + first * linear->inputs, linear->inputs, out);
+    }
+    if (linear->bias)
         for (long r = 0; r < rows; r++)
             for (long i = 0; i < width; i++) out[r * PANEL + i] += linear->bias[first + i];
-    }
+}
+
+/* Even blocks: a last one of a single row would wait for its own sums. */
+static inline long next_rows(long left) {
+    long blocks = (left + ROWS - 1) / ROWS;
+    return (left + blocks - 1) / blocks;
 }
 
 typedef struct {
@@ -54,8 +71,8 @@ static void product_panel(const void *task, long index) {
     long outputs = product->linear->outputs, inputs = product->linear->inputs;
     long first = index * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
     float sums[ROWS * PANEL];
-    for (long row = 0; row < product->rows; row += ROWS) {
-        long rows = product->rows - row < ROWS ? product->rows - row : ROWS;
+    for (long row = 0, rows; row < product->rows; row += rows) {
+        rows = next_rows(product->rows - row);
         one_panel(product->linear, index, product->x + row * inputs, rows, sums);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * outputs + first;
@@ -78,8 +95,8 @@ static void gated_panel(const void *task, long index) {
     const Product *product = task;
     long size = product->linear->outputs / 2, inputs = product->linear->inputs;
     float gate[ROWS * PANEL], up[ROWS * PANEL];
-    for (long row = 0; row < product->rows; row += ROWS) {
-        long rows = product->rows - row < ROWS ? product->rows - row : ROWS;
+    for (long row = 0, rows; row < product->rows; row += rows) {
+        rows = next_rows(product->rows - row);
         one_panel(product->linear, index, product->x + row * inputs, rows, gate);
         one_panel(product->linear, index + size / PANEL, product->x + row * inputs, rows, up);
         for (long r = 0; r < rows; r++) {
