@@ -32,8 +32,8 @@ from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, DeviceBatch, Entry
-from fledge.engine.offline import DEVICE_PAGE_SIZE, DeviceAnswers
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY, DeviceBatch, Entry
+from fledge.engine.offline import DeviceAnswers
 from fledge.kernels import fused_linear, triton_support
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.drafter import EagleDrafter

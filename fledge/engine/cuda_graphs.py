@@ -27,6 +27,7 @@ class StepGraphs:
     ) -> None:
         self.step, self.device, self.capture, self.harmless = step, device, capture, harmless
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.seconds: dict[tuple, float] = {}  # of a replay with all rows empty, measured when it was recorded
         self.pool = None
 
     def run(self, *shape) -> None:
@@ -57,6 +58,18 @@ class StepGraphs:
                 with torch.cuda.graph(graph, pool=self.pool):
                     self.step(*shape)
                 self.graphs[shape] = graph
+                self.seconds[shape] = replay_seconds(graph)
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, rounds: int = 5) -> float:
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(rounds):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / rounds
 
 
 def batch_sizes(largest: int, smallest: int = 1) -> list[int]:

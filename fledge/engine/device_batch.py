@@ -33,6 +33,8 @@ from fledge.models.drafter import EagleDrafter
 
 # How a step chooses tokens: each of these is a graph of its own. The later ones also do what the earlier ones do.
 GREEDY, SAMPLED, TOP_P = range(3)
+# A block of the attention kernel's keys lies in one page.
+DEVICE_PAGE_SIZE = 128
 # A long prompt is read in pieces of this size, between which the others go on.
 PIECE = 1024
 
@@ -58,15 +60,25 @@ class Entry:
 
 class DeviceBatch:
     def __init__(
-        self, decoder: Decoder, config: EngineConfig, *, drafter: EagleDrafter | None = None, capture: bool = True
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        drafter: EagleDrafter | None = None,
+        capture: bool = True,
+        cache: PagedKV | None = None,
+        drafter_cache: PagedKV | None = None,
     ) -> None:
+        """`cache`, `drafter_cache`: shared with another engine, page by page; None: own ones."""
         self.decoder, self.config, self.device = decoder, config, torch.device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device.index or 0)  # kernels are launched on the current device
         model, size = decoder.config, config.page_size
         self.lookahead = 0 if drafter is None else MAX_DEPTH + 1
         longest = config.max_model_len + self.lookahead
         self.max_pages = -(-longest // size)
         self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
-        self.cache = self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
+        self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
         self.fused = FusedDecoder(decoder, self.cache, longest)
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device)
         self.drafter: FusedDrafter | None = None
@@ -75,8 +87,8 @@ class DeviceBatch:
             decoder.check_taps(drafter.config.aux_layer_ids)
             drafter.share(decoder.embed_tokens, decoder.lm_head)
             shape = drafter.config
-            cache = self._cache(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-            self.drafter = FusedDrafter(drafter, cache, self.slots, longest)
+            drafter_cache = drafter_cache or self._cache(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+            self.drafter = FusedDrafter(drafter, drafter_cache, self.slots, longest)
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)

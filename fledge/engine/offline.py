@@ -16,6 +16,7 @@ from fledge.config import ModelConfig
 from fledge.engine.batched_answers import Answer, BatchedAnswers, Task
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.engine import Engine
 from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError
@@ -25,8 +26,6 @@ from fledge.sampling import SamplingParams
 
 # Past about 2,000 rows a step is bound by reading the cache, and more rows only make the tail longer.
 DEVICE_CONCURRENCY = 2048
-# A block of the attention kernel's keys lies in one page.
-DEVICE_PAGE_SIZE = 128
 
 
 Prompts = Sequence[Sequence[int]] | Iterator[Sequence[int] | None]
@@ -79,7 +78,6 @@ def answer_generator(
         settled = config.resolve(load_config(folder))
         decoder = load_decoder(folder, settled.weight_dtype, settled.device)
         config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
-    torch.cuda.set_device(torch.device(config.device).index or 0)  # kernels are launched on the current device
     return DeviceAnswers(decoder.eval().requires_grad_(False), config, capture=True, profile=profile)
 
 

@@ -1,0 +1,284 @@
+"""Serving on a GPU: requests join and leave between captured cycles, and the host reads what was said one cycle behind.
+
+    host     | enter A | launch 1 | read A's first token | enter B | launch 2 | read 1 | …
+    device             |  prompt A  |     cycle 1     |  prompt B  |     cycle 2   …
+
+A request's pages (prompt, longest answer, draft) are reserved when it enters, so nothing is preempted on the way; a long
+prompt is read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
+top-k, min-p) goes to the eager engine, which shares the caches: `runs_captured` decides, for each request, once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.engine.cuda_graphs import size_for
+from fledge.engine.device_batch import PIECE, DeviceBatch, Entry, why_not_captured
+from fledge.engine.engine import Engine
+from fledge.engine.load_depth import LoadDepth
+from fledge.engine.request import Delta, Request
+from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
+from fledge.kernels.accept import DRAFTED
+from fledge.models.drafter import EagleDrafter
+from fledge.sampling import SamplingParams
+from fledge.speculation.drafting import Drafter, EagleSpeculator
+
+
+def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
+    """Whether the captured cycle can serve a request; else the eager engine does."""
+    return (
+        not params.adjusts_logits
+        and params.logprobs is None
+        and params.top_k <= 0
+        and params.min_p == 0
+        and num_stop_ids <= MAX_STOP_IDS
+    )
+
+
+def can_capture(drafter: Drafter | None) -> bool:
+    """Whether there is a captured cycle for this way of drafting: none at all, or a chain from an EAGLE drafter."""
+    if drafter is None:
+        return True
+    return isinstance(drafter, EagleSpeculator) and drafter.tree is None and why_not_captured(drafter.network) is None
+
+
+@dataclass
+class _Snapshot:
+    """What rows said in one pass, on its way to the host."""
+
+    owners: dict[int, Request]
+    depth: int
+    report: Tensor
+    event: torch.cuda.Event | None
+
+
+@dataclass
+class RowQueue:
+    """The requests of the rows, and those of the eager engine, as a scheduler shows them."""
+
+    engine: Engine
+    waiting_rows: deque[Request] = field(default_factory=deque)
+    owners: dict[int, Request] = field(default_factory=dict)  # by row
+    reading: deque[tuple[Entry, int]] = field(default_factory=deque)  # long prompts, and how far they are read
+
+    @property
+    def running(self) -> list[Request]:
+        return [*self.owners.values(), *self.engine.scheduler.running]
+
+    @property
+    def waiting(self) -> list[Request]:
+        return [*self.waiting_rows, *self.engine.scheduler.waiting]
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.engine.scheduler.num_preemptions
+
+
+class DeviceEngine:
+    """The same face as `Engine`."""
+
+    def __init__(self, engine: Engine, *, capture: bool = True) -> None:
+        assert can_capture(engine.drafter)
+        self.engine, self.config, self.model = engine, engine.config, engine.model
+        self.drafter, self.tokenizer, self.pool = engine.drafter, engine.tokenizer, engine.pool
+        self.runner, self.requests, self.stats = engine.runner, engine.requests, engine.stats
+        network: EagleDrafter | None = None
+        drafter_cache = None
+        self.depths = LoadDepth(0)
+        if isinstance(self.drafter, EagleSpeculator):
+            network, drafter_cache = self.drafter.network, self.drafter.cache
+            self.depths = LoadDepth(min(self.drafter.depth.limit, MAX_DEPTH))
+        self.rows = DeviceBatch(
+            engine.runner.decoder,
+            self.config,
+            drafter=network,
+            capture=capture,
+            cache=engine.cache,
+            drafter_cache=drafter_cache,
+        )
+        self.scheduler = RowQueue(engine)
+        self.free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
+        self.row_of: dict[str, int] = {}
+        self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
+        self.snapshots: deque[_Snapshot] = deque()
+
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
+    ) -> Request:
+        request = self.engine.add_request(prompt, params, request_id=request_id, speculate=speculate)
+        fits = self.rows.pages_for(len(prompt), self.limit(request)) <= self.pool.num_pages
+        if fits and runs_captured(params, len(request.end_token_ids)):
+            self.engine.scheduler.waiting.remove(request)
+            self.scheduler.waiting_rows.append(request)
+        return request
+
+    def limit(self, request: Request) -> int:
+        return min(request.params.max_tokens, self.config.max_model_len - len(request.prompt))
+
+    def abort(self, request: Request) -> None:
+        """Frees a request's row and pages at once; its text so far stays with it."""
+        if request in self.scheduler.waiting_rows:
+            self.scheduler.waiting_rows.remove(request)
+            request.finish("abort")
+            self.requests.pop(request.id, None)
+        elif request.id in self.row_of and not request.finished:
+            request.finish("abort")
+            self.leave(request)
+        else:
+            self.engine.abort(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """One cycle is launched, and what the one before said is handed on."""
+        deltas = self.engine.step()
+        self.enter()
+        self.compact()
+        launched = self.launch()
+        while len(self.snapshots) > launched:
+            deltas += self.read(self.snapshots.popleft())
+        return deltas
+
+    def enter(self) -> None:
+        """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
+        queue, budget, entries = self.scheduler, self.config.max_batched_tokens, []
+        while queue.waiting_rows and self.free_rows and budget > 0:
+            request = queue.waiting_rows[0]
+            length = len(request.prompt)
+            if entries and length > budget:
+                break
+            if not self.pool.grow(request.pages, length + self.limit(request) + self.rows.lookahead):
+                break
+            queue.waiting_rows.popleft()
+            row = self.row_of[request.id] = heapq.heappop(self.free_rows)
+            queue.owners[row] = request
+            if length > PIECE:
+                queue.reading.append((self.entry(row, request), 0))
+            else:
+                entries.append(self.entry(row, request))
+                budget -= length
+        if entries:
+            self.rows.read_prompts(entries)
+            self.snap({entry.row: queue.owners[entry.row] for entry in entries}, 0)
+        if queue.reading:
+            entry, read = queue.reading.popleft()
+            read = self.rows.read_piece(entry, read)
+            if read < len(entry.prompt):
+                queue.reading.appendleft((entry, read))
+            else:
+                self.snap({entry.row: queue.owners[entry.row]}, 0)
+
+    def entry(self, row: int, request: Request) -> Entry:
+        params = request.params
+        return Entry(
+            row,
+            request.prompt,
+            request.pages,
+            self.limit(request),
+            random.getrandbits(62) if params.seed is None else params.seed % 2**62,
+            0.0 if params.greedy else params.temperature,
+            params.top_p,
+            sorted(request.end_token_ids),
+            MAX_DEPTH if request.speculate else 0,
+        )
+
+    def running_rows(self) -> dict[int, Request]:
+        being_read = {entry.row for entry, _ in self.scheduler.reading}
+        return {row: request for row, request in self.scheduler.owners.items() if row not in being_read}
+
+    def launch(self) -> int:
+        """The next cycle, if any row runs; how many were launched."""
+        running = self.running_rows()
+        if not running:
+            return 0
+        size = size_for(self.rows.sizes, max(running) + 1)
+        how = max(self.how(request.params) for request in running.values())
+        drafted_for = [row for row, request in running.items() if request.speculate and request.id not in self.behind]
+        depth = self.depths.choose(len(drafted_for) / len(running), lambda depth: self.seconds(size, depth, how))
+        if drafted_for and not depth:
+            self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
+            self.behind |= {running[row].id for row in drafted_for}
+        self.rows.graphs.run(size, depth, how)
+        self.snap(running, depth)
+        return 1
+
+    def seconds(self, size: int, depth: int, how: int) -> float | None:
+        """What a cycle costs; None where nothing is captured. Recorded and measured on first use."""
+        self.rows.graphs.record([(size, depth, how)])
+        return self.rows.graphs.seconds.get((size, depth, how))
+
+    def how(self, params: SamplingParams) -> int:
+        return Entry(0, (), (), 0, temperature=0.0 if params.greedy else params.temperature, top_p=params.top_p).how
+
+    def snap(self, owners: dict[int, Request], depth: int) -> None:
+        report = self.rows.slots.state.report[: max(owners) + 1]
+        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
+
+    def read(self, snapshot: _Snapshot) -> list[Delta]:
+        if snapshot.event is not None:
+            snapshot.event.synchronize()
+        deltas = []
+        for row, said in zip(snapshot.owners, snapshot.report[list(snapshot.owners)].tolist(), strict=True):
+            request = snapshot.owners[row]
+            if request.finished or not said[0]:  # ended by the host meanwhile
+                continue
+            tokens = said[1 : 1 + said[0]]
+            delta = request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
+            if snapshot.depth and request.speculate and request.id not in self.behind:
+                accepted = sum(delta.drafted)
+                self.depths.saw(snapshot.depth, accepted)
+                for stats in (request.stats, self.stats):
+                    stats.add_step(snapshot.depth, snapshot.depth, accepted, len(delta.tokens))
+            if request.finished:
+                self.leave(request)
+            deltas.append(delta)
+        return deltas
+
+    @property
+    def max_len(self) -> int:
+        return self.config.max_model_len
+
+    def leave(self, request: Request) -> None:
+        """The row is stopped behind the cycle under way, before any that comes: its pages can be given away at once."""
+        row = self.row_of.pop(request.id)
+        queue = self.scheduler
+        del queue.owners[row]
+        self.behind.discard(request.id)
+        queue.reading = deque((entry, read) for entry, read in queue.reading if entry.row != row)
+        self.rows.slots.stop(self.rows.upload(np.array([row])))
+        self.pool.release(request.pages)
+        heapq.heappush(self.free_rows, row)
+        self.requests.pop(request.id, None)
+
+    def compact(self) -> None:
+        """The highest rows move into holes once a smaller graph holds all."""
+        owners, queue = self.scheduler.owners, self.scheduler
+        if not owners or queue.reading:
+            return
+        size = size_for(self.rows.sizes, len(owners))
+        if size == size_for(self.rows.sizes, max(owners) + 1):
+            return
+        sources = [row for row in owners if row >= size]
+        targets = [heapq.heappop(self.free_rows) for _ in sources]
+        self.rows.slots.move(self.rows.upload(np.array(sources)), self.rows.upload(np.array(targets)))
+        for source, target in zip(sources, targets, strict=True):
+            request = owners[target] = owners.pop(source)
+            self.row_of[request.id] = target
+            heapq.heappush(self.free_rows, source)
+
+    def check_integrity(self) -> None:
+        everyone = [*self.scheduler.running, *self.scheduler.waiting]
+        self.pool.check_integrity([request.pages for request in everyone])
+        rows = sorted([*self.scheduler.owners, *self.free_rows])
+        assert rows == list(range(self.config.max_num_seqs)), "a row has two owners or none"
+        assert self.row_of == {request.id: row for row, request in self.scheduler.owners.items()}

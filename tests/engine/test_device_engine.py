@@ -1,0 +1,217 @@
+"""Serving by the captured cycle (run eagerly): the eager engine's answers, whoever joins, leaves or is cancelled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import PIECE
+from fledge.engine.device_engine import DeviceEngine, can_capture
+from fledge.errors import RequestError
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from tests.engine.test_device_batch import prompts
+from tests.oracle import engine_with
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
+
+
+def drafter(target=None):
+    return tiny_drafter(tiny_drafter_config(target, fc_norm=True, norm_output=True))
+
+
+def device_engine(decoder, speculation=None, **settings) -> DeviceEngine:
+    config = EngineConfig(
+        **({"device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_tokens": 2048} | settings)
+    )
+    return DeviceEngine(build_engine(decoder, speculation or Speculation(drafter(), 3), config), capture=False)
+
+
+def finish(engine) -> list:
+    deltas = []
+    while engine.has_unfinished():
+        deltas += engine.step()
+        engine.check_integrity()
+    return deltas
+
+
+@pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
+def test_answers_equal_the_eager_engines(speculation):
+    decoder, texts = tiny_decoder(3), prompts(30, seed=1)
+    plain = engine_with(decoder, Speculation("none"))
+    wanted = [plain.add_request(text, GREEDY) for text in texts]
+    finish(plain)
+    engine = device_engine(decoder, speculation)
+    found = [engine.add_request(text, GREEDY, speculate=index % 3 > 0) for index, text in enumerate(texts)]
+    assert not engine.engine.scheduler.waiting, "the eager engine has none of them"
+    deltas = finish(engine)
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+    assert [request.finish_reason for request in found] == [request.finish_reason for request in wanted]
+    for request in found:
+        assert [token for delta in deltas if delta.request is request for token in delta.tokens] == request.answer
+    assert not engine.row_of
+    assert engine.pool.num_free == engine.pool.num_pages
+    if speculation.drafter != "none":
+        assert engine.stats.steps == sum(request.stats.steps for request in found) > 0
+        assert not found[0].stats.steps
+
+
+def test_what_the_cycle_does_not_do_goes_the_eager_way():
+    decoder, texts = tiny_decoder(3), prompts(6, seed=2)
+    unusual = [
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {3: 5.0}},
+        {"logprobs": 2},
+        {"min_tokens": 4},
+        {"top_k": 5, "temperature": 0.8, "seed": 1},
+        {},
+    ]
+    params = [SamplingParams(**({"max_tokens": 12, "temperature": 0} | options)) for options in unusual]
+    eager = engine_with(decoder, Speculation(drafter(), 3))
+    wanted = [eager.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+    finish(eager)
+    engine = device_engine(decoder)
+    found = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+    assert len(engine.scheduler.waiting_rows) == 1
+    finish(engine)
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+    assert found[2].logprobs == wanted[2].logprobs
+
+
+def test_which_ways_of_drafting_are_captured():
+    decoder = tiny_decoder()
+    assert can_capture(None)
+    assert can_capture(engine_with(decoder, Speculation(drafter(), 3)).drafter)
+    assert not can_capture(engine_with(decoder, Speculation(drafter(), 3, TreeShape(2, 4))).drafter)
+    assert not can_capture(engine_with(decoder, Speculation("ngram", 3)).drafter)
+
+
+def test_a_crowd_in_a_small_cache_with_cancellations():
+    """64 mixed requests, some cancelled, some refused, pages for a few at a time: all end rightly, nothing is lost."""
+    decoder, rng = tiny_decoder(3), random.Random(5)
+    engine = device_engine(decoder, kv_cache_tokens=512, page_size=16)
+    plain = engine_with(decoder, Speculation("none"))
+    requests, refused = [], 0
+    for index, text in enumerate(prompts(64, seed=6)):
+        if index % 9 == 4:
+            with pytest.raises(RequestError):
+                engine.add_request([999], GREEDY)
+            refused += 1
+            continue
+        options = {"stop_token_ids": [7, 30]} if index % 4 == 0 else {}
+        options |= {"repetition_penalty": 1.2} if index % 7 == 0 else {}
+        params = SamplingParams(max_tokens=rng.randint(1, 40), temperature=0, **options)
+        requests.append((engine.add_request(text, params), plain.add_request(text, params)))
+        if index % 3 == 0:
+            engine.step()
+            engine.check_integrity()
+        if index % 8 == 5:
+            engine.abort(requests[rng.randrange(len(requests))][0])
+    finish(engine)
+    finish(plain)
+    assert refused == 7
+    assert engine.pool.num_free == engine.pool.num_pages
+    cancelled = [one for one, _ in requests if one.finish_reason == "abort"]
+    assert 0 < len(cancelled) < 10
+    for one, two in requests:
+        if one in cancelled:
+            assert two.answer[: one.num_answer] == one.answer
+        else:
+            assert (one.answer, one.finish_reason, one.stop_reason) == (two.answer, two.finish_reason, two.stop_reason)
+
+
+def test_seeded_draws_do_not_depend_on_speculation_or_company():
+    decoder, texts = tiny_decoder(3), prompts(9, seed=7)
+    params = [SamplingParams(max_tokens=15, temperature=0.9, top_p=0.8 if i % 2 else 1.0, seed=i) for i in range(9)]
+    results = []
+    for speculation, rows in ((Speculation("none"), 2), (Speculation(drafter(), 4), 8)):
+        engine = device_engine(decoder, speculation, max_num_seqs=rows)
+        requests = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+        finish(engine)
+        results.append([request.answer for request in requests])
+    assert results[0] == results[1]
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    decoder = tiny_decoder(3, max_positions=8192)
+    speculation = Speculation(drafter(decoder.config), 3)
+    engine = device_engine(decoder, speculation, max_model_len=3 * PIECE, kv_cache_tokens=6 * PIECE)
+    rng = random.Random(0)
+    short = engine.add_request(prompts(1)[0], GREEDY)
+    engine.step()
+    long = engine.add_request([rng.randrange(128) for _ in range(2 * PIECE + 50)], GREEDY)
+    before = []
+    while not long.answer:
+        before.append(short.num_answer)
+        engine.step()
+    assert len(before) >= 3
+    assert before[-1] >= before[0] + 2
+    finish(engine)
+    eager = engine_with(decoder, Speculation("none"), EngineConfig(device="cpu", dtype="float32", max_model_len=3 * PIECE))
+    wanted = eager.add_request(long.prompt, GREEDY)
+    finish(eager)
+    assert long.answer == wanted.answer
+
+
+def test_stop_strings():
+    """A stop string is found by the host: the row is stopped, what it said beyond is dropped."""
+    decoder = tiny_decoder(3)
+
+    class Letters:
+        def feed(self, token):
+            return chr(97 + token % 26)
+
+        def flush(self):
+            return ""
+
+    text = prompts(1, seed=9)[0]
+    engine = device_engine(decoder)
+    whole = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0))
+    whole.decoder = Letters()
+    finish(engine)
+    stop = whole.text[7:9]
+    cut = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0, stop=stop))
+    cut.decoder = Letters()
+    other = engine.add_request(prompts(1, seed=10)[0], GREEDY)
+    finish(engine)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert other.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_the_host_reads_one_cycle_behind(num_rows):
+    engine = device_engine(tiny_decoder(3), max_num_seqs=num_rows)
+    for text in prompts(num_rows, seed=11):
+        engine.add_request(text, GREEDY)
+    engine.step()
+    assert len(engine.snapshots) == 1
+    assert all(request.num_answer == 1 for request in engine.requests.values())
+    assert int(engine.rows.slots.state.answered.sum()) > num_rows
+    finish(engine)
+
+
+def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
+    """Some steps are plain; from then on those requests are not drafted for, and newcomers are."""
+    decoder, texts = tiny_decoder(3), prompts(6, seed=12)
+    plain = engine_with(decoder, Speculation("none"))
+    wanted = [plain.add_request(text, GREEDY) for text in texts]
+    finish(plain)
+    engine = device_engine(decoder)
+    engine.seconds = lambda size, depth, how: 1.0 + (10.0 if size > 2 else 0.01) * depth
+    found = [engine.add_request(text, GREEDY) for text in texts[:4]]
+    for _ in range(3):
+        engine.step()
+    assert engine.behind == {request.id for request in found}
+    while any(not request.finished for request in found):
+        engine.step()
+    found += [engine.add_request(text, GREEDY) for text in texts[4:]]
+    finish(engine)
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+    assert not engine.behind
+    assert not any(request.stats.steps for request in found[:4])
+    assert all(request.stats.steps for request in found[4:])
