@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, astuple, dataclass, fields
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
+from fledge.training.chat_files import (
+    Block,
+    Conversation,
+    DataError,
+    TokenTurn,
+    conversations_of,
+    parse_messages,
+    read_blocks,
+    read_conversations,
+    read_lines,
+)
+from fledge.training.helpers import Processes, num_cores
 from fledge.training.loops import is_looping, loop_start
-from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
+from fledge.training.rendering import Answer, ChatFormat, TemplateError
 from fledge.training.samples import Sample, SampleSet
 from fledge.training.templates import Augmentation, Choice
 
+__all__ = [
+    "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",
+    "read_conversations", "read_lines", "tokenize_conversation", "tokenizer_hash",
+]  # fmt: skip
+
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 2  # raised when the same data would give other samples
+_CACHE_VERSION = 2
 
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
-    "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function": "tool",
-}  # fmt: skip
-
-
-class DataError(UserError):
-    """Training data that cannot be used; names the file and, where there is one, the line."""
-
-
-@dataclass(frozen=True)
-class TokenTurn:
-    """One turn as the target saw it and answered it, id by id."""
-
-    prompt_ids: Sequence[int]  # the whole prompt, earlier turns included
-    answer_ids: Sequence[int]  # with the end-of-turn id, unless the answer was cut off
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, token ids, or both. With both, `turns` are those of the last `len(turns)` assistant messages."""
-
-    messages: tuple[Message, ...] = ()
-    turns: tuple[TokenTurn, ...] = ()
-    where: str = ""  # "file, line n"
+# A process starts within two seconds and makes samples from about 20 MB a second.
+MIN_BYTES_FOR_PROCESSES = 1 << 26
+MAX_PROCESSES = 16
 
 
 @dataclass
@@ -66,6 +63,13 @@ class DataReport:
     tokens: int = 0
     answer_tokens: int = 0
 
+    def add(self, later: DataReport) -> None:
+        """`later`: of data that follows."""
+        for field in fields(self):
+            if field.name != "first_refusal":
+                setattr(self, field.name, getattr(self, field.name) + getattr(later, field.name))
+        self.first_refusal = self.first_refusal or later.first_refusal
+
     def __str__(self) -> str:
         notes = {
             "looping answers cut off": self.looping,
@@ -80,118 +84,6 @@ class DataReport:
         text += f"{self.answer_tokens:,} of them answers"
         text += "".join(f"; {count:,} {what}" for what, count in notes.items() if count)
         return text + (f" (first refusal: {self.first_refusal})" if self.first_refusal else "")
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
-def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) for each line of a .jsonl or .jsonl.gz; blank lines are passed over."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such file")
-    number = 0
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    value = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-                if not isinstance(value, dict):
-                    raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
-                yield where, value
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}, after line {number}: cannot be read ({error})") from None
-
-
-def read_conversations(path: str | Path) -> Iterator[Conversation]:
-    """Reads OpenAI messages, ShareGPT conversations and tokenised answers (as `fledge regenerate` writes them).
-
-    A tokenised conversation comes as one, unless its template rewrote the earlier turns for a later prompt (some
-    models drop old thinking): then each part that the target saw in one piece comes on its own.
-    """
-    for where, line in read_lines(path):
-        if "prompt_ids" in line or "answer_ids" in line:
-            yield Conversation(turns=(parse_turn(line, where),), where=where)
-            continue
-        if "messages" in line:
-            messages = parse_messages(line["messages"], where)
-        elif "conversations" in line:
-            messages = _sharegpt(line["conversations"], where)
-        else:
-            raise DataError(
-                f'{where}: none of "messages", "conversations" or "prompt_ids" + "answer_ids" is there; '
-                f"found {', '.join(map(repr, line)) or 'an empty object'}"
-            )
-        yield from _split(messages, line.get("turns_ids"), where)
-
-
-def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: messages must be a list")
-    return tuple(_message(entry, "role", "content", where) for entry in value)
-
-
-def parse_turn(value: Any, where: str) -> TokenTurn:
-    ids = []
-    for name in ("prompt_ids", "answer_ids"):
-        part = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(part, list) or not all(type(i) is int and i >= 0 for i in part):
-            raise DataError(f"{where}: {name} must be a list of token ids")
-        ids.append(part)
-    return TokenTurn(*ids)
-
-
-def _sharegpt(value: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: conversations must be a list")
-    messages = []
-    for entry in value:
-        if isinstance(entry, dict) and "role" in entry and "from" not in entry:
-            messages.append(_message(entry, "role", "content", where))
-            continue
-        message = _message(entry, "from", "value", where)
-        if (role := _SHAREGPT_ROLES.get(message["role"])) is None:
-            raise DataError(f"{where}: unknown speaker {message['role']!r}; known: {', '.join(_SHAREGPT_ROLES)}")
-        messages.append({"role": role, "content": message["content"]})
-    return tuple(messages)
-
-
-def _message(entry: Any, role_key: str, content_key: str, where: str) -> Message:
-    if not isinstance(entry, dict) or not isinstance(entry.get(role_key), str):
-        raise DataError(f'{where}: each message needs a "{role_key}" and a "{content_key}"')
-    content = entry.get(content_key)
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if content is None:  # OpenAI's tool calls have no content
-        content = ""
-    if not isinstance(content, str):
-        raise DataError(f"{where}: the {content_key} of a {entry[role_key]} message is not text")
-    return {"role": entry[role_key], "content": content}
-
-
-def _split(messages: tuple[Message, ...], turns_ids: Any, where: str) -> Iterator[Conversation]:
-    if turns_ids is None:
-        yield Conversation(messages, where=where)
-        return
-    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not isinstance(turns_ids, list) or len(turns_ids) != len(ends):
-        raise DataError(f"{where}: turns_ids must have one entry for each of the {len(ends)} assistant messages")
-    joined: list[TokenTurn] = []
-    for number, value in enumerate(turns_ids):
-        turn = parse_turn(value, where)
-        if joined:
-            seen = [*joined[-1].prompt_ids, *joined[-1].answer_ids]
-            if list(turn.prompt_ids[: len(seen)]) != seen:
-                yield Conversation(messages[: ends[number - 1]], tuple(joined), where)
-                joined = []
-        joined.append(turn)
-    if joined:
-        yield Conversation(messages[: ends[-1]], tuple(joined), where)
 
 
 # --- tokenising -----------------------------------------------------------------------------------------------------
@@ -266,6 +158,79 @@ def _augment(conversation: Conversation, chat: ChatFormat, choice: Choice, repor
 # --- the whole data set ---------------------------------------------------------------------------------------------
 
 
+@dataclass
+class SampleWork:
+    """Conversations to samples, here or in a process beside this one: there a block is read first, and its samples are
+    made once it is known how many conversations stand before it (augmentation and `limit` go by that)."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    max_length: int | None
+    long: str
+    augmentation: Augmentation
+    remove_loops: bool
+    limit: int | None
+
+    def __post_init__(self) -> None:
+        self._chat = ChatFormat(self.tokenizer, self.chat_template)
+        self._vocab_size = self.tokenizer.vocab_size
+        self._waiting: list[Conversation] = []
+        self._problem: DataError | None = None  # in the line after those
+
+    def __reduce__(self) -> tuple:
+        return SampleWork, tuple(getattr(self, field.name) for field in fields(self))
+
+    def read(self, block: Block) -> int:
+        """How many conversations stand in a block. They wait here for `make`, and so does what is wrong with them."""
+        self._waiting, self._problem = [], None
+        try:
+            self._waiting.extend(conversations_of(block))
+        except DataError as error:
+            self._problem = error
+        return len(self._waiting)
+
+    def make(self, first_index: int) -> tuple[SampleSet, DataReport]:
+        """The samples of the block that was read last."""
+        room = None if self.limit is None else max(0, self.limit - first_index)
+        made = self.samples(self._waiting[:room], first_index)
+        if self._problem is not None and (room is None or len(self._waiting) < room):
+            raise self._problem
+        return made
+
+    def samples(self, conversations: Iterable[Conversation], first_index: int = 0) -> tuple[SampleSet, DataReport]:
+        report = DataReport()
+        return SampleSet.from_samples(self._samples(conversations, first_index, report)), report
+
+    def _samples(self, conversations: Iterable[Conversation], first_index: int, report: DataReport) -> Iterator[Sample]:
+        as_it_is, varied = Choice(), self.augmentation.active
+        for index, conversation in enumerate(conversations, first_index):
+            report.conversations += 1
+            choice = self.augmentation.choose(index) if varied else as_it_is
+            try:
+                sample = _augment(conversation, self._chat, choice, report)
+            except TemplateError as error:
+                report.refused += 1
+                report.first_refusal = report.first_refusal or f"{conversation.where}: {error}"
+                continue
+            if sample.tokens.size and int(sample.tokens.max()) >= self._vocab_size:
+                raise DataError(
+                    f"{conversation.where}: token id {int(sample.tokens.max())} is outside the tokenizer's "
+                    f"{self._vocab_size} ids; the answers were made with another model"
+                )
+            loops_before = report.looping
+            if self.remove_loops:
+                sample = _without_loops(sample, report)
+            if not sample.loss_mask[1:].any():  # a first token cannot be predicted
+                report.empty += report.looping == loops_before
+                continue
+            if self.max_length is not None and len(sample) > self.max_length:
+                if self.long == "drop":
+                    report.too_long_dropped += 1
+                    continue
+                report.too_long_chunked += 1
+            yield sample
+
+
 def load_samples(
     paths: str | Path | Sequence[str | Path],
     tokenizer: Tokenizer,
@@ -277,8 +242,13 @@ def load_samples(
     remove_loops: bool = True,
     limit: int | None = None,
     cache_dir: str | Path | None = None,
+    processes: int | None = None,
 ) -> tuple[SampleSet, DataReport]:
-    """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there."""
+    """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there.
+
+    `limit`: so many conversations, and nothing beyond them is read. `processes`: None lets the size of the files decide;
+    the samples are the same.
+    """
     paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if long not in ("chunk", "drop"):
         raise DataError(f'long samples can be handled by "chunk" or "drop", not {long!r}')
@@ -300,9 +270,14 @@ def load_samples(
             samples, extra = SampleSet.load(cache)
             return samples, DataReport(**extra)
 
-    report = DataReport()
-    chat = ChatFormat(tokenizer, chat_template)
-    samples = SampleSet.from_samples(_samples(paths, chat, max_length, long, augmentation, remove_loops, limit, report))
+    work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit)
+    blocks = chain.from_iterable(map(read_blocks, paths))
+    if processes is None:
+        processes = _num_processes(paths, limit)
+    if processes:
+        samples, report = _in_processes(work, blocks, processes)
+    else:
+        samples, report = work.samples(islice(chain.from_iterable(map(conversations_of, blocks)), limit))
     if not len(samples):
         raise DataError(f"{', '.join(map(str, paths))}: no sample is left to train on; {report}")
     report.kept, report.tokens = len(samples), len(samples.tokens)
@@ -312,44 +287,54 @@ def load_samples(
     return samples, report
 
 
-def _samples(
-    paths: Sequence[Path],
-    chat: ChatFormat,
-    max_length: int | None,
-    long: str,
-    augmentation: Augmentation,
-    remove_loops: bool,
-    limit: int | None,
-    report: DataReport,
-) -> Iterator[Sample]:
-    for conversation in (conversation for path in paths for conversation in read_conversations(path)):
-        if limit is not None and report.conversations >= limit:
-            return
-        index = report.conversations
-        report.conversations += 1
-        try:
-            sample = _augment(conversation, chat, augmentation.choose(index), report)
-        except TemplateError as error:
-            report.refused += 1
-            report.first_refusal = report.first_refusal or f"{conversation.where}: {error}"
-            continue
-        if sample.tokens.size and int(sample.tokens.max()) >= chat.tokenizer.vocab_size:
-            raise DataError(
-                f"{conversation.where}: token id {int(sample.tokens.max())} is outside the tokenizer's "
-                f"{chat.tokenizer.vocab_size} ids; the answers were made with another model"
-            )
-        loops_before = report.looping
-        if remove_loops:
-            sample = _without_loops(sample, report)
-        if not sample.loss_mask[1:].any():  # a first token cannot be predicted
-            report.empty += report.looping == loops_before
-            continue
-        if max_length is not None and len(sample) > max_length:
-            if long == "drop":
-                report.too_long_dropped += 1
-                continue
-            report.too_long_chunked += 1
-        yield sample
+def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
+    """0: this one alone."""
+    size = sum(path.stat().st_size * (4 if path.suffix == ".gz" else 1) for path in paths if path.is_file())
+    if limit is not None:
+        size = min(size, limit * 4096)  # a conversation of 300 tokens, with its text and its ids
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine, as torchrun says; each loads the data
+    processes = min(num_cores() // trainers, MAX_PROCESSES)
+    return processes if processes > 1 and size >= MIN_BYTES_FOR_PROCESSES else 0
+
+
+def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
+    """Blocks are handed out and come back in order; the sums are those of one process, and so is the first error."""
+    parts, report, pending = [], DataReport(), deque()
+    helpers = Processes(work, count, ahead=2 * count)
+
+    def take() -> None:
+        samples, what_became = pending.popleft().result()
+        parts.append(samples)
+        report.add(what_became)
+
+    try:
+        first_index: Future = Future()
+        first_index.set_result(0)
+        for block in blocks:
+            next_index: Future = Future()
+            pending.append(helpers.submit(_samples_of, helpers, block, first_index, next_index))
+            first_index = next_index
+            if len(pending) >= helpers.ahead:
+                take()
+            if work.limit is not None and report.conversations >= work.limit:
+                break
+        while pending:
+            take()
+    finally:
+        helpers.close()
+    return SampleSet.joined(parts), report
+
+
+def _samples_of(helpers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
+    """In a helper's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
+    try:
+        num_conversations = helpers.call("read", block)
+        first = first_index.result()
+        next_index.set_result(first + num_conversations)
+    except BaseException as error:
+        next_index.set_exception(error)  # those behind would wait for ever
+        raise
+    return helpers.call("make", first)
 
 
 # --- identity -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ def main() -> None:
     while True:
         if not requests.peek(1):  # the other side is gone
             return
-        problem, result = "", None
+        problem: UserError | str = ""
+        result = None
         try:
             if work is None:
                 work = pickle.load(requests)
@@ -24,7 +25,7 @@ def main() -> None:
                 method, pieces = pickle.load(requests)
                 result = getattr(work, method)(pieces)
         except UserError as error:
-            problem = str(error)
+            problem = error
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         reply = pickle.dumps((problem, result), pickle.HIGHEST_PROTOCOL)

@@ -20,7 +20,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from fledge.errors import UserError
-from fledge.training.dialogues import HostWork
 
 
 class HelperError(UserError):
@@ -35,8 +34,8 @@ class Helpers(Protocol):
         """Runs a function that does its share of work by `call`."""
         ...
 
-    def call(self, method: str, pieces: list) -> Any:
-        """A method of HostWork; only from a submitted function."""
+    def call(self, method: str, pieces: Any) -> Any:
+        """A method of the work; only from a submitted function."""
         ...
 
     def close(self) -> None: ...
@@ -47,7 +46,7 @@ class Here:
 
     batch = ahead = 1
 
-    def __init__(self, work: HostWork) -> None:
+    def __init__(self, work: object) -> None:
         self._work = work
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
@@ -55,7 +54,7 @@ class Here:
         done.set_result(function(*arguments))
         return done
 
-    def call(self, method: str, pieces: list) -> Any:
+    def call(self, method: str, pieces: Any) -> Any:
         return getattr(self._work, method)(pieces)
 
     def close(self) -> None:
@@ -63,9 +62,12 @@ class Here:
 
 
 class Processes:
+    """`work`: any object that can be pickled. Each process has its own, and each thread its process: what one call leaves
+    in it, the next of the same submitted function finds."""
+
     batch = 32
 
-    def __init__(self, work: HostWork, count: int, ahead: int) -> None:
+    def __init__(self, work: object, count: int, ahead: int) -> None:
         self.ahead = ahead
         self._set_up = pickle.dumps(work)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="helper")
@@ -76,7 +78,7 @@ class Processes:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
         return self._threads.submit(function, *arguments)
 
-    def call(self, method: str, pieces: list) -> Any:
+    def call(self, method: str, pieces: Any) -> Any:
         if not hasattr(self._mine, "process"):
             process = self._start()
             self._exchange(process, self._set_up)
@@ -111,8 +113,10 @@ class Processes:
             process.kill()
             raise HelperError(
                 f"a helper process ended unexpectedly (exit status {process.wait()}; killed for want of memory?); "
-                "what is finished is kept, and the same command goes on from there"
+                "the same command goes on from what is finished"
             ) from None
+        if isinstance(problem, UserError):  # the user's mistake, whoever noticed it
+            raise problem
         if problem:
             raise HelperError(f"a helper process failed: {problem}")
         return result
@@ -131,7 +135,7 @@ class Processes:
                     pipe.close()
 
 
-def find_helpers(work: HostWork, num_prompts: int, concurrency: int, processes: int | None) -> Helpers:
+def find_helpers(work: object, num_prompts: int, concurrency: int, processes: int | None) -> Helpers:
     """`processes`: None lets the amount of work decide."""
     if processes is None:
         # A thousand prompts are half a second of work, and starting a process takes seconds. A generator that answers

@@ -28,7 +28,12 @@ def loop_start(token_ids: Sequence[int] | np.ndarray) -> int | None:
     tokens = np.asarray(token_ids, np.uint64)
     if len(tokens) < MIN_REPEATED_TOKENS + NGRAM:
         return None
-    distance = _distance_to_previous(_ngram_keys(tokens))
+    keys = _ngram_keys(tokens)
+    # Nearly every answer ends here: a loop of either kind takes that many 4-grams that were seen before.
+    ordered = np.sort(keys)
+    if np.count_nonzero(ordered[1:] == ordered[:-1]) < MIN_REPEATED_TOKENS - NGRAM + 1:
+        return None
+    distance = _distance_to_previous(keys)
     # Inside a loop of period p every 4-gram was last seen p tokens before: look for long runs of one distance.
     starts = np.flatnonzero(np.concatenate(([True], distance[1:] != distance[:-1])))
     runs = np.diff(np.concatenate((starts, [len(distance)])))
@@ -43,12 +48,8 @@ def loop_start(token_ids: Sequence[int] | np.ndarray) -> int | None:
 
 def _ngram_keys(tokens: np.ndarray) -> np.ndarray:
     """One 64-bit key per 4-gram (wrapping arithmetic; a collision would need ~2^32 4-grams in one answer)."""
-    count = len(tokens) - NGRAM + 1
-    keys = np.zeros(count, np.uint64)
-    for i in range(NGRAM):
-        keys = (keys + tokens[i : i + count] + np.uint64(1)) * _MIXER
-        keys ^= keys >> np.uint64(29)
-    return keys
+    pairs = (tokens[:-1] << np.uint64(32)) + tokens[1:]
+    return pairs[:-2] * _MIXER + pairs[2:]
 
 
 def _distance_to_previous(keys: np.ndarray) -> np.ndarray:

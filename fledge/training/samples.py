@@ -29,8 +29,13 @@ class Sample:
 
     def answers(self) -> Iterator[tuple[int, int]]:
         """Start and end of every stretch the assistant wrote."""
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], self.loss_mask, [False])).astype(np.int8)))
-        yield from zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True)
+        mask = self.loss_mask
+        edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+        if len(mask) and mask[0]:
+            edges.insert(0, 0)
+        if len(mask) and mask[-1]:
+            edges.append(len(mask))
+        yield from zip(edges[0::2], edges[1::2], strict=True)
 
 
 class SampleSet(Sequence[Sample]):
@@ -50,6 +55,14 @@ class SampleSet(Sequence[Sample]):
             masks.append(np.asarray(sample.loss_mask, bool))
         offsets = np.cumsum([len(part) for part in tokens], dtype=np.int64)
         return cls(np.concatenate(tokens), np.concatenate(masks), offsets)
+
+    @classmethod
+    def joined(cls, sets: Sequence[SampleSet]) -> SampleSet:
+        """The samples of all sets, one set after the other."""
+        lengths = np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in sets)])
+        tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in sets)])
+        loss_mask = np.concatenate([np.zeros(0, bool), *(part.loss_mask for part in sets)])
+        return cls(tokens, loss_mask, np.cumsum(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -1,0 +1,194 @@
+"""Files of chats, read line by line: OpenAI messages, ShareGPT conversations, and the target's own token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fledge.errors import UserError
+from fledge.training.rendering import Message
+
+BLOCK_BYTES = 1 << 21
+
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
+    "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function": "tool",
+}  # fmt: skip
+
+
+class DataError(UserError):
+    """Training data that cannot be used; names the file and, where there is one, the line."""
+
+
+@dataclass(frozen=True)
+class TokenTurn:
+    """One turn as the target saw it and answered it, id by id."""
+
+    prompt_ids: list[int]  # the whole prompt, earlier turns included
+    answer_ids: list[int]  # with the end-of-turn id, unless the answer was cut off
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, token ids, or both. With both, `turns` are those of the last `len(turns)` assistant messages."""
+
+    messages: tuple[Message, ...] = ()
+    turns: tuple[TokenTurn, ...] = ()
+    where: str = ""  # "file, line n"
+
+
+class Block(NamedTuple):
+    """Some lines of a file, or why there are none: what goes wrong is told when their turn comes, and not before."""
+
+    path: str
+    first_line: int
+    data: bytes  # whole lines
+    problem: str = ""
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_blocks(path: str | Path) -> Iterator[Block]:
+    """A .jsonl or .jsonl.gz in pieces of about `BLOCK_BYTES`."""
+    path = Path(path)
+    if not path.is_file():
+        yield Block(str(path), 0, b"", f"{path}: there is no such file")
+        return
+    line = 1
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while data := file.read(BLOCK_BYTES) + file.readline():
+                yield Block(str(path), line, data)
+                line += data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        yield Block(str(path), line, b"", f"{path}, after line {line - 1}: cannot be read ({error})")
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, object) for each line of a .jsonl or .jsonl.gz; blank lines are passed over."""
+    for block in read_blocks(path):
+        yield from _lines(block)
+
+
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
+    for block in read_blocks(path):
+        yield from conversations_of(block)
+
+
+def conversations_of(block: Block) -> Iterator[Conversation]:
+    """Reads OpenAI messages, ShareGPT conversations and tokenised answers (as `fledge regenerate` writes them).
+
+    A tokenised conversation comes as one, unless its template rewrote the earlier turns for a later prompt (some
+    models drop old thinking): then each part that the target saw in one piece comes on its own.
+    """
+    for where, line in _lines(block):
+        if "prompt_ids" in line or "answer_ids" in line:
+            yield Conversation(turns=(parse_turn(line, where),), where=where)
+            continue
+        if "messages" in line:
+            messages = parse_messages(line["messages"], where)
+        elif "conversations" in line:
+            messages = _sharegpt(line["conversations"], where)
+        else:
+            raise DataError(
+                f'{where}: none of "messages", "conversations" or "prompt_ids" + "answer_ids" is there; '
+                f"found {', '.join(map(repr, line)) or 'an empty object'}"
+            )
+        yield from _split(messages, line.get("turns_ids"), where)
+
+
+def _lines(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
+    if block.problem:
+        raise DataError(block.problem)
+    for number, encoded in enumerate(block.data.splitlines(), block.first_line):
+        where = f"{block.path}, line {number}"
+        try:
+            line = encoded.decode()
+            if not line.strip():
+                continue
+            value = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: cannot be read ({error})") from None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
+        yield where, value
+
+
+# --- parsing --------------------------------------------------------------------------------------------------------
+
+
+def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: messages must be a list")
+    return tuple(_message(entry, "role", "content", where) for entry in value)
+
+
+def parse_turn(value: Any, where: str) -> TokenTurn:
+    ids = []
+    for name in ("prompt_ids", "answer_ids"):
+        part = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(part, list) or not _are_ids(part):
+            raise DataError(f"{where}: {name} must be a list of token ids")
+        ids.append(part)
+    return TokenTurn(*ids)
+
+
+def _are_ids(values: list) -> bool:
+    """No loop in Python: there are hundreds of ids in a line."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31)
+
+
+def _sharegpt(value: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: conversations must be a list")
+    messages = []
+    for entry in value:
+        if isinstance(entry, dict) and "role" in entry and "from" not in entry:
+            messages.append(_message(entry, "role", "content", where))
+            continue
+        message = _message(entry, "from", "value", where)
+        if (role := _SHAREGPT_ROLES.get(message["role"])) is None:
+            raise DataError(f"{where}: unknown speaker {message['role']!r}; known: {', '.join(_SHAREGPT_ROLES)}")
+        messages.append({"role": role, "content": message["content"]})
+    return tuple(messages)
+
+
+def _message(entry: Any, role_key: str, content_key: str, where: str) -> Message:
+    if not isinstance(entry, dict) or not isinstance(entry.get(role_key), str):
+        raise DataError(f'{where}: each message needs a "{role_key}" and a "{content_key}"')
+    content = entry.get(content_key)
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None:  # OpenAI's tool calls have no content
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the {content_key} of a {entry[role_key]} message is not text")
+    return {"role": entry[role_key], "content": content}
+
+
+def _split(messages: tuple[Message, ...], turns_ids: Any, where: str) -> Iterator[Conversation]:
+    if turns_ids is None:
+        yield Conversation(messages, where=where)
+        return
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not isinstance(turns_ids, list) or len(turns_ids) != len(ends):
+        raise DataError(f"{where}: turns_ids must have one entry for each of the {len(ends)} assistant messages")
+    joined: list[TokenTurn] = []
+    for number, value in enumerate(turns_ids):
+        turn = parse_turn(value, where)
+        if joined:
+            seen = joined[-1].prompt_ids + joined[-1].answer_ids
+            if turn.prompt_ids[: len(seen)] != seen:
+                yield Conversation(messages[: ends[number - 1]], tuple(joined), where)
+                joined = []
+        joined.append(turn)
+    if joined:
+        yield Conversation(messages[: ends[-1]], tuple(joined), where)
