@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 # Without its dependencies, which name Triton: structured output on a CPU does not use it.
 STRUCTURED := xgrammar apache-tvm-ffi
+# The CPU kernels are C, compiled for this machine: where it has no compiler, one comes as a Python package.
+COMPILER = @command -v $${CC:-cc} >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang
+KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 .PHONY: demo test test-vllm test-browser lint install clean
 
@@ -37,11 +40,15 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
 	$(PIP) --no-deps $(STRUCTURED)
+	$(COMPILER)
+	$(KERNELS)
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps $(STRUCTURED)
+	$(COMPILER)
+	$(KERNELS)
 	@touch $@ $(VENV)/.installed
 
 $(VLLM_VENV)/.installed: constraints-vllm.txt
