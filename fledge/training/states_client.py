@@ -99,7 +99,7 @@ class StatesClient:
         return list(content["choices"][0]["token_ids"])
 
     def close(self) -> None:
-        """Ends all waiting; whoever waits gets an error."""
+        """Nothing is tried again; what is under way may end, so that no files are left behind."""
         self._closed.set()
 
     # --- the conversation -----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class StatesClient:
                     break
                 except SafetensorError:  # not whole yet
                     pass
-            if time.monotonic() > deadline or self._closed.is_set():
+            if time.monotonic() > deadline:
                 raise FileNotFoundError(2, "not there", place)
             time.sleep(wait)
             wait = min(2 * wait, 0.2)
