@@ -90,3 +90,10 @@ def test_loop_start_keeps_the_text_before_the_loop():
     assert loop_start(looping) == len(text) + len(passage)
     assert loop_start(text) is None
     assert loop_start(rng.integers(0, 3, 200)) == 0
+
+
+@pytest.mark.parametrize("copies", [28, 29])
+def test_the_shortest_loop_is_not_passed_over(copies):
+    """32 tokens that repeat what stands before them hold 29 4-grams that were seen before."""
+    tokens = np.concatenate([np.arange(100, 140), np.full(4 + copies, 7), np.arange(200, 240)])
+    assert loop_start(tokens) == (None if copies == 28 else 41)

@@ -1,0 +1,187 @@
+"""Chat files read by several processes: the samples, the counts and the errors of one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fledge.tokenizer import Tokenizer
+from fledge.training import chat_files, data
+from fledge.training.data import DataError, load_samples, read_lines
+from fledge.training.helpers import HelperError
+from fledge.training.samples import Sample, SampleSet
+from fledge.training.templates import Augmentation
+from tests.training.chat import CHATML, assistant, chat_tokenizer, system, user
+
+# Refuses one of the system prompts that the files below have.
+PICKY = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}" + CHATML
+VARIED = Augmentation(template_probability=0.3, no_template_probability=0.1, system_probability=0.3)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(chat_files, "BLOCK_BYTES", 600)
+
+
+def chat_lines(count: int, start: int = 0) -> list[str]:
+    """Of every kind: with and without ids, two conversations in one line, looping, refused, empty, long; blank lines."""
+    lines = []
+    for n in range(start, start + count):
+        messages = [user(f"Number {n}?"), assistant(f"It is {n}, I am sure."), user("And?"), assistant(f"{n + 1}!")]
+        turns = [{"prompt_ids": [5, n % 300], "answer_ids": [70, n % 300, 2]}]
+        turns.append({"prompt_ids": [5, n % 300, 70, n % 300, 2, 9], "answer_ids": [80, 81, 2]})
+        if n % 7 == 3:
+            turns[1]["prompt_ids"][0] = 6  # rewritten: the line is two conversations
+        line = {"messages": messages, "turns_ids": turns}
+        if n % 5 == 1:
+            del line["turns_ids"]
+        if n % 11 == 2:
+            line = {"messages": [user("Go on"), assistant("and so on " * 60)]}
+        if n % 11 == 5:
+            line = {"messages": [system("no"), *messages]}
+        if n % 11 == 7:
+            line = {"messages": messages[:1]}
+        if n % 11 == 9:
+            line = {"prompt_ids": [1] * 90, "answer_ids": [2, 3]}
+        lines.append(json.dumps(line) + "\n" * (1 + (n % 13 == 0)))
+    return lines
+
+
+def write(folder: Path, lines: list[str]) -> list[Path]:
+    """A plain file with Windows' line ends in part of it, and a packed one."""
+    half = len(lines) // 2
+    plain, packed = folder / "a.jsonl", folder / "b.jsonl.gz"
+    plain.write_bytes("".join(lines[: half // 2]).replace("\n", "\r\n").encode() + "".join(lines[half // 2 : half]).encode())
+    packed.write_bytes(gzip.compress("".join(lines[half:]).encode()))
+    return [plain, packed]
+
+
+def outcome(paths: list[Path], processes: int, **options) -> object:
+    """All that a caller can see."""
+    try:
+        samples, report = load_samples(paths, chat_tokenizer(PICKY), max_length=80, processes=processes, **options)
+    except DataError as error:
+        return str(error)
+    return samples.tokens.tolist(), samples.loss_mask.tolist(), samples.offsets.tolist(), report
+
+
+def test_processes_change_nothing(tmp_path):
+    paths = write(tmp_path, chat_lines(120))
+    options = {"augmentation": VARIED, "long": "drop"}
+    alone = outcome(paths, 0, **options)
+    report = alone[3]
+    assert report.conversations > 120
+    counts = (report.looping, report.empty, report.refused, report.too_long_dropped, report.augmented, report.not_augmented)
+    assert all(counts)
+    assert "a.jsonl, line" in report.first_refusal
+    assert outcome(paths, 3, **options) == alone
+    assert len(list(chat_files.read_blocks(paths[0]))) > 10
+    # A limit ends in the middle of a line, or of a file.
+    two = next(n for n, conversation in enumerate(chat_files.read_conversations(paths[0])) if conversation.turns[1:] == ())
+    for limit in (two + 1, 40):
+        assert outcome(paths, 2, limit=limit, **options) == outcome(paths, 0, limit=limit, **options)
+
+
+BAD = {
+    "not JSON": "{",
+    "not UTF-8": None,
+    "not ids": '{"prompt_ids": [1], "answer_ids": [2, true]}',
+    "too large for an id": '{"prompt_ids": [1], "answer_ids": [2, 9999999999]}',
+    "of another model": '{"prompt_ids": [1], "answer_ids": [2, 9999]}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_the_first_error_is_told_with_its_line(tmp_path, kind):
+    lines = chat_lines(60)
+    path = tmp_path / "a.jsonl"
+    encoded = [line.encode() for line in lines]
+    bad = BAD[kind].encode() if BAD[kind] else b'{"messages": "\xff"}'
+    encoded[40:40] = [bad + b"\n"]
+    encoded[45:45] = [b"{ a later one\n"]
+    path.write_bytes(b"".join(encoded))
+    number = b"".join(encoded[:40]).count(b"\n") + 1
+    alone = outcome([path], 0)
+    assert f"a.jsonl, line {number}: " in alone
+    assert outcome([path], 0, limit=20) != alone
+    if kind in ("not JSON", "of another model"):  # seen when it is read, and when the samples are made
+        assert outcome([path], 2) == alone
+
+
+def test_files_that_cannot_be_read_are_told_in_their_turn(tmp_path):
+    paths = write(tmp_path, chat_lines(40))
+    missing = outcome([*paths, tmp_path / "none.jsonl"], 0)
+    assert missing == f"{tmp_path / 'none.jsonl'}: there is no such file" == outcome([*paths, tmp_path / "none.jsonl"], 2)
+    paths[1].write_bytes(paths[1].read_bytes()[:-12])
+    paths[0].write_text("{\n")
+    assert "b.jsonl.gz, after line" in outcome(paths[1:], 0)
+    assert "a.jsonl, line 1: not JSON" in outcome(paths, 1)  # the mistake that comes first
+
+
+def test_lines_are_numbered_across_blocks(tmp_path):
+    path = tmp_path / "a.jsonl"
+    long = json.dumps({"text": "x" * 2000})
+    path.write_bytes(b"\n".join([b'{"n": 1}\r{"n": 2}\r\n', *[b'{"n": 4}'] * 200, long.encode(), b'{"n": 205}']))
+    found = list(read_lines(path))
+    assert [where for where, _ in found] == [f"{path}, line {n}" for n in (1, 2, *range(4, 206))]
+    assert found[-1][1] == {"n": 205}
+
+
+class Fatal(Tokenizer):
+    """Ends its process when a certain text is encoded."""
+
+    def encode(self, text, add_special_tokens=True):
+        if "Number 30?" in text:
+            os._exit(7)
+        return super().encode(text, add_special_tokens)
+
+
+def test_a_process_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
+    fatal = Fatal.__new__(Fatal)
+    fatal.__dict__ = chat_tokenizer().__dict__
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": [user(f"Number {n}?"), assistant("Yes.")]}) + "\n" for n in range(60)))
+    with pytest.raises(HelperError, match="exit status 7"):
+        load_samples(path, fatal, processes=2)
+
+
+def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "num_cores", lambda: 12)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert data._num_processes([path], None) == 0
+    with path.open("wb") as file:
+        file.truncate(data.MIN_BYTES_FOR_PROCESSES)  # takes no room on the disk
+    assert data._num_processes([path], None) == 12
+    assert data._num_processes([path], 1000) == 0
+    assert data._num_processes([path, tmp_path / "none.jsonl"], 1_000_000) == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert data._num_processes([path], None) == 3
+    monkeypatch.setattr(data, "num_cores", lambda: 1)
+    assert data._num_processes([path], None) == 0
+
+
+def test_processes_that_cannot_begin_keep_nobody_waiting(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(chat_lines(40)))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(HelperError, match="exit status 1"):
+        load_samples(path, chat_tokenizer(), processes=3)
+
+
+def test_joined_sets_are_one_set():
+    samples = [Sample(np.arange(n, dtype=np.int32), np.arange(n) > 1) for n in (3, 0, 5, 2)]
+    whole = SampleSet.from_samples(samples)
+    parts = [SampleSet.from_samples(part) for part in (samples[:1], [], samples[1:])]
+    joined = SampleSet.joined(parts)
+    for name in ("tokens", "loss_mask", "offsets"):
+        assert np.array_equal(getattr(joined, name), getattr(whole, name))
+        assert getattr(joined, name).dtype == getattr(whole, name).dtype
+    assert len(SampleSet.joined([])) == 0
