@@ -227,9 +227,12 @@ def _architecture(config: DrafterConfig) -> str:
 
 
 def model_type(config: DrafterConfig) -> str:
-    """Whose configuration class the layers' keys belong to; vLLM tells latent attention by it."""
+    """Whose configuration class the layers' keys belong to; vLLM tells latent attention by it.
+
+    Not deepseek_v3: vLLM takes a drafter of that type for DeepSeek's own prediction layers, and fails.
+    """
     if config.mla is not None:
-        return "deepseek_v3"
+        return "deepseek_v2"
     return "qwen3" if config.qk_norm else "llama"
 
 

@@ -18,6 +18,7 @@ from fledge.models.drafter import EagleDrafter
 
 DESTINATIONS = ("vllm", "sglang", "speculators")
 TESTED_VLLM = "0.32.0"
+VLLM_LATENT_SIZES = (320, 512, 576)  # what its latent attention has kernels for
 
 
 def export_drafter(
@@ -103,11 +104,16 @@ def _refuse(server: str, instead: str, unsupported: dict[str, bool]) -> None:
 
 
 def _not_on_vllm(config: DrafterConfig) -> dict[str, bool]:
-    """What its MLA drafts would ignore without a word."""
-    is_mla = config.mla is not None
+    """Of latent attention: what it would ignore without a word, and what it fails to load."""
+    if (mla := config.mla) is None:
+        return {}
+    latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+    kernels = ", ".join(map(str, VLLM_LATENT_SIZES))
     return {
-        "latent attention and norm_before_fc": is_mla and config.norm_before_fc,
-        "latent attention and a window": is_mla and config.window is not None,
+        "latent attention and norm_before_fc": config.norm_before_fc,
+        "latent attention and a window": config.window is not None,
+        "latent attention without q_lora_rank": not mla.q_lora_rank,
+        f"kv_lora_rank + qk_rope_head_dim of {latent} (it has {kernels})": latent not in VLLM_LATENT_SIZES,
     }
 
 

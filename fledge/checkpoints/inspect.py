@@ -93,6 +93,11 @@ def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterCo
             f"architecture {QK_NORM_ARCHITECTURE} without norms on queries and keys: read as a Llama drafter here, but vLLM "
             "0.32 norms them all the same: `fledge import` it"
         )
+    if config.mla is not None and as_written.get("model_type") == "deepseek_v3":
+        warnings.append(
+            "model_type deepseek_v3: vLLM 0.32 takes such a drafter for DeepSeek's own prediction layers and does not load it: "
+            "`fledge import` it"
+        )
     d2t = files.tensors.get("d2t")
     if config.draft_vocab_size < config.vocab_size and d2t is not None and not d2t.any():
         warnings.append(

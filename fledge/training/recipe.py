@@ -32,14 +32,13 @@ class TargetRecipe:
 
 @dataclass(frozen=True)
 class LatentRecipe:
-    """Sizes of latent attention. None: the target's where it has such attention itself, else as DeepSeek relates them to the
-    size E of a head."""
+    """Sizes of latent attention. None: the target's where it has such attention itself, else as the comments say."""
 
-    kv_lora_rank: int | None = None  # 4 E
-    q_lora_rank: int | None = None  # none at all: queries come straight from the input; SGLang wants one
-    qk_nope_head_dim: int | None = None  # E
-    qk_rope_head_dim: int | None = None  # E / 2
-    v_head_dim: int | None = None  # E
+    kv_lora_rank: int | None = None  # 512, and
+    qk_rope_head_dim: int | None = None  # 64: as in DeepSeek and Kimi, for whose sum servers have kernels
+    q_lora_rank: int | None = None  # 1536, or the hidden size if less; 0: none, which no server but this one reads
+    qk_nope_head_dim: int | None = None  # the target's head
+    v_head_dim: int | None = None  # the target's head
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_the_file_of_latent_attention_is_what_vllm_reads(tmp_path):
     settings = {"mla": MLA_LATENT_QUERIES, "fc_norm": True, "norm_output": True, "rope": DEEPSEEK_YARN}
     folder = save_drafter(tiny_drafter(tiny_drafter_config(TARGET, **settings)), tmp_path / "drafter")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    assert (config["architectures"], config["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v3")
+    assert (config["architectures"], config["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "deepseek_v2")
     expected = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
     assert {key: config[key] for key in expected} == expected
     assert config["num_key_value_heads"] == 4

@@ -27,7 +27,7 @@ from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
 TARGET = tiny_model_config(num_layers=8)
 LAYERS = (2, 4, 5)  # also the default for eight layers
 IDS = "eagle_aux_hidden_state_layer_ids"
-MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=20)
+MLA = MLAConfig(kv_lora_rank=512, qk_nope_head_dim=8, qk_rope_head_dim=64, v_head_dim=6, q_lora_rank=20)
 
 
 def made(**settings) -> EagleDrafter:
@@ -208,7 +208,7 @@ def test_export_of_latent_attention(tmp_path, to):
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
     readme = (out / "README.md").read_text()
-    assert "latent attention (MLA): keys and values from 12, queries from 20" in readme
+    assert "latent attention (MLA): keys and values from 512, queries from 20" in readme
     assert "Never 0.22.0 or 0.22.1" in readme if to == "vllm" else "`Eagle3DeepseekV2ForCausalLM`" in readme
 
 
@@ -217,6 +217,12 @@ def test_export_of_latent_attention(tmp_path, to):
     [
         ("vllm", {"norm_before_fc": True}, "vLLM does not serve drafters with latent attention and norm_before_fc"),
         ("vllm", {"window": 8}, "vLLM does not serve drafters with latent attention and a window"),
+        (
+            "vllm",
+            {"mla": replace(MLA, q_lora_rank=None)},
+            "vLLM does not serve drafters with latent attention without q_lora_rank",
+        ),
+        ("vllm", {"mla": replace(MLA, kv_lora_rank=32)}, r"kv_lora_rank \+ qk_rope_head_dim of 96 \(it has 320, 512, 576\)"),
         ("sglang", {"window": 8}, "SGLang does not serve drafters with latent attention and a window"),
         ("sglang", {"mla": replace(MLA, q_lora_rank=None)}, "latent attention without q_lora_rank"),
         ("speculators", {}, "the speculators layout has no latent attention"),

@@ -35,6 +35,7 @@ TINY = {
     "draft vocabulary": {"fc_norm": True, "norm_output": True, "draft_vocab_size": 56},
     "own embedding, narrower, two layers": {"hidden_size": 32, "own_embedding": True, "num_layers": 2, "head_dim": 32},
     "window": {"norm_output": True, "window": 8},
+    "norms on queries and keys, window": {"fc_norm": True, "norm_output": True, "qk_norm": True, "window": 8},
 }
 SPECULATORS = ("eagle 3.1", "four taps")
 SHIPPED = [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()]

@@ -83,6 +83,17 @@ def trained_target(steps: int = 220) -> Decoder:
     return decoder.eval().requires_grad_(False)
 
 
+def _sharpen(drafter: EagleDrafter) -> None:
+    """Sharp attention: positions matter."""
+    config, attention = drafter.config, drafter.layers[0].self_attn
+    if config.mla is None:
+        num_qk = (config.num_heads + config.num_kv_heads) * config.head_dim
+        attention.qkv_proj.weight.data[:num_qk].mul_(SHARPNESS)
+    else:
+        queries = attention.q_b_proj.weight if config.mla.q_lora_rank else attention.qkv_a_proj.weight[: attention.query_size]
+        queries.data.mul_(SHARPNESS**2)
+
+
 def trained_drafter(
     target: Decoder, steps: int = 120, seed: int = 2, roles: bool = True, unroll: int = 3, **settings: Any
 ) -> EagleDrafter:
@@ -94,8 +105,7 @@ def trained_drafter(
     drafter = EagleDrafter(config)
     for norm in (drafter.norm, drafter.layers[0].hidden_norm):
         norm.weight.data.mul_(torch.randn(config.hidden_size).sign())
-    num_qk = (config.num_heads + config.num_kv_heads) * config.head_dim
-    drafter.layers[0].self_attn.qkv_proj.weight.data[:num_qk].mul_(SHARPNESS)  # sharp attention: positions matter
+    _sharpen(drafter)
     if config.draft_vocab_size < config.vocab_size:  # leave out the first words
         left_out = config.vocab_size - config.draft_vocab_size
         kept = torch.cat([torch.arange(FIRST_WORD), torch.arange(FIRST_WORD + left_out, config.vocab_size)])

@@ -98,11 +98,12 @@ def latent_drafter(target, **drafter) -> DrafterConfig:
 
 
 def test_sizes_of_latent_attention():
-    """By DeepSeek's proportions, by the recipe, by a target that has such attention itself."""
+    """DeepSeek's, the recipe's, those of a target that has such attention itself."""
     target = tiny_model_config(head_dim=8)
     config = latent_drafter(target)
-    assert config.mla == MLAConfig(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-    assert (config.num_kv_heads, config.head_dim) == (4, 12)
+    assert config.mla == MLAConfig(kv_lora_rank=512, qk_nope_head_dim=8, qk_rope_head_dim=64, v_head_dim=8, q_lora_rank=32)
+    assert (config.num_kv_heads, config.head_dim) == (4, 72)
+    assert latent_drafter(target, mla={"q_lora_rank": 0}).mla.q_lora_rank is None
     asked = {"kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5}
     assert latent_drafter(target, mla=asked).mla == MLAConfig(**asked)
     own = SimpleNamespace(**vars(target), mla=MLAConfig(**asked))

@@ -48,8 +48,8 @@ def recipe(toy_folder, tmp_path) -> Recipe:
 @pytest.mark.parametrize(
     "drafter",
     [
-        {"attention": "mla", "mla": {"q_lora_rank": 24, "v_head_dim": 12}},
-        {"attention": "mla", "version": "3"},
+        {"attention": "mla", "mla": {"kv_lora_rank": 40, "v_head_dim": 12}},
+        {"attention": "mla", "mla": {"q_lora_rank": 0, "kv_lora_rank": 40}, "version": "3"},
         {"qk_norm": True},
     ],
     ids=["mla 3.1", "mla 3", "qk_norm"],
@@ -63,7 +63,8 @@ def test_other_attention_is_trained_by_recipe(recipe, drafter):
     assert config.version == drafter.get("version", "3.1")
     assert config.qk_norm == ("qk_norm" in drafter)
     if "mla" in drafter:
-        assert (config.mla.q_lora_rank, config.mla.v_head_dim, config.mla.kv_lora_rank) == (24, 12, 64)
+        assert (config.mla.q_lora_rank is None) == (config.version == "3")
+        assert (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim) == (40, 64)
     history = losses(recipe)
     assert sum(history[step] for step in (10, 11, 12)) < sum(history[step] for step in (1, 2, 3))
 
