@@ -42,7 +42,8 @@ class FusedDecoder:
         """From embeddings to the states before the final norm, and the tapped residual streams."""
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(self.decoder.layers):
-            captured[index] = x_ND
+            if index in taps:
+                captured[index] = x_ND
             qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm))
             x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv))
         captured[len(self.decoder.layers)] = x_ND

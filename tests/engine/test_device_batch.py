@@ -7,9 +7,10 @@ import random
 
 import pytest
 
+from fledge.engine import device_batch as device_batch_module
 from fledge.engine.build import Speculation
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry
+from fledge.engine.device_batch import GREEDY, SAMPLED, DeviceBatch, Entry
 from fledge.engine.offline import DeviceAnswers
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
@@ -73,28 +74,27 @@ def drafts_of_the_engine(decoder, drafter, text, depth, steps) -> list[tuple[lis
 def test_drafts_equal_the_speculators(version):
     decoder = tiny_decoder()
     config = tiny_drafter_config(**VERSIONS[version])
-    texts, depth = prompts(6, seed=1), 4
+    texts, depth = prompts(4, seed=1), 4
     expected = [drafts_of_the_engine(decoder, tiny_drafter(config), text, depth, 8) for text in texts]
-    batch = device_batch(decoder, tiny_drafter(config), rows=8)
+    batch = device_batch(decoder, tiny_drafter(config), rows=4)
     batch.read_prompts(entries(batch, texts))
     state = batch.slots.state
     compared = 0
     for _ in range(8):
-        before = [(state.length[row].item(), state.answers[row, : state.answered[row]] % DRAFTED) for row in range(6)]
-        batch.graphs.run(8, depth, GREEDY)
+        before = [(state.length[row].item(), state.answers[row, : state.answered[row]] % DRAFTED) for row in range(4)]
+        batch.graphs.run(4, depth, GREEDY)
         for row, (_, answer) in enumerate(before):
             text = texts[row] + answer.tolist()
             wanted = {tuple(key): draft for key, draft in expected[row]}.get(tuple(text))
             if wanted is not None:
                 assert batch.slots.drafts[row, :depth].tolist() == wanted
                 compared += 1
-    assert compared > 40
+    assert compared > 25
 
 
-@pytest.mark.parametrize("depth", [1, 3, 5])
-@pytest.mark.parametrize("version", ["3", "3.1", "window"])
+@pytest.mark.parametrize(("version", "depth"), [("3", 1), ("3.1", 3), ("window", 5)])
 def test_speculation_says_what_plain_decoding_says(version, depth):
-    decoder, texts = tiny_decoder(3), prompts(20, seed=2)
+    decoder, texts = tiny_decoder(3), prompts(10, seed=2)
     plain = DeviceAnswers(decoder, settings(decoder, 8), capture=False)
     wanted = sorted(plain.generate(texts, max_tokens=24, stop_ids=STOPS))
     drafter = tiny_drafter(tiny_drafter_config(**VERSIONS[version]))
@@ -196,10 +196,11 @@ def test_a_depth_limit_of_a_row():
     assert (batch.slots.state.answers[1, :4] % DRAFTED).tolist() == answers[1][:4]
 
 
-@pytest.mark.parametrize("length", [PIECE + 1, 2 * PIECE + 100])
-def test_a_long_prompt_in_pieces(length):
+@pytest.mark.parametrize("length", [65, 150])
+def test_a_long_prompt_in_pieces(length, monkeypatch):
     """Equals the prompt read in one pass, for target and drafter."""
-    decoder = tiny_decoder(3, max_positions=4096)
+    monkeypatch.setattr(device_batch_module, "PIECE", 64)
+    decoder = tiny_decoder(3)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
     text = prompts(1, seed=8)[0] + [random.Random(1).randrange(128) for _ in range(length)]
     text = text[:length]

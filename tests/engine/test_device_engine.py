@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from fledge.engine import device_batch
+from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import PIECE
 from fledge.engine.device_engine import DeviceEngine, can_capture
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
@@ -136,14 +137,15 @@ def test_seeded_draws_do_not_depend_on_speculation_or_company():
     assert results[0] == results[1]
 
 
-def test_a_long_prompt_does_not_stall_the_others():
-    decoder = tiny_decoder(3, max_positions=8192)
-    speculation = Speculation(drafter(decoder.config), 3)
-    engine = device_engine(decoder, speculation, max_model_len=3 * PIECE, kv_cache_tokens=6 * PIECE)
+def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
+    for module in (device_batch, device_engine_module):
+        monkeypatch.setattr(module, "PIECE", 64)
+    decoder = tiny_decoder(3)
+    engine = device_engine(decoder, max_model_len=256)
     rng = random.Random(0)
     short = engine.add_request(prompts(1)[0], GREEDY)
     engine.step()
-    long = engine.add_request([rng.randrange(128) for _ in range(2 * PIECE + 50)], GREEDY)
+    long = engine.add_request([rng.randrange(128) for _ in range(180)], GREEDY)
     before = []
     while not long.answer:
         before.append(short.num_answer)
@@ -151,7 +153,7 @@ def test_a_long_prompt_does_not_stall_the_others():
     assert len(before) >= 3
     assert before[-1] >= before[0] + 2
     finish(engine)
-    eager = engine_with(decoder, Speculation("none"), EngineConfig(device="cpu", dtype="float32", max_model_len=3 * PIECE))
+    eager = engine_with(decoder, Speculation("none"), EngineConfig(device="cpu", dtype="float32", max_model_len=256))
     wanted = eager.add_request(long.prompt, GREEDY)
     finish(eager)
     assert long.answer == wanted.answer

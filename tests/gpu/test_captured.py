@@ -1,0 +1,127 @@
+"""On a GPU: captured cycles equal the same cycles run eagerly and the CPU's, never wait for the host, and are few launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import GREEDY, SAMPLED, TOP_P, DeviceBatch
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.offline import DeviceAnswers
+from fledge.kernels.accept import DRAFTED
+from fledge.sampling import SamplingParams
+from tests.engine.test_device_batch import VERSIONS, entries, prompts
+from tests.oracle import engine_with
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+STOPS = (5, 17, 40, 99)
+
+
+def settings(decoder, rows: int) -> EngineConfig:
+    return EngineConfig(
+        device="cuda", dtype="float32", max_model_len=128, max_num_seqs=rows, kv_cache_tokens=rows * 256, page_size=64
+    ).resolve(decoder.config)
+
+
+def networks(version: str = "3.1"):
+    decoder = tiny_decoder(12).cuda()
+    return decoder, tiny_drafter(tiny_drafter_config(decoder.config, **VERSIONS[version])).cuda()
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_captured_equals_eager_and_the_cpu(version):
+    """Drafts and answers, at batch sizes on both sides of the small kernels' limit."""
+    decoder, drafter = networks(version)
+    config = tiny_drafter_config(decoder.config, **VERSIONS[version])
+    texts, depth = prompts(24, seed=1), 4
+    cpu_config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=32, kv_cache_tokens=8192)
+    results = []
+    for where in ("cpu", "eager", "captured"):
+        if where == "cpu":
+            cpu_decoder = tiny_decoder(12)
+            batch = DeviceBatch(
+                cpu_decoder, cpu_config.resolve(cpu_decoder.config), drafter=tiny_drafter(config), capture=False
+            )
+        else:
+            batch = DeviceBatch(decoder, settings(decoder, 32), drafter=drafter, capture=where == "captured")
+        batch.read_prompts(entries(batch, texts))
+        found = []
+        for _ in range(5):
+            batch.graphs.run(32, depth, GREEDY)
+            found.append(batch.slots.drafts[:24, :depth].tolist())
+        found.append((batch.slots.state.answers[:24, :5] % DRAFTED).tolist())
+        results.append(found)
+    assert results[1] == results[2]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED, TOP_P])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_replayed_cycle_never_waits(how, depth):
+    decoder, drafter = networks()
+    batch = DeviceBatch(decoder, settings(decoder, 8), drafter=drafter)
+    options = [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}][how]
+    batch.read_prompts(entries(batch, prompts(8), **options))
+    batch.graphs.record([(8, depth, how)])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            batch.step(8, depth, how)  # eagerly: a recorded cycle could not wait at all
+            batch.graphs.run(8, depth, how)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}])
+def test_speculation_says_what_plain_decoding_says(options):
+    decoder, drafter = networks()
+    texts = prompts(60, seed=8)
+    plain = DeviceAnswers(decoder, settings(decoder, 32), capture=True)
+    wanted = sorted(plain.generate(texts, max_tokens=20, stop_ids=STOPS, **options))
+    for depth in (1, 5):
+        speculative = DeviceAnswers(decoder, settings(decoder, 32), drafter=drafter, depth=depth, capture=True)
+        assert sorted(speculative.generate(texts, max_tokens=20, stop_ids=STOPS, **options)) == wanted
+
+
+def test_serving_equals_the_eager_engine_on_the_cpu():
+    texts = prompts(30, seed=3)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    eager = engine_with(tiny_decoder(12), Speculation("none"))
+    config = EngineConfig(device="cuda", dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_tokens=4096)
+    decoder, drafter = networks()
+    engine = build_engine(decoder, Speculation(drafter, 3), config)
+    assert isinstance(engine, DeviceEngine)
+    answers = []
+    for one in (eager, engine):
+        requests = [one.add_request(text, params) for text in texts]
+        while one.has_unfinished():
+            one.step()
+        answers.append([request.answer for request in requests])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_launches_of_a_cycle(depth):
+    """One row: five a layer; drafting and synchronising add what their names say."""
+    decoder, drafter = networks()
+    batch = DeviceBatch(decoder, settings(decoder, 1), drafter=drafter)
+    batch.read_prompts(entries(batch, prompts(1)))
+    batch.graphs.run(1, depth, GREEDY)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        batch.graphs.run(1, depth, GREEDY)
+        torch.cuda.synchronize()
+    launches = sum(event.count for event in recorded.key_averages() if event.self_device_time_total)
+    layers = len(decoder.layers)
+    verify = 1 + 5 * layers + 2  # embeddings; the layers; head and acceptance
+    draft, sync = (1 + 7 * (depth - 1), 9) if depth else (0, 0)
+    assert launches == verify + draft + sync
