@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ STAGES = ("checks", "linears", "plain", "spec", "offline", "profile")
 # Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
 TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
+DEVICE = "cuda"
 
 
 def numbers(text: str) -> list[int]:
@@ -78,7 +80,7 @@ class Bench:
 
     def config(self, rows: int) -> EngineConfig:
         config = EngineConfig(
-            device="cuda",
+            device=DEVICE,
             dtype="bfloat16",
             page_size=DEVICE_PAGE_SIZE,
             max_num_seqs=rows,
@@ -101,11 +103,11 @@ class Bench:
 
 def load(args: argparse.Namespace) -> Bench:
     folder = Path(args.model)
-    decoder = load_decoder(folder, torch.bfloat16, "cuda").eval().requires_grad_(False)
+    decoder = load_decoder(folder, torch.bfloat16, DEVICE).eval().requires_grad_(False)
     drafter = None
     if args.drafter:
         drafter = load_drafter(Path(args.drafter), load_config(folder)).eval().requires_grad_(False)
-        drafter = drafter.to(device="cuda", dtype=torch.bfloat16)
+        drafter = drafter.to(device=DEVICE, dtype=torch.bfloat16)
     tokenizer = Tokenizer(folder)
     prompts = []
     for line in Path(args.prompts).read_text().splitlines():
@@ -145,8 +147,8 @@ def checks(bench: Bench) -> dict[str, object]:
 
 @torch.inference_mode()
 def logits_of(decoder: Decoder, prompt: list[int], answer: list[int]) -> Tensor:
-    text = torch.tensor(prompt + answer[:-1], device="cuda")
-    hidden, _ = decoder(text, torch.arange(len(text), device="cuda"), causal_attend())
+    text = torch.tensor(prompt + answer[:-1], device=DEVICE)
+    hidden, _ = decoder(text, torch.arange(len(text), device=DEVICE), causal_attend())
     return decoder.logits(hidden[len(prompt) - 1 :]).float()
 
 
@@ -155,7 +157,7 @@ def against_network(decoder: Decoder, prompts: list[list[int]], answers: list[li
     widest, differing, total = 0.0, 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = logits_of(decoder, prompt, answer)
-        gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(answer, device="cuda")[:, None])[:, 0]
+        gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(answer, device=DEVICE)[:, None])[:, 0]
         widest, differing, total = max(widest, float(gaps.max())), differing + int((gaps > 0).sum()), total + len(answer)
     return {"tokens": total, "differing": differing, "widest_gap": widest, "ties_only": widest <= TIE}
 
@@ -180,7 +182,7 @@ def linears(bench: Bench) -> dict[str, object]:
     norm = fused_linear.Norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
     found = {}
     for rows in (1, 2, 4, 6, 8, 16, 24, 32, 64, 128):
-        x, inner = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for width in (size, wide))
+        x, inner = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (size, wide))
         cases = {
             "norm+qkv": (x, layer.self_attn.qkv_proj.weight, {"norm": norm}),
             "o+residual": (x[:, : layer.self_attn.o_proj.weight.shape[1]], layer.self_attn.o_proj.weight, {"residual_MO": x}),
@@ -188,11 +190,10 @@ def linears(bench: Bench) -> dict[str, object]:
             "down+residual": (inner, layer.mlp.down_proj.weight, {"residual_MO": x}),
         }
         for name, (inputs, weight, options) in cases.items():
-            ways: dict[str, Callable] = {"cublas": lambda i=inputs, w=weight, o=options: fused_linear.wide_linear(i, w, **o)}
-            if rows <= 128:
-                ways["tile"] = lambda i=inputs, w=weight, o=options: fused_linear.fused_linear_triton(i, w, **o, vector=False)
-            if rows <= 8:
-                ways["vector"] = lambda i=inputs, w=weight, o=options: fused_linear.fused_linear_triton(i, w, **o, vector=True)
+            kernels = [kernel for kernel, most in (("vector", 8), ("whole", 16), ("tile", 128)) if rows <= most]
+            run = fused_linear.fused_linear_triton
+            ways: dict[str, Callable] = {kernel: partial(run, inputs, weight, **options, kernel=kernel) for kernel in kernels}
+            ways["cublas"] = partial(fused_linear.wide_linear, inputs, weight, **options)
             found[f"{name}, {rows} rows"] = {way: graph_time(run) for way, run in ways.items()}
     show("linears: microseconds in a chain of 20", found)
     return found

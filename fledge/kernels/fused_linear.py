@@ -3,8 +3,10 @@
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
 A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one Triton kernel; for many it is
-cuBLAS between elementwise kernels. The two kernels differ in how they multiply: `_vector_linear` keeps its rows of the
-weight in registers, loaded before its inputs are there, and sums products; `_tile_linear` feeds the tensor cores.
+cuBLAS between elementwise kernels. Three kernels, for more and more rows:
+    vector   a program's rows of the weight lie in registers, loaded before its inputs are there; products are summed
+    whole    likewise, but multiplied by tensor cores; each warp takes a quarter of the inputs
+    tile     the usual loop over tiles of the inputs
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -21,12 +23,14 @@ from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.swiglu import swiglu, swiglu_reference
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
-# Rows up to which each kernel is used. Set by `benchmarks/gpu.py --stages linears` on an H200.
+# Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
+WHOLE_ROWS = 16
 TILE_ROWS = 64
 # Programs that fill an H200's 132 multiprocessors.
 ENOUGH_PROGRAMS = 120
-VECTOR_INPUTS = 4096  # a row of the weight this long still fits the registers
+WHOLE_INPUTS = 4096  # a row of the weight this long still fits the registers
+WARPS = 4
 
 
 class Norm(NamedTuple):
@@ -97,9 +101,9 @@ def fused_linear_triton(
     norm: Norm | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    vector: bool | None = None,
+    kernel: str | None = None,
 ) -> Tensor:
-    """`vector`: which of the two kernels; None chooses by the number of rows."""
+    """`kernel`: vector, whole or tile; None chooses by the number of rows."""
     num_rows, size = x_MK.shape
     outputs = weight_OK.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
@@ -125,23 +129,9 @@ def fused_linear_triton(
         "GATED": gated,
     }
     eps = norm.eps if norm is not None else 0.0
-    if vector is None:
-        vector = num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS
-    if vector:
-        columns = vector_columns(outputs, gated)
-        large = next_power_of_2(size + 1) // 2  # the largest power of two within the size
-        _vector_linear[(-(-outputs // columns),)](
-            *arguments,
-            eps,
-            ROWS=num_rows,
-            COLUMNS=columns,
-            PART1=large,
-            PART2=next_power_of_2(size - large) if size > large else 0,
-            **flags,
-            num_warps=4 if size <= 2048 else 8,
-            **overlap(x_MK),
-        )
-    else:
+    if kernel is None:
+        kernel = choose_kernel(num_rows, size)
+    if kernel == "tile":
         rows, columns, inputs = tile_shape(num_rows, size, outputs, gated)
         _tile_linear[(-(-outputs // columns), -(-num_rows // rows))](
             *arguments,
@@ -151,11 +141,43 @@ def fused_linear_triton(
             COLUMNS=columns,
             INPUTS=inputs,
             **flags,
-            num_warps=4,
+            num_warps=WARPS,
             num_stages=4,
             **overlap(x_MK),
         )
+        return out
+    # In two parts whose sizes are powers of two: 576 = 512 + 64.
+    smallest = 1 if kernel == "vector" else 16 * WARPS
+    large = max(next_power_of_2(size + 1) // 2, smallest)
+    parts = {"PART1": large, "PART2": max(next_power_of_2(size - large), smallest) if size > large else 0}
+    if kernel == "vector":
+        columns = vector_columns(outputs, gated)
+        warps = WARPS if size <= 2048 else 2 * WARPS
+        _vector_linear[(-(-outputs // columns),)](
+            *arguments, eps, ROWS=num_rows, COLUMNS=columns, **parts, **flags, num_warps=warps, **overlap(x_MK)
+        )
+    else:
+        assert num_rows <= 16
+        columns = 8 if outputs // 16 < ENOUGH_PROGRAMS else 16
+        _whole_linear[(-(-outputs // columns),)](
+            *arguments,
+            num_rows,
+            eps,
+            ROWS=16,
+            COLUMNS=columns,
+            **parts,
+            **flags,
+            SPLITS=WARPS,
+            num_warps=WARPS,
+            **overlap(x_MK),
+        )
     return out
+
+
+def choose_kernel(num_rows: int, size: int) -> str:
+    if size > WHOLE_INPUTS or num_rows > WHOLE_ROWS:
+        return "tile"
+    return "vector" if num_rows <= VECTOR_ROWS else "whole"
 
 
 def vector_columns(outputs: int, gated: bool) -> int:
@@ -202,7 +224,6 @@ def _vector_linear(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program's rows of the weight lie in registers, in two parts whose sizes are powers of two (576 = 512 + 64)."""
     let_next_start(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < OUTPUTS
@@ -256,6 +277,90 @@ def _vector_linear(
             residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)
             total = residual + total.to(dtype).to(tl.float32)
         tl.store(out_ptr + row * OUTPUTS + column, total.to(dtype), mask=inside)
+
+
+@jit
+def _whole_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART1: tl.constexpr,
+    PART2: tl.constexpr,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    split = tl.arange(0, SPLITS)[:, None, None]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    inside, row_inside = column < OUTPUTS, row < num_rows
+    dtype = out_ptr.dtype.element_ty
+    EACH1: tl.constexpr = PART1 // SPLITS
+    k1 = split * EACH1 + tl.arange(0, EACH1)[None, None, :]
+    w_mask1 = inside[None, :, None] & (k1 < SIZE)
+    weights1 = weight_ptr + column[None, :, None].to(tl.int64) * SIZE + k1
+    w1 = tl.load(weights1, mask=w_mask1, other=0.0)
+    if GATED:
+        up1 = tl.load(weights1 + OUTPUTS * SIZE, mask=w_mask1, other=0.0)
+    if HAS_NORM:
+        norm1 = tl.load(norm_ptr + k1, mask=k1 < SIZE, other=0.0).to(tl.float32)
+    if PART2 > 0:
+        EACH2: tl.constexpr = PART2 // SPLITS
+        k2 = PART1 + split * EACH2 + tl.arange(0, EACH2)[None, None, :]
+        w_mask2 = inside[None, :, None] & (k2 < SIZE)
+        weights2 = weight_ptr + column[None, :, None].to(tl.int64) * SIZE + k2
+        w2 = tl.load(weights2, mask=w_mask2, other=0.0)
+        if GATED:
+            up2 = tl.load(weights2 + OUTPUTS * SIZE, mask=w_mask2, other=0.0)
+        if HAS_NORM:
+            norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x1 = tl.load(x_ptr + row[None, :, None] * SIZE + k1, mask=row_inside[None, :, None] & (k1 < SIZE), other=0.0)
+    if PART2 > 0:
+        x2 = tl.load(x_ptr + row[None, :, None] * SIZE + k2, mask=row_inside[None, :, None] & (k2 < SIZE), other=0.0)
+    if HAS_NORM:
+        wide1 = x1.to(tl.float32)
+        square = tl.sum(tl.sum(wide1 * wide1, axis=2), axis=0)
+        if PART2 > 0:
+            wide2 = x2.to(tl.float32)
+            square += tl.sum(tl.sum(wide2 * wide2, axis=2), axis=0)
+        scale = (1.0 / tl.sqrt(square / SIZE + eps))[None, :, None]
+        x1 = (wide1 * scale * norm1).to(x1.dtype)
+        if PART2 > 0:
+            x2 = (wide2 * scale * norm2).to(x2.dtype)
+    total = tl.dot(x1, tl.permute(w1, (0, 2, 1)), input_precision="ieee")
+    if PART2 > 0:
+        total = tl.dot(x2, tl.permute(w2, (0, 2, 1)), total, input_precision="ieee")
+    total = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        up = tl.dot(x1, tl.permute(up1, (0, 2, 1)), input_precision="ieee")
+        if PART2 > 0:
+            up = tl.dot(x2, tl.permute(up2, (0, 2, 1)), up, input_precision="ieee")
+        up = tl.sum(up, axis=0)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total = _silu_times(total, up, dtype)
+    place = row[:, None] * OUTPUTS + column[None, :]
+    mask = row_inside[:, None] & inside[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        total = residual + total.to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, total.to(dtype), mask=mask)
 
 
 @jit
