@@ -129,11 +129,14 @@ class Trainer:
             identity,
             self.world.rank,
         )
-        shown = 0.0
+        shown, began = 0.0, time.perf_counter()
+        told = began
         for share in states.fill(self.loader, self.objective.plan, self.device, self.world.rank, self.world.size):
-            if share >= shown + 0.1 or share == 1.0:
-                shown = share
-                self.journal.say(f"target states on disk: {share:.0%}")
+            now = time.perf_counter()
+            if share >= shown + 0.1 or share == 1.0 or now > told + 60:
+                shown, told = share, now
+                minutes = (now - began) * (1 - share) / share / 60
+                self.journal.say(f"target states on disk: {share:.1%}" + (f", {minutes:,.0f} min to go" if minutes >= 1 else ""))
         self.world.barrier()
         states.reload()
         states.release_target()
