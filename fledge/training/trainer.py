@@ -136,7 +136,7 @@ class Trainer:
             if share >= shown + 0.1 or share == 1.0 or now > told + 60:
                 shown, told = share, now
                 minutes = (now - began) * (1 - share) / share / 60
-                self.journal.say(f"target states on disk: {share:.1%}" + (f", {minutes:,.0f} min to go" if minutes >= 1 else ""))
+                self.journal.say(f"target states on disk: {share:.1%}, {minutes:,.0f} min to go")
         self.world.barrier()
         states.reload()
         states.release_target()
