@@ -22,7 +22,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +32,15 @@ from torch import Tensor
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY, DeviceBatch, Entry
+from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.offline import DeviceAnswers
 from fledge.kernels import fused_linear, triton_support
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.drafter import EagleDrafter
+from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
 STAGES = ("checks", "linears", "plain", "spec", "offline", "profile")
@@ -93,9 +96,9 @@ class Bench:
         drafter = self.drafter if speculate else None
         return DeviceAnswers(self.decoder, self.config(rows), drafter=drafter, capture=capture)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.decoder.config.eos_token_ids if self.args.honour_stops else ()
+    def engine(self, rows: int, *, speculate: bool = False) -> DeviceEngine:
+        speculation = Speculation(self.drafter if speculate else None, max(self.args.depths))
+        return build_engine(self.decoder, speculation, self.config(rows))
 
     def some_prompts(self, count: int, offset: int = 0) -> list[list[int]]:
         return [self.prompts[(offset + index) % len(self.prompts)] for index in range(count)]
@@ -226,26 +229,28 @@ def event_time(run: Callable[[], object], rounds: int) -> float:
 # speed
 
 
-def speed(bench: Bench, generator: DeviceAnswers, concurrency: int, depth: int) -> dict[str, float]:
-    """End to end over waves of `concurrency` requests, and the device's own time a step."""
-    generator.batch.depth = depth
-    options = {"max_tokens": bench.args.tokens, "stop_ids": bench.stop_ids}
-    list(generator.generate(bench.some_prompts(concurrency), **options))  # kernels are compiled, graphs recorded
-    rates, progress = [], type(generator.batch.progress)()
-    generator.batch.progress = progress
-    for turn in range(bench.args.rounds):
-        prompts = bench.some_prompts(concurrency, turn * concurrency)
+def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int) -> dict[str, float]:
+    """End to end over waves of `concurrency` requests, prompts included, and the device's own time a step."""
+    engine.depths.choose = lambda *_: depth
+    params = SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=not bench.args.honour_stops)
+
+    def wave(turn: int) -> tuple[int, float]:
         torch.cuda.synchronize()
         started = time.perf_counter()
-        count = sum(len(answer.tokens) for answer in generator.generate(prompts, **options))
-        rates.append(count / (time.perf_counter() - started))
-    total = statistics.median(rates)
-    step = step_time(bench, generator.batch.rows, concurrency, depth)
+        requests = [engine.add_request(prompt, params) for prompt in bench.some_prompts(concurrency, turn * concurrency)]
+        while engine.has_unfinished():
+            engine.step()
+        return sum(request.num_answer for request in requests), time.perf_counter() - started
+
+    wave(0)  # kernels are compiled, graphs recorded
+    before = replace(engine.stats)
+    total = statistics.median(count / seconds for count, seconds in (wave(turn) for turn in range(bench.args.rounds)))
+    steps = engine.stats.steps - before.steps
     return {
         "tokens_per_s": total,
         "tokens_per_s_per_user": total / concurrency,
-        "acceptance_length": progress.acceptance_length,
-        "step_us": step,
+        "acceptance_length": 1 + (engine.stats.accepted - before.accepted) / steps if steps else 1.0,
+        "step_us": step_time(bench, engine.rows, concurrency, depth),
     }
 
 
@@ -274,8 +279,8 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
 
 
 def plain(bench: Bench) -> dict[str, object]:
-    generator = bench.answers(max(bench.args.concurrency))
-    found = {str(count): speed(bench, generator, count, 0) for count in bench.args.concurrency}
+    engine = bench.engine(max(bench.args.concurrency))
+    found = {str(count): speed(bench, engine, count, 0) for count in bench.args.concurrency}
     show("plain", found)
     return found
 
@@ -283,11 +288,11 @@ def plain(bench: Bench) -> dict[str, object]:
 def spec(bench: Bench) -> dict[str, object]:
     baseline = bench.results.get("plain") or plain(bench)
     bench.results["plain"] = baseline
-    generator = bench.answers(max(bench.args.concurrency), speculate=True)
+    engine = bench.engine(max(bench.args.concurrency), speculate=True)
     found = {}
     for count in bench.args.concurrency:
         for depth in bench.args.depths:
-            figures = speed(bench, generator, count, depth)
+            figures = speed(bench, engine, count, depth)
             figures["speed_up"] = figures["tokens_per_s"] / baseline[str(count)]["tokens_per_s"]
             figures["overhead"] = figures["acceptance_length"] / figures["speed_up"] - 1
             figures["cycle_over_step"] = figures["step_us"] / baseline[str(count)]["step_us"]

@@ -224,11 +224,11 @@ def test_graphs_equal_the_eager_rows_and_never_wait():
         results = []
         for capture in (False, True):
             generator = DeviceAnswers(decoder, settings, capture=capture)
-            running = generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options)
-            found = [next(running)]
+            list(generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options))  # graphs are recorded on first use
+            found = []
             torch.cuda.set_sync_debug_mode("error")
             try:
-                found += running
+                found += generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             results.append(collected(found))
