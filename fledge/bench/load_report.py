@@ -102,38 +102,55 @@ def run_levels(
     return runs
 
 
+HEADINGS = (
+    "concurrency",
+    "run",
+    "requests",
+    "errors",
+    "tok/s",
+    "tok/s per user",
+    "TTFT",
+    "TPOT",
+    "ITL",
+    "acceptance length",
+)
+
+
+def load_rows(runs: Runs) -> list[list[str]]:
+    """A row a level and run, under `HEADINGS`."""
+    rows = []
+    for reports in zip(*(reports for _, reports in runs), strict=True):
+        for (name, _), report in zip(runs, reports, strict=True):
+            length = report.acceptance.length
+            rows.append(
+                [
+                    str(report.concurrency),
+                    name,
+                    str(len(report.samples)),
+                    str(len(report.errors)),
+                    f"{report.tokens_per_second:.1f}",
+                    f"{report.per_user_tokens_per_second:.1f}",
+                    *(_median_and_tail(report.milliseconds(kind)) for kind in ("ttft", "tpot", "itl")),
+                    f"{length:.2f}" if length is not None else "–",
+                ]
+            )
+    return rows
+
+
 def load_table(url: str, runs: Runs) -> Table:
     from rich.table import Table
 
     table = Table(title=f"load on {url}", caption="times in milliseconds: median / 99th percentile")
-    for heading in (
-        "concurrency",
-        "run",
-        "requests",
-        "errors",
-        "tok/s",
-        "tok/s per user",
-        "TTFT",
-        "TPOT",
-        "ITL",
-        "acceptance length",
-    ):
+    for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "run" else "right")
-    for index in range(len(runs[0][1])):
-        for name, reports in runs:
-            report = reports[index]
-            length = report.acceptance.length
-            table.add_row(
-                str(report.concurrency),
-                name,
-                str(len(report.samples)),
-                str(len(report.errors)),
-                f"{report.tokens_per_second:.1f}",
-                f"{report.per_user_tokens_per_second:.1f}",
-                *(_median_and_tail(report.milliseconds(kind)) for kind in ("ttft", "tpot", "itl")),
-                f"{length:.2f}" if length is not None else "–",
-            )
+    for row in load_rows(runs):
+        table.add_row(*row)
     return table
+
+
+def markdown(rows: list[list[str]]) -> str:
+    ruler = [":---" if heading == "run" else "---:" for heading in HEADINGS]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [list(HEADINGS), ruler, *rows])
 
 
 def _median_and_tail(figures: dict[str, float]) -> str:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from fledge.serving import flags
+from fledge.serving.app import create_app
+from fledge.serving.async_engine import MAX_FAILURES
 from fledge.serving.service import Service
+from tests.serving.conftest import TINY_FLAGS
+from tests.serving.processes import wait_until_ready
 
 HELLO = [{"role": "user", "content": "the cat sat"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[Any]], *flags: str) -> Any:
+def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[Any]], *extra: str) -> Any:
     async def main() -> Any:
-        async with start(*flags) as (client, service):
+        async with start(*extra) as (client, service):
             result = await test(client, service)
             await check_all_free(service)
             return result
@@ -305,6 +312,37 @@ def test_figures_bear_vllms_names(in_process) -> None:
         assert (await client.get("/version")).json()["version"]
 
     run(in_process, test)
+
+
+def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None:
+    async def main() -> None:
+        build_now = threading.Event()
+        service = Service(flags.parse([str(tiny_folder), *TINY_FLAGS]), lambda: build_now.wait(60) and service._build())
+        app = create_app(service)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+
+                async def health() -> tuple[int, str]:
+                    response = await client.get("/health")
+                    return response.status_code, response.json()["status"]
+
+                assert await health() == (503, "loading")
+                for path in (CHAT, TEXT, "/v1/responses", "/tokenize", "/detokenize"):
+                    body = {"messages": HELLO} if path == CHAT else {"prompt": "a", "input": "a", "tokens": [1]}
+                    response = await client.post(path, json=body)
+                    assert response.status_code == 503
+                    assert int(response.headers["Retry-After"]) >= 1
+                build_now.set()
+                await wait_until_ready(client)
+                assert await health() == (200, "ready")
+                service.engine.engine.step = lambda: 1 / 0
+                for _ in range(MAX_FAILURES):
+                    assert (await health())[0] == 200
+                    await ask(client, status=500, max_tokens=4)
+                assert await health() == (503, "failing")
+
+    asyncio.run(main())
 
 
 def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:

@@ -1,4 +1,8 @@
-"""Load: many clients, some of whom hang up or send nonsense. FLEDGE_LOAD_SECONDS=120 makes it a long one."""
+"""Load: many clients, some of whom hang up or send nonsense.
+
+FLEDGE_LOAD_SECONDS=120 makes it a long one, FLEDGE_LOAD_MODEL=smollm2-135m runs it on a real model with its drafter, and
+FLEDGE_LOAD_REPORT=FILE keeps the figures.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,19 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
+from fledge.bench.provenance import provenance, write_json
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.processes import ServerProcess
 
 SECONDS = float(os.environ.get("FLEDGE_LOAD_SECONDS", "6"))
+MODEL = os.environ.get("FLEDGE_LOAD_MODEL")
+REPORT = os.environ.get("FLEDGE_LOAD_REPORT")
 CLIENTS = 64
 QUIET = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
 BAD = [
@@ -24,6 +33,18 @@ BAD = [
     {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**7},
     {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": {"type": "nonsense"}}},
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def arguments(request: pytest.FixtureRequest) -> list[str]:
+    """What to serve: the tiny model, or the one asked for with its own drafter."""
+    return [MODEL, *QUIET] if MODEL else [str(request.getfixturevalue("tiny_folder")), *TINY_FLAGS, *QUIET]
+
+
+@pytest.fixture(scope="module")
+def server(arguments: list[str]) -> Iterator[ServerProcess]:
+    with ServerProcess(arguments) as process:
+        yield process
 
 
 async def one_request(client: httpx.AsyncClient, chance: random.Random, seen: Counter) -> None:
@@ -74,32 +95,36 @@ async def load(url: str, seconds: float) -> Counter:
     return seen
 
 
-def free_at_the_end(url: str) -> None:
-    """Running, waiting and cache use are all zero."""
+def free_at_the_end(url: str) -> dict[str, float]:
+    """Running, waiting and cache use, once all are zero."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     for _ in range(100):
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-        left = [line for line in lines if line.startswith(names) and not line.endswith(" 0.0")]
-        if not left:
-            return
+        lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(names)]
+        left = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+        if len(left) == 3 and not any(left.values()):
+            return left
         time.sleep(0.05)
     raise AssertionError(left)
 
 
-def test_many_clients_some_of_them_rude(tiny_server: ServerProcess) -> None:
-    asyncio.run(load(tiny_server.url, min(10.0, SECONDS / 3)))  # warm up: threads, caches, allocator
-    before = tiny_server.resident_bytes()
-    seen = asyncio.run(load(tiny_server.url, SECONDS))
-    free_at_the_end(tiny_server.url)
-    grown = tiny_server.resident_bytes() - before
+def test_many_clients_some_of_them_rude(server: ServerProcess) -> None:
+    asyncio.run(load(server.url, min(10.0, SECONDS / 3)))  # warm up: threads, caches, allocator
+    before = server.resident_bytes()
+    seen = asyncio.run(load(server.url, SECONDS))
+    left = free_at_the_end(server.url)
+    grown = server.resident_bytes() - before
+    if REPORT:
+        figures = {"clients": CLIENTS, "seconds": SECONDS, "model": MODEL or "tiny", "outcomes": dict(sorted(seen.items()))}
+        figures |= {"memory_mib": before >> 20, "memory_growth_mib": round(grown / 2**20, 1), "at_the_end": left}
+        write_json(REPORT, figures | {"provenance": provenance()})
     assert set(seen) <= {"bad 400", "left", "whole 200", "stream 200"}, seen
     assert min(seen[kind] for kind in ("bad 400", "left", "whole 200", "stream 200")) > 0
     assert grown < 64 << 20, f"memory grew by {grown >> 20} MiB over {sum(seen.values())} requests"
-    assert httpx.get(f"{tiny_server.url}/health").status_code == 200
-    assert "Traceback" not in tiny_server.output()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert "Traceback" not in server.output()
 
 
-def test_a_caller_who_hangs_up_frees_the_request_at_once(tiny_server: ServerProcess) -> None:
+def test_a_caller_who_hangs_up_frees_the_request_at_once(server: ServerProcess) -> None:
     async def main(url: str) -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True}
         for stream in (True, False):
@@ -114,16 +139,16 @@ def test_a_caller_who_hangs_up_frees_the_request_at_once(tiny_server: ServerProc
             free_at_the_end(url)
 
     def aborted() -> float:
-        lines = httpx.get(f"{tiny_server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
         return float(next(line for line in lines if 'finished_reason="abort"' in line).rsplit(" ", 1)[1])
 
     before = aborted()
-    asyncio.run(main(tiny_server.url))
+    asyncio.run(main(server.url))
     assert aborted() >= before + 16  # none was decoded to its end
-    assert "Traceback" not in tiny_server.output()
+    assert "Traceback" not in server.output()
 
 
-def test_sigterm_under_load_loses_no_accepted_request(tiny_folder: Path) -> None:
+def test_sigterm_under_load_loses_no_accepted_request(arguments: list[str]) -> None:
     async def main(server: ServerProcess) -> tuple[list[str], int]:
         outcomes: list[str] = []
         stopping = asyncio.Event()
@@ -150,13 +175,13 @@ def test_sigterm_under_load_loses_no_accepted_request(tiny_folder: Path) -> None
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=32)) as client:
             users = [asyncio.create_task(user(client, seed)) for seed in range(32)]
             await asyncio.sleep(1.0)
-            ended = asyncio.create_task(asyncio.to_thread(server.terminate))
+            ended = asyncio.create_task(asyncio.to_thread(server.terminate, 180))
             await asyncio.sleep(0.2)
             stopping.set()
             await asyncio.gather(*users)
             return outcomes, await ended
 
-    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET]) as server:
+    with ServerProcess([*arguments, "--shutdown-timeout", "150"]) as server:
         outcomes, code = asyncio.run(main(server))
         assert code == 0, server.output()
         assert set(outcomes) <= {"complete", "refused"}, Counter(outcomes)
@@ -164,7 +189,7 @@ def test_sigterm_under_load_loses_no_accepted_request(tiny_folder: Path) -> None
         assert "Traceback" not in server.output()
 
 
-def test_a_stop_has_a_limit(tiny_folder: Path) -> None:
+def test_a_stop_has_a_limit(arguments: list[str]) -> None:
     """Requests that outlast the limit are let go, told so, and the process ends."""
 
     async def main(server: ServerProcess) -> list[str]:
@@ -182,7 +207,7 @@ def test_a_stop_has_a_limit(tiny_folder: Path) -> None:
             assert await asyncio.to_thread(server.terminate, 20) == 0
             return await asyncio.gather(*asked)
 
-    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *QUIET, "--shutdown-timeout", "1"]) as server:
+    with ServerProcess([*arguments, "--shutdown-timeout", "1"]) as server:
         began = time.monotonic()
         answers = asyncio.run(main(server))
         assert time.monotonic() - began < 15
@@ -191,7 +216,7 @@ def test_a_stop_has_a_limit(tiny_folder: Path) -> None:
         assert "Traceback" not in server.output()
 
 
-def test_health_tells_loading_from_failing(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     with ServerProcess([str(tmp_path)], wait=False) as server:
         assert server.process.wait(60) == 1

@@ -1,0 +1,303 @@
+"""Our server against real vLLM on CPU under the same load: the same model, drafter, prompts and client.
+
+    python -m benchmarks.serving --vllm-python .venv-vllm/bin/python --out benchmarks/results/serving-cpu
+
+`make test-vllm` makes that environment. Writes OUT.json, OUT.md and OUT.png. The client is that of `fledge bench-serve`. All
+servers run at once, but are paused except in their turns; turns alternate, so that a slow minute of the machine hits all of
+them, and the median round counts. A turn waits for a quiet machine, and the CPU time that other processes took is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fledge import sources
+from fledge.bench.load import LoadReport, LoadSettings, run_level
+from fledge.bench.load_report import Conversation, load_rows, markdown, plot, read_conversations
+from fledge.bench.provenance import provenance, write_json
+from fledge.checkpoints.export import export_drafter
+from fledge.checkpoints.hf import load_config
+from fledge.drafters import DEFAULTS, HERE
+
+QUIET = 0.05  # share of the machine's CPU time that others may use when a turn begins
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """A server process group of ours on a free port; paused except in its turns."""
+
+    def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / f"{port}.log"
+        command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        self.command = " ".join(command)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=folder, env=os.environ | environment, start_new_session=True
+            )
+
+    def wait_until_ready(self, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise SystemExit(f"{self.command}\ndid not become ready:\n{self.log.read_text()[-4000:]}")
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    server: Server
+    speculate: bool | None = None  # Fledge decides per request, vLLM per server
+
+
+def others_seconds() -> float:
+    """CPU time that processes outside this one's and its servers' have used, so far."""
+    busy = sum(int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4])
+    own = 0
+    for process in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = process.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parent, session = int(fields[1]), int(fields[3])
+        if parent == os.getpid() or int(process.parent.name) == os.getpid() or session in OWN_SESSIONS:
+            own += int(fields[11]) + int(fields[12])
+    return (busy - own) / TICKS
+
+
+OWN_SESSIONS: set[int] = set()
+
+
+def wait_until_quiet(patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        before, began = others_seconds(), time.monotonic()
+        time.sleep(1.0)
+        if (others_seconds() - before) / (time.monotonic() - began) / (os.cpu_count() or 1) < QUIET:
+            return
+
+
+def take_turn(
+    contestant: Contestant, settings: LoadSettings, prompts: list[Conversation], level: int
+) -> tuple[LoadReport, float]:
+    """The report, and the share of the machine's CPU time that others had meanwhile."""
+    contestant.server.signal(signal.SIGCONT)
+    settings = replace(settings, url=contestant.server.url, speculate=contestant.speculate)
+    before, began = others_seconds(), time.monotonic()
+    report = asyncio.run(run_level(settings, prompts, level))
+    share = (others_seconds() - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
+    contestant.server.signal(signal.SIGSTOP)
+    if report.errors:
+        raise SystemExit(
+            f"{contestant.name}, concurrency {level}: {report.errors[0]}\n{contestant.server.log.read_text()[-2000:]}"
+        )
+    return report, share
+
+
+def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> list[Contestant]:
+    """All contestants. `servers` is filled as they start, for whoever has to end them."""
+    model = sources.resolve(options.model)
+    longest = ["--max-model-len", "2048", "--max-num-seqs", str(max(options.concurrency))]
+    drafter = export_drafter(
+        HERE / DEFAULTS[options.model], "vllm", folder / "drafter", options.model, target=load_config(model)
+    )
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": options.depth}
+    contestants: list[Contestant] = []
+
+    def launch(command: list[str], environment: dict[str, str]) -> Server:
+        server = Server(command, folder, environment)
+        servers.append(server)
+        OWN_SESSIONS.add(server.process.pid)
+        server.wait_until_ready()
+        server.signal(signal.SIGSTOP)
+        return server
+
+    for dtype in options.dtypes:
+        words = [
+            sys.executable,
+            "-m",
+            "fledge.serving",
+            str(model),
+            "--served-model-name",
+            options.model,
+            "--dtype",
+            dtype,
+            *longest,
+        ]
+        words += ["--speculative-config", json.dumps(speculative), "--uvicorn-log-level", "warning"]
+        server = launch([*words, "--disable-uvicorn-access-log"], {})
+        contestants += [Contestant(f"Fledge {dtype}, {way}", server, way == "EAGLE 3.1") for way in ("EAGLE 3.1", "plain")]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": options.vllm_threads}
+    for dtype in options.vllm_dtypes:
+        words = [
+            options.vllm_python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--dtype",
+            dtype,
+            *longest,
+        ]
+        words += ["--served-model-name", options.model, "--no-enable-prefix-caching"]  # the prompts come again in every round
+        words += [] if options.vllm_compiled else ["--enforce-eager"]
+        for way in ("EAGLE 3.1", "plain"):
+            extra = ["--speculative-config", json.dumps(speculative)] if way == "EAGLE 3.1" else []
+            contestants.append(Contestant(f"vLLM {dtype}, {way}", launch([*words, *extra], environment)))
+    return contestants
+
+
+def measure(options: argparse.Namespace, contestants: list[Contestant], prompts: list[Conversation]) -> list[dict[str, Any]]:
+    """One record a contestant and level: its rounds, as reports and disturbances."""
+    settings = LoadSettings("", model=options.model, max_tokens=options.max_tokens)
+    for contestant in contestants:  # first requests pay for caches and allocators
+        take_turn(contestant, replace(settings, max_tokens=8), prompts[: max(options.concurrency)], max(options.concurrency))
+    records = [{"contestant": one, "level": level, "rounds": []} for level in options.concurrency for one in contestants]
+    for number in range(options.rounds):
+        for record in records:
+            wait_until_quiet(options.patience)
+            contestant, level = record["contestant"], record["level"]
+            report, others = take_turn(contestant, settings, prompts[: max(8, 3 * level // 2)], level)
+            record["rounds"].append((report, others))
+            print(
+                f"round {number + 1}, concurrency {level}, {contestant.name}: {report.tokens_per_second:.1f} tokens/s",
+                flush=True,
+            )
+    return records
+
+
+def median_round(record: dict[str, Any]) -> LoadReport:
+    ordered = sorted((report for report, _ in record["rounds"]), key=lambda report: report.tokens_per_second)
+    return ordered[len(ordered) // 2]
+
+
+def main() -> None:
+    options = _options()
+    prompts = read_conversations(options.data)
+    servers: list[Server] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            contestants = start(options, Path(folder), servers)
+            records = measure(options, contestants, prompts)
+        finally:
+            for server in servers:
+                server.end()
+    names = [contestant.name for contestant in contestants]
+    runs = [(name, [median_round(record) for record in records if record["contestant"].name == name]) for name in names]
+    results = [
+        {
+            "name": record["contestant"].name,
+            **median_round(record).to_dict(),
+            "rounds": [
+                {"tokens_per_second": report.tokens_per_second, "cpu_share_of_others": others}
+                for report, others in record["rounds"]
+            ],
+        }
+        for record in records
+    ]
+    shares = [entry["cpu_share_of_others"] for result in results for entry in result["rounds"]]
+    content = {
+        "what": "the median round by tokens/s of each contestant and level; times are the client's",
+        "settings": {key: value for key, value in vars(options).items() if key not in ("out", "vllm_python")},
+        "vllm": _vllm_version(options.vllm_python),
+        "largest_cpu_share_of_others": max(shares),
+        "mean_cpu_share_of_others": sum(shares) / len(shares),
+        "results": results,
+        "provenance": provenance(prompts),
+    }
+    write_json(f"{options.out}.json", content)
+    _write_markdown(Path(f"{options.out}.md"), content, runs)
+    plot(runs, Path(f"{options.out}.png"))
+    print(markdown(load_rows(runs)))
+
+
+def _write_markdown(path: Path, content: dict[str, Any], runs: list[tuple[str, list[LoadReport]]]) -> None:
+    where, settings = content["provenance"], content["settings"]
+    mode = "compiled" if settings["vllm_compiled"] else "eager"
+    lines = [
+        "# Serving on CPU: Fledge and vLLM under the same load",
+        "",
+        f"{settings['model']} with its EAGLE 3.1 drafter at depth {settings['depth']}, greedy, up to {settings['max_tokens']}",
+        "tokens an answer, stops honoured. The same client (that of `fledge bench-serve`) asks every server;",
+        f"the median of {settings['rounds']} alternating rounds counts. vLLM {content['vllm']}, {mode}, threads",
+        f"`{settings['vllm_threads']}`, without prefix caching, as the prompts come again in every round. Fledge's float16",
+        "(its default on CPU) is packed weights; arithmetic is fp32.",
+        "",
+        f"{where['device']}; commit {where['commit']}. In a turn, other processes had",
+        f"{content['mean_cpu_share_of_others']:.0%} of the machine's CPU time on average, at most",
+        f"{content['largest_cpu_share_of_others']:.0%}.",
+        "",
+        markdown(load_rows(runs)),
+        "",
+        "Times are milliseconds: median / 99th percentile.",
+        "",
+        f"![tokens/s in total against tokens/s per user]({path.with_suffix('.png').name})",
+        "",
+    ]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("\n".join(lines))
+    os.replace(partial, path)
+
+
+def _vllm_version(python: str) -> str:
+    code = "import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name in ('vllm', 'vllm-cpu')))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm-python", required=True, help="the Python of an environment with vLLM")
+    parser.add_argument("--out", default="benchmarks/results/serving-cpu")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data", default="builtin")
+    parser.add_argument("--concurrency", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--dtypes", type=lambda text: text.split(","), default=["float16", "float32"], help="of Fledge's servers"
+    )
+    parser.add_argument("--vllm-dtypes", type=lambda text: text.split(","), default=["float32"])
+    parser.add_argument("--vllm-threads", default="auto", help="VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model; eager by default")
+    parser.add_argument("--patience", type=float, default=60, help="seconds a turn waits for a quiet machine")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
