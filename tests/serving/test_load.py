@@ -90,7 +90,7 @@ async def load(url: str, seconds: float) -> Counter:
         while time.monotonic() < deadline:
             await one_request(client, chance, seen)
 
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         await asyncio.gather(*(user(seed) for seed in range(CLIENTS)))
     return seen
 
@@ -172,7 +172,7 @@ def test_sigterm_under_load_loses_no_accepted_request(arguments: list[str]) -> N
                     outcomes.append(f"lost: {error!r}" if accepted else "refused")
                     return
 
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=32)) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=32)) as client:
             users = [asyncio.create_task(user(client, seed)) for seed in range(32)]
             await asyncio.sleep(1.0)
             ended = asyncio.create_task(asyncio.to_thread(server.terminate, 180))

@@ -104,15 +104,19 @@ def test_the_switch_escape_and_errors(browser, url: str) -> None:
     assert not browser.find_elements("css selector", ".assistant mark")
     assert "tok/s" in text(browser, "speed-off")
     assert text(browser, "speed-on") == "–"
-    browser.execute_script("document.getElementById('max_tokens').value = 400")
+    browser.execute_script("document.getElementById('max_tokens').value = 300")
+    slow = {"offline": False, "latency": 0, "downloadThroughput": 10_000, "uploadThroughput": -1}  # or it may end first
+    browser.execute_cdp_cmd("Network.emulateNetworkConditions", slow)
     say(browser, "go on")
     wait(browser, lambda b: b.find_elements("css selector", ".assistant:last-of-type .text > *"))
     browser.find_element("css selector", "body").send_keys(Keys.ESCAPE)
-    assert answered(browser, 2)[1].text
+    assert answered(browser, 2)[1].text == "stopped"
+    browser.execute_cdp_cmd("Network.emulateNetworkConditions", slow | {"downloadThroughput": -1})
+    browser.find_element("id", "reset").click()
     browser.execute_script("document.getElementById('temperature').value = 5")
     browser.execute_script("document.getElementById('top_p').value = 7")
     say(browser, "wrong")
-    assert "top_p" in answered(browser, 3)[2].text
+    assert "top_p" in answered(browser, 1)[0].text
     browser.get_log("browser")  # the refused request is logged as such
 
 
