@@ -44,18 +44,21 @@ class FusedDecoder:
         for index, layer in enumerate(self.decoder.layers):
             if index in taps:
                 captured[index] = x_ND
-            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm))
-            x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv))
+            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm), before_attention=True)
+            x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv), in_place=index not in taps)
         captured[len(self.decoder.layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
 
 
-def after_attention(layer: nn.Module, residual: Tensor, attended: Tensor) -> Tensor:
-    """The rest of a decoder or drafter layer: output projection and MLP, each added to the residual stream."""
-    residual = linear(layer.self_attn.o_proj, attended, residual_MO=residual)
+def after_attention(layer: nn.Module, residual: Tensor, attended: Tensor, *, in_place: bool) -> Tensor:
+    """The rest of a decoder or drafter layer: output projection and MLP, each added to the residual stream.
+
+    `in_place`: nobody else reads the residual stream that came in.
+    """
+    residual = linear(layer.self_attn.o_proj, attended, residual_MO=residual, in_place=in_place)
     mlp: MLP = layer.mlp
     gated = linear(mlp.gate_up_proj, residual, norm=norm_of(layer.post_attention_layernorm), gated=True)
-    return linear(mlp.down_proj, gated, residual_MO=residual)
+    return linear(mlp.down_proj, gated, residual_MO=residual, in_place=True)
 
 
 def linear(module: nn.Linear, x: Tensor, **surroundings) -> Tensor:

@@ -93,8 +93,8 @@ class FusedDrafter:
         x = inputs.residual_ND
         for layer in self.network.layers:
             if layer.first:
-                qkv = linear(layer.self_attn.qkv_proj, inputs.x_N2D)
+                qkv = linear(layer.self_attn.qkv_proj, inputs.x_N2D, before_attention=True)
             else:
-                qkv = linear(layer.self_attn.qkv_proj, x, norm=norm_of(layer.input_layernorm))
-            x = after_attention(layer, x, attend(layer.self_attn, qkv))
+                qkv = linear(layer.self_attn.qkv_proj, x, norm=norm_of(layer.input_layernorm), before_attention=True)
+            x = after_attention(layer, x, attend(layer.self_attn, qkv), in_place=True)
         return x

@@ -3,10 +3,9 @@
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
 A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one Triton kernel; for many it is
-cuBLAS between elementwise kernels. Three kernels, for more and more rows:
+cuBLAS between elementwise kernels. Two kernels:
     vector   a program's rows of the weight lie in registers, loaded before its inputs are there; products are summed
-    whole    likewise, but multiplied by tensor cores; each warp takes a quarter of the inputs
-    tile     the usual loop over tiles of the inputs
+    whole    likewise, but multiplied by tensor cores, 16 rows a program; each warp takes a share of the inputs
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -25,12 +24,12 @@ from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, 
 
 # Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
-WHOLE_ROWS = 16
-TILE_ROWS = 64
+WHOLE_ROWS = 64
 # Programs that fill an H200's 132 multiprocessors.
 ENOUGH_PROGRAMS = 120
-WHOLE_INPUTS = 4096  # a row of the weight this long still fits the registers
-WARPS = 4
+# Inputs up to which a program's part of the weight, and for `whole` 16 rows of inputs too, fit the registers.
+VECTOR_INPUTS, WHOLE_INPUTS = 4096, 2048
+TILE = 16  # rows of the tensor cores' smallest product
 
 
 class Norm(NamedTuple):
@@ -46,14 +45,17 @@ def fused_linear(
     norm: Norm | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
+    in_place: bool = False,
+    before_attention: bool = False,
 ) -> Tensor:
-    """`residual_MO` is read, not changed."""
+    """`in_place`: the residual may be overwritten; what is returned counts. `before_attention`: see `rope_attention`."""
     options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
     if not use_triton(x_MK):
         return fused_linear_reference(x_MK, weight_OK, bias_O, **options)
-    if x_MK.shape[0] <= TILE_ROWS:
-        return fused_linear_triton(x_MK, weight_OK, bias_O, **options)
-    return wide_linear(x_MK, weight_OK, bias_O, **options)
+    kernel = choose_kernel(*x_MK.shape)
+    if kernel is None:
+        return wide_linear(x_MK, weight_OK, bias_O, **options, in_place=in_place)
+    return fused_linear_triton(x_MK, weight_OK, bias_O, **options, kernel=kernel, before_attention=before_attention)
 
 
 def fused_linear_reference(
@@ -81,12 +83,14 @@ def wide_linear(
     norm: Norm | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """For many rows: the product is cuBLAS's, with the residual in its own sum where there is no bias."""
     if norm is not None:
         x_MK = add_rms_norm(x_MK, None, norm.weight, norm.eps)
     if residual_MO is not None and bias_O is None and not gated:
-        return torch.addmm(residual_MO, x_MK, weight_OK.t())
+        add = residual_MO.addmm_ if in_place else residual_MO.addmm  # not in place it begins with a copy
+        return add(x_MK, weight_OK.t())
     out = F.linear(x_MK, weight_OK, bias_O)
     if gated:
         out = swiglu(out)
@@ -101,9 +105,10 @@ def fused_linear_triton(
     norm: Norm | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    kernel: str | None = None,
+    kernel: str,
+    before_attention: bool = False,
 ) -> Tensor:
-    """`kernel`: vector, whole or tile; None chooses by the number of rows."""
+    """`kernel`: vector or whole."""
     num_rows, size = x_MK.shape
     outputs = weight_OK.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
@@ -127,57 +132,45 @@ def fused_linear_triton(
         "HAS_NORM": norm is not None,
         "HAS_RESIDUAL": residual_MO is not None,
         "GATED": gated,
+        "HOLD": before_attention,
+        **overlap(x_MK),
     }
     eps = norm.eps if norm is not None else 0.0
-    if kernel is None:
-        kernel = choose_kernel(num_rows, size)
-    if kernel == "tile":
-        rows, columns, inputs = tile_shape(num_rows, size, outputs, gated)
-        _tile_linear[(-(-outputs // columns), -(-num_rows // rows))](
-            *arguments,
-            num_rows,
-            eps,
-            ROWS=rows,
-            COLUMNS=columns,
-            INPUTS=inputs,
-            **flags,
-            num_warps=WARPS,
-            num_stages=4,
-            **overlap(x_MK),
-        )
-        return out
-    # In two parts whose sizes are powers of two: 576 = 512 + 64.
-    smallest = 1 if kernel == "vector" else 16 * WARPS
-    large = max(next_power_of_2(size + 1) // 2, smallest)
-    parts = {"PART1": large, "PART2": max(next_power_of_2(size - large), smallest) if size > large else 0}
     if kernel == "vector":
         columns = vector_columns(outputs, gated)
-        warps = WARPS if size <= 2048 else 2 * WARPS
+        warps = 4 if size <= 2048 else 8
+        parts = two_parts(size)
         _vector_linear[(-(-outputs // columns),)](
-            *arguments, eps, ROWS=num_rows, COLUMNS=columns, **parts, **flags, num_warps=warps, **overlap(x_MK)
+            *arguments, eps, ROWS=num_rows, COLUMNS=columns, **parts, **flags, num_warps=warps
         )
     else:
-        assert num_rows <= 16
-        columns = 8 if outputs // 16 < ENOUGH_PROGRAMS else 16
-        _whole_linear[(-(-outputs // columns),)](
+        tiles, warps = -(-num_rows // TILE), whole_warps(size)
+        columns = whole_columns(tiles, outputs, gated)
+        _whole_linear[(tiles, -(-outputs // columns))](
             *arguments,
             num_rows,
             eps,
-            ROWS=16,
+            ROWS=TILE,
             COLUMNS=columns,
-            **parts,
+            **two_parts(size, 16 * warps),
             **flags,
-            SPLITS=WARPS,
-            num_warps=WARPS,
-            **overlap(x_MK),
+            SPLITS=warps,
+            num_warps=warps,
         )
     return out
 
 
-def choose_kernel(num_rows: int, size: int) -> str:
-    if size > WHOLE_INPUTS or num_rows > WHOLE_ROWS:
-        return "tile"
-    return "vector" if num_rows <= VECTOR_ROWS else "whole"
+def choose_kernel(num_rows: int, size: int) -> str | None:
+    """None: cuBLAS."""
+    if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
+        return "vector"
+    return "whole" if num_rows <= WHOLE_ROWS and size <= WHOLE_INPUTS else None
+
+
+def two_parts(size: int, smallest: int = 1) -> dict[str, int]:
+    """Of a row: their sizes are powers of two. 576 = 512 + 64."""
+    large = max(next_power_of_2(size + 1) // 2, smallest)
+    return {"PART1": large, "PART2": max(next_power_of_2(size - large), smallest) if size > large else 0}
 
 
 def vector_columns(outputs: int, gated: bool) -> int:
@@ -188,11 +181,15 @@ def vector_columns(outputs: int, gated: bool) -> int:
     return columns
 
 
-def tile_shape(num_rows: int, size: int, outputs: int, gated: bool) -> tuple[int, int, int]:
-    """Rows, outputs and inputs of a tile."""
-    rows = min(max(next_power_of_2(num_rows), 16), 64)
-    columns = 16 if gated or outputs // 32 < ENOUGH_PROGRAMS else 32
-    return rows, columns, 128 if size >= 1024 and rows < 64 else 64
+def whole_warps(size: int) -> int:
+    return 4 if size <= 1024 else 8
+
+
+def whole_columns(tiles: int, outputs: int, gated: bool) -> int:
+    columns = 16 if gated else 32
+    while columns > 8 and tiles * (outputs // columns) < ENOUGH_PROGRAMS:
+        columns //= 2
+    return columns
 
 
 @jit
@@ -222,9 +219,11 @@ def _vector_linear(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
+    if not HOLD:
+        let_next_start(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < OUTPUTS
     k1 = tl.arange(0, PART1)
@@ -249,6 +248,8 @@ def _vector_linear(
         if GATED:
             up_bias = tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
+    if HOLD:
+        let_next_start(PDL)
     for row in tl.static_range(ROWS):
         x1 = tl.load(x_ptr + row * SIZE + k1).to(tl.float32)
         if PART2 > 0:
@@ -280,34 +281,29 @@ def _vector_linear(
 
 
 @jit
-def _whole_linear(
+def whole_products(
     x_ptr,
     weight_ptr,
-    bias_ptr,
     norm_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
+    row,
+    column,
+    row_inside,
+    inside,
     eps,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PART1: tl.constexpr,
     PART2: tl.constexpr,
     SIZE: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,
+    HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
+    """The products of rows and columns, fp32, and if gated those of the weight's second half. Waits for the inputs."""
+    if not HOLD:
+        let_next_start(PDL)
     split = tl.arange(0, SPLITS)[:, None, None]
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    inside, row_inside = column < OUTPUTS, row < num_rows
-    dtype = out_ptr.dtype.element_ty
     EACH1: tl.constexpr = PART1 // SPLITS
     k1 = split * EACH1 + tl.arange(0, EACH1)[None, None, :]
     w_mask1 = inside[None, :, None] & (k1 < SIZE)
@@ -328,6 +324,8 @@ def _whole_linear(
         if HAS_NORM:
             norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
+    if HOLD:
+        let_next_start(PDL)
     x1 = tl.load(x_ptr + row[None, :, None] * SIZE + k1, mask=row_inside[None, :, None] & (k1 < SIZE), other=0.0)
     if PART2 > 0:
         x2 = tl.load(x_ptr + row[None, :, None] * SIZE + k2, mask=row_inside[None, :, None] & (k2 < SIZE), other=0.0)
@@ -345,26 +343,17 @@ def _whole_linear(
     if PART2 > 0:
         total = tl.dot(x2, tl.permute(w2, (0, 2, 1)), total, input_precision="ieee")
     total = tl.sum(total, axis=0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    up = total
     if GATED:
         up = tl.dot(x1, tl.permute(up1, (0, 2, 1)), input_precision="ieee")
         if PART2 > 0:
             up = tl.dot(x2, tl.permute(up2, (0, 2, 1)), up, input_precision="ieee")
         up = tl.sum(up, axis=0)
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        total = _silu_times(total, up, dtype)
-    place = row[:, None] * OUTPUTS + column[None, :]
-    mask = row_inside[:, None] & inside[None, :]
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        total = residual + total.to(dtype).to(tl.float32)
-    tl.store(out_ptr + place, total.to(dtype), mask=mask)
+    return total, up
 
 
 @jit
-def _tile_linear(
+def _whole_linear(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -375,44 +364,42 @@ def _tile_linear(
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    PART1: tl.constexpr,
+    PART2: tl.constexpr,
     SIZE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The norm's weight is applied to the inputs, its scale to the sums: one pass over the inputs."""
-    let_next_start(PDL)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside, row_inside = column < OUTPUTS, row < num_rows
-    lane = tl.arange(0, INPUTS)
+    # Programs of the same columns start together: the second finds the weight in the cache of the device.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside, inside = row < num_rows, column < OUTPUTS
     dtype = out_ptr.dtype.element_ty
-    weights = weight_ptr + column[:, None].to(tl.int64) * SIZE + lane[None, :]
-    inputs = x_ptr + row[:, None] * SIZE + lane[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    square = tl.zeros([ROWS], tl.float32)
-    wait_for_inputs(PDL)
-    for start in range(0, SIZE, INPUTS):
-        here = (start + lane) < SIZE
-        w = tl.load(weights + start, mask=inside[:, None] & here[None, :], other=0.0)
-        x = tl.load(inputs + start, mask=row_inside[:, None] & here[None, :], other=0.0)
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            square += tl.sum(wide * wide, axis=1)
-            x = (wide * tl.load(norm_ptr + start + lane, mask=here, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-        if GATED:
-            w = tl.load(weights + OUTPUTS * SIZE + start, mask=inside[:, None] & here[None, :], other=0.0)
-            up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt(square / SIZE + eps)
-        total = total * scale[:, None]
-        up = up * scale[:, None]
+    total, up = whole_products(
+        x_ptr,
+        weight_ptr,
+        norm_ptr,
+        row,
+        column,
+        row_inside,
+        inside,
+        eps,
+        PART1,
+        PART2,
+        SIZE,
+        OUTPUTS,
+        HAS_NORM,
+        GATED,
+        SPLITS,
+        HOLD,
+        PDL,
+    )
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:

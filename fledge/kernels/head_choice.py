@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.fused_linear import TILE_ROWS, Norm
+from fledge.kernels.fused_linear import TILE, WHOLE_INPUTS, Norm, two_parts, whole_products
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import jit, overlap, tl, use_triton
 
-BLOCK = 64  # of the vocabulary, a program
+BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
+WARPS = 4
 
 
 def head_choice(
@@ -27,7 +28,7 @@ def head_choice(
     ids_V: Tensor | None = None,
 ) -> Choice:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
-    if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE_ROWS:
+    if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
         return head_choice_triton(x_ND, norm, weight_VD, ids_V)
     if use_triton(x_ND):
         hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
@@ -43,8 +44,7 @@ def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tenso
     num_blocks = -(-vocab_size // BLOCK)
     best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=x_ND.device)
     ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=x_ND.device)
-    rows = min(max(next_power_of_2(num_rows), 16), 64)
-    _head_choice[(num_blocks, -(-num_rows // rows))](
+    _head_choice[(-(-num_rows // TILE), num_blocks)](
         x_ND,
         norm.weight,
         weight_VD,
@@ -53,15 +53,15 @@ def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tenso
         ids,
         num_rows,
         norm.eps,
+        **two_parts(size, 16 * WARPS),
         SIZE=size,
         VOCAB=vocab_size,
         BLOCKS=num_blocks,
-        ROWS=rows,
+        ROWS=TILE,
         COLUMNS=BLOCK,
-        INPUTS=64,
+        SPLITS=WARPS,
         HAS_IDS=ids_V is not None,
-        num_warps=4,
-        num_stages=4,
+        num_warps=WARPS,
         **overlap(x_ND),
     )
     return Choice(best, ids)
@@ -77,41 +77,47 @@ def _head_choice(
     ids_ptr,
     num_rows,
     eps,
+    PART1: tl.constexpr,
+    PART2: tl.constexpr,
     SIZE: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside, row_inside = column < VOCAB, row < num_rows
-    lane = tl.arange(0, INPUTS)
-    weights = weight_ptr + column[:, None].to(tl.int64) * SIZE + lane[None, :]
-    inputs = x_ptr + row[:, None] * SIZE + lane[None, :]
-    logits = tl.zeros([ROWS, COLUMNS], tl.float32)
-    square = tl.zeros([ROWS], tl.float32)
-    wait_for_inputs(PDL)
-    for start in range(0, SIZE, INPUTS):
-        here = (start + lane) < SIZE
-        w = tl.load(weights + start, mask=inside[:, None] & here[None, :], other=0.0)
-        x = tl.load(inputs + start, mask=row_inside[:, None] & here[None, :], other=0.0)
-        wide = x.to(tl.float32)
-        square += tl.sum(wide * wide, axis=1)
-        x = (wide * tl.load(norm_ptr + start + lane, mask=here, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        logits = tl.dot(x, tl.trans(w), logits, input_precision="ieee")
-    # Rounded like the logits of a network in this type, so that ties are the same ones.
-    logits = (logits / tl.sqrt(square / SIZE + eps)[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
-    logits = tl.where(inside[None, :], logits, float("-inf"))
-    top = tl.max(logits, axis=1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside, inside = row < num_rows, column < VOCAB
     ids = column
     if HAS_IDS:
         ids = tl.load(target_ids_ptr + column, mask=inside, other=2147483647).to(tl.int32)
+    logits, _ = whole_products(
+        x_ptr,
+        weight_ptr,
+        norm_ptr,
+        row,
+        column,
+        row_inside,
+        inside,
+        eps,
+        PART1,
+        PART2,
+        SIZE,
+        VOCAB,
+        True,
+        False,
+        SPLITS,
+        False,
+        PDL,
+    )
+    # Rounded like the logits of a network in this type, so that ties are the same ones.
+    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+    logits = tl.where(inside[None, :], logits, float("-inf"))
+    top = tl.max(logits, axis=1)
     first = tl.min(tl.where(logits == top[:, None], ids[None, :], 2147483647), axis=1)
-    place = row * BLOCKS + tl.program_id(0)
+    place = row * BLOCKS + tl.program_id(1)
     tl.store(best_ptr + place, top, mask=row_inside)
     tl.store(ids_ptr + place, first, mask=row_inside)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 
 def add_rms_norm(residual_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
@@ -38,6 +38,7 @@ def add_rms_norm_triton(residual_ND: Tensor, delta_ND: Tensor | None, weight_D: 
             BLOCK=block,
             HAS_DELTA=delta_ND is not None,
             num_warps=min(max(block // 256, 1), 8),
+            **overlap(normed),
         )
     return normed
 
@@ -52,10 +53,14 @@ def _add_rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     x = tl.load(residual_ptr + row * SIZE + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * SIZE + columns, mask=inside, other=0.0)
@@ -64,5 +69,4 @@ def _add_rms_norm(
         tl.store(residual_ptr + row * SIZE + columns, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed_ptr + row * SIZE + columns, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)

@@ -5,8 +5,11 @@ Shapes: B sequences, T new tokens each (one after the other in `qkv`), H query h
     one sequence:   | start settled keys, in the cache | count new ones, stored here | T - count: neither stored nor seen |
 
 Token t lies at position start + t and sees the settled keys and the new ones up to itself. count 0: an empty row, output 0.
-A program takes a sequence, a key/value head and a share of the settled keys; the first also takes the new ones. The program
-that finishes last joins the shares, always in the same order.
+A program takes a sequence, a key/value head and a share of the settled keys; the first also takes the new ones. Short contexts
+are one share. The program that finishes last joins several shares, always in the same order.
+
+Everything but `qkv_NX` is read while the kernel before still runs: where that one lets this one start early, it must do so
+only once everything before it is complete (`fused_linear(…, before_attention=True)`; cuBLAS never lets anything start early).
 """
 
 from __future__ import annotations
@@ -16,12 +19,21 @@ import math
 import torch
 from torch import Tensor
 
-from fledge.kernels.decode_attention import BLOCK, ENOUGH_PROGRAMS, MAX_ROWS, choose_splits
 from fledge.kernels.paged_attention import attention_reference
 from fledge.kernels.rope_cache import rope_cache_reference
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
+
+# Query rows a program: more rows are more programs, whose registers leave room for the kernels around them.
+MAX_ROWS = 32
+# Bytes of the keys, and of the values, that a program has loaded before the queries are there: 256 keys of SmolLM2.
+FIRST_BYTES = 32768
+# Settled keys below which joining shares costs more than it saves.
+SMALLEST_SHARE = 512
+MAX_SHARES = 64
+# Two programs for each of an H200's 132 multiprocessors: below this the keys are split.
+ENOUGH_PROGRAMS = 264
 
 
 def rope_attention(
@@ -90,7 +102,7 @@ def rope_attention_triton(
     *,
     norms: Norms | None = None,
     window: int | None = None,
-    splits: int | None = None,
+    smallest_share: int = SMALLEST_SHARE,
 ) -> Tensor:
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
@@ -103,18 +115,19 @@ def rope_attention_triton(
     rows = min(max(next_power_of_2(num_new * group), 16), MAX_ROWS)
     row_blocks = -(-num_new * group // rows)
     num_programs = batch * num_kv_heads * row_blocks
-    if splits is None:
-        reach = page_table_BP.shape[1] * page_size
-        splits = choose_splits(num_programs, reach if window is None else min(reach, window + BLOCK))
+    lanes = max(next_power_of_2(head_dim), 16)
+    first = min(max(FIRST_BYTES // (lanes * qkv_NX.element_size()), 64), 256)
+    reach = page_table_BP.shape[1] * page_size
+    shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), smallest_share)
     device = qkv_NX.device
     out = torch.empty((len(qkv_NX), num_heads * head_dim), dtype=qkv_NX.dtype, device=device)
     parts = lse = arrivals = out
-    if splits > 1:
-        parts = torch.empty((splits, len(qkv_NX), num_heads, head_dim), dtype=torch.float32, device=device)
-        lse = torch.empty((splits, len(qkv_NX), num_heads), dtype=torch.float32, device=device)
+    if shares > 1:
+        parts = torch.empty((shares, len(qkv_NX), num_heads, head_dim), dtype=torch.float32, device=device)
+        lse = torch.empty((shares, len(qkv_NX), num_heads), dtype=torch.float32, device=device)
         arrivals = _arrival_counts(device, num_programs)
     q_weight, k_weight, eps = norms if norms is not None else (qkv_NX, qkv_NX, 0.0)
-    _rope_attention[(batch, num_kv_heads * row_blocks, splits)](
+    _rope_attention[(batch, num_kv_heads * row_blocks, shares)](
         qkv_NX,
         table_2PE,
         starts_B,
@@ -139,20 +152,29 @@ def rope_attention_triton(
         NEW_BLOCK=max(next_power_of_2(num_new), 16),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
-        HALF_BLOCK=max(next_power_of_2(head_dim // 2), 16),
+        SIZE=head_dim,
+        LANES=lanes,
         ROWS=rows,
         ROW_BLOCKS=row_blocks,
         PAGE=page_size,
-        BLOCK_KEYS=BLOCK,
-        SPLITS=splits,
+        FIRST=first,
+        BLOCK_KEYS=first // 2,
+        SHARES=shares,
+        SMALLEST_SHARE=max(smallest_share, first),
         WINDOW=window or 0,
         HAS_NORMS=norms is not None,
-        num_warps=4,
+        num_warps=8,
         num_stages=3,
+        maxnreg=128,  # two programs a multiprocessor, or one beside other kernels
         **overlap(qkv_NX),
     )
     return out
+
+
+def choose_shares(num_programs: int, max_keys: int, smallest_share: int = SMALLEST_SHARE) -> int:
+    """Most shares of the keys, a power of two: enough programs to fill the device, none with too few keys."""
+    wanted = min(ENOUGH_PROGRAMS // max(num_programs, 1), -(-max_keys // smallest_share), MAX_SHARES)
+    return 1 << max(wanted, 1).bit_length() - 1
 
 
 _ARRIVALS: dict[torch.device, Tensor] = {}
@@ -167,22 +189,18 @@ def _arrival_counts(device: torch.device, num_programs: int) -> Tensor:
 
 
 @jit
-def _normed(low, high, weight_ptr, lane, eps, HALF: tl.constexpr, dtype: tl.constexpr):
-    scale = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
-    weight_low = tl.load(weight_ptr + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-    weight_high = tl.load(weight_ptr + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-    low = (low * scale[:, None] * weight_low[None, :]).to(dtype).to(tl.float32)
-    high = (high * scale[:, None] * weight_high[None, :]).to(dtype).to(tl.float32)
-    return low, high
-
-
-@jit
-def _rotated(low, high, table_ptr, table_stride, position, lane, mask, HALF: tl.constexpr, dtype: tl.constexpr):
-    place = table_ptr + position[:, None].to(tl.int64) * (2 * HALF) + lane[None, :]
-    cos = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    # The second half of the table's sines carries no sign.
-    sin = tl.load(place + table_stride + HALF, mask=mask, other=0.0).to(tl.float32)
-    return (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
+def _rotated(x, weight_ptr, lane, cos, sin, eps, SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, dtype: tl.constexpr):
+    """Heads, normed if asked for. The sign of the rotation is in the table's sines."""
+    x = x.to(tl.float32)
+    if HAS_NORMS:
+        scale = (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / SIZE + eps))[:, None]
+        weight = tl.load(weight_ptr + lane, mask=lane < SIZE, other=0.0).to(tl.float32)
+        x = (x * scale * weight[None, :]).to(dtype).to(tl.float32)
+    HALF: tl.constexpr = SIZE // 2
+    # Gathered, not loaded again: otherwise all of this is done once per warp, in four times the registers.
+    partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
+    other = tl.gather(x, tl.broadcast_to(partner[None, :], x.shape), axis=1)
+    return (x * cos + other * sin).to(dtype)
 
 
 @jit
@@ -211,13 +229,15 @@ def _rope_attention(
     NEW_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     PAGE: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SHARES: tl.constexpr,
+    SMALLEST_SHARE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     PDL: tl.constexpr,
@@ -228,128 +248,119 @@ def _rope_attention(
     row_block = tl.program_id(1) % ROW_BLOCKS
     split = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    SIZE: tl.constexpr = 2 * HALF
     dtype = qkv_ptr.dtype.element_ty
     row = row_block * ROWS + tl.arange(0, ROWS)
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    lane = tl.arange(0, HALF_BLOCK)
-    row_inside, lane_inside = row < NEW * GROUP, lane < HALF
+    lane = tl.arange(0, LANES)
+    row_inside, lane_inside = row < NEW * GROUP, lane < SIZE
     q_mask = row_inside[:, None] & lane_inside[None, :]
     out_row = (sequence * NEW + token) * HEADS + head
     out_place = out_row[:, None] * SIZE + lane[None, :]
-    heads_stride = (HEADS + 2 * KV_HEADS) * SIZE
 
-    wait_for_inputs(PDL)
+    # Known before the queries are: where the sequence stands, its settled keys and values, the angles.
     start = tl.load(starts_ptr + sequence).to(tl.int32)
     count = tl.load(counts_ptr + sequence).to(tl.int32)
-    if count == 0:
-        if split == 0:
-            zeros = tl.zeros([ROWS, HALF_BLOCK], dtype)
-            tl.store(out_ptr + out_place, zeros, mask=q_mask)
-            tl.store(out_ptr + out_place + HALF, zeros, mask=q_mask)
-        return
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS
-    share = (start - begin + SPLITS - 1) // SPLITS
-    share = tl.maximum((share + BLOCK_KEYS - 1) // BLOCK_KEYS, 1) * BLOCK_KEYS
-    num_shares = tl.maximum((start - begin + share - 1) // share, 1)
-    if split >= num_shares:
+    share, num_shares = start, 1
+    if SHARES > 1:
+        share = (start - begin + SHARES - 1) // SHARES
+        share = tl.maximum((share + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, SMALLEST_SHARE)
+        num_shares = tl.maximum((start - begin + share - 1) // share, 1)
+    if (count == 0) | (split >= num_shares):
+        wait_for_inputs(PDL)  # a kernel is complete only after the one before it
+        if split == 0:
+            tl.store(out_ptr + out_place, tl.zeros([ROWS, LANES], dtype), mask=q_mask)
         return
-
-    q_ptr = qkv_ptr + (sequence * NEW + token)[:, None] * heads_stride + head[:, None] * SIZE + lane[None, :]
-    q_low = tl.load(q_ptr, mask=q_mask, other=0.0).to(tl.float32)
-    q_high = tl.load(q_ptr + HALF, mask=q_mask, other=0.0).to(tl.float32)
-    if HAS_NORMS:
-        q_low, q_high = _normed(q_low, q_high, q_weight_ptr, lane, eps, HALF, dtype)
-    position = tl.minimum(start + token, last_position)
-    q_low, q_high = _rotated(q_low, q_high, table_ptr, table_stride, position, lane, q_mask, HALF, dtype)
-
+    first = begin + split * share
+    last = tl.minimum(first + share, start)
     keys_base = keys_ptr + kv_head.to(tl.int64) * kv_head_stride
     values_base = values_ptr + kv_head.to(tl.int64) * kv_head_stride
     pages = page_table_ptr + sequence * pages_stride
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    low = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
-    high = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
+    key = first + tl.arange(0, FIRST)
+    key_inside = key < last
+    page = tl.load(pages + key // PAGE, mask=key_inside, other=0).to(tl.int64)
+    offsets = (page * PAGE + key % PAGE)[:, None] * SIZE + lane[None, :]
+    kv_mask = key_inside[:, None] & lane_inside[None, :]
+    old_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0)
+    old_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0)
+    angle = table_ptr + tl.minimum(start + token, last_position)[:, None].to(tl.int64) * SIZE + lane[None, :]
+    q_cos = tl.load(angle, mask=q_mask, other=0.0).to(tl.float32)
+    q_sin = tl.load(angle + table_stride, mask=q_mask, other=0.0).to(tl.float32)
+    new = tl.arange(0, NEW_BLOCK)
+    valid = new < count
+    new_mask = valid[:, None] & lane_inside[None, :]
+    place = start + new
+    angle = table_ptr + place[:, None].to(tl.int64) * SIZE + lane[None, :]
+    k_cos = tl.load(angle, mask=new_mask, other=0.0).to(tl.float32)
+    k_sin = tl.load(angle + table_stride, mask=new_mask, other=0.0).to(tl.float32)
+    new_page = tl.load(pages + place // PAGE, mask=valid, other=0).to(tl.int64)
+    new_offsets = (new_page * PAGE + place % PAGE)[:, None] * SIZE + lane[None, :]
 
-    if split == 0:
-        new = tl.arange(0, NEW_BLOCK)
-        valid = new < count
-        new_mask = valid[:, None] & lane_inside[None, :]
-        k_ptr = qkv_ptr + (sequence * NEW + new)[:, None] * heads_stride + (HEADS + kv_head) * SIZE + lane[None, :]
-        k_low = tl.load(k_ptr, mask=new_mask, other=0.0).to(tl.float32)
-        k_high = tl.load(k_ptr + HALF, mask=new_mask, other=0.0).to(tl.float32)
-        if HAS_NORMS:
-            k_low, k_high = _normed(k_low, k_high, k_weight_ptr, lane, eps, HALF, dtype)
-        place = start + new
-        k_low, k_high = _rotated(k_low, k_high, table_ptr, table_stride, place, lane, new_mask, HALF, dtype)
-        v_ptr = k_ptr + KV_HEADS * SIZE
-        v_low = tl.load(v_ptr, mask=new_mask, other=0.0)
-        v_high = tl.load(v_ptr + HALF, mask=new_mask, other=0.0)
-        if row_block == 0:
-            page = tl.load(pages + place // PAGE, mask=valid, other=0).to(tl.int64)
-            offsets = (page * PAGE + place % PAGE)[:, None] * SIZE + lane[None, :]
-            cache_type = keys_ptr.dtype.element_ty
-            tl.store(keys_base + offsets, k_low.to(cache_type), mask=new_mask)
-            tl.store(keys_base + offsets + HALF, k_high.to(cache_type), mask=new_mask)
-            tl.store(values_base + offsets, v_low.to(cache_type), mask=new_mask)
-            tl.store(values_base + offsets + HALF, v_high.to(cache_type), mask=new_mask)
-        scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
-        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee") * scale_log2
-        seen = row_inside[:, None] & valid[None, :] & (new[None, :] <= token[:, None])
-        if WINDOW > 0:
-            seen = seen & (new[None, :] > token[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        best = tl.max(scores, axis=1)
-        weights = tl.exp2(scores - tl.where(best == float("-inf"), 0.0, best)[:, None])
-        total = tl.sum(weights, axis=1)
-        low = tl.dot(weights.to(dtype), v_low, input_precision="ieee")
-        high = tl.dot(weights.to(dtype), v_high, input_precision="ieee")
+    wait_for_inputs(PDL)
+    TOKEN: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
+    q_heads = qkv_ptr + (sequence * NEW + token)[:, None] * TOKEN + head[:, None] * SIZE + lane[None, :]
+    k_heads = qkv_ptr + (sequence * NEW + new)[:, None] * TOKEN + (HEADS + kv_head) * SIZE + lane[None, :]
+    q = tl.load(q_heads, mask=q_mask, other=0.0)
+    new_k = tl.load(k_heads, mask=new_mask, other=0.0)
+    new_v = tl.load(k_heads + KV_HEADS * SIZE, mask=new_mask, other=0.0)
+    q = _rotated(q, q_weight_ptr, lane, q_cos, q_sin, eps, SIZE, HAS_NORMS, dtype)
+    new_k = _rotated(new_k, k_weight_ptr, lane, k_cos, k_sin, eps, SIZE, HAS_NORMS, dtype)
+    store = new_mask & (split == 0) & (row_block == 0)
+    tl.store(keys_base + new_offsets, new_k.to(keys_ptr.dtype.element_ty), mask=store)
+    tl.store(values_base + new_offsets, new_v.to(values_ptr.dtype.element_ty), mask=store)
 
-    first = begin + split * share
-    last = tl.minimum(first + share, start)
-    for block in range(first, last, BLOCK_KEYS):
-        key = block + tl.arange(0, BLOCK_KEYS)
-        key_inside = key < last
+    new_scores = tl.dot(q, tl.trans(new_k), input_precision="ieee") * scale_log2
+    seen = row_inside[:, None] & valid[None, :] & (new[None, :] <= token[:, None]) & (split == 0)
+    if WINDOW > 0:
+        seen = seen & (new[None, :] > token[:, None] - WINDOW)
+    new_scores = tl.where(seen, new_scores, float("-inf"))
+    scores = tl.dot(q, tl.trans(old_k.to(dtype)), input_precision="ieee") * scale_log2
+    seen = row_inside[:, None] & key_inside[None, :]
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > (start + token - WINDOW)[:, None])
+    scores = tl.where(seen, scores, float("-inf"))
+    best = tl.maximum(tl.max(new_scores, axis=1), tl.max(scores, axis=1))
+    # A row that has seen no key yet has no finite maximum to subtract.
+    safe_best = tl.where(best == float("-inf"), 0.0, best)
+    new_weights = tl.exp2(new_scores - safe_best[:, None])
+    weights = tl.exp2(scores - safe_best[:, None])
+    total = tl.sum(new_weights, axis=1) + tl.sum(weights, axis=1)
+    out = tl.dot(new_weights.to(dtype), new_v, input_precision="ieee")
+    out = tl.dot(weights.to(dtype), old_v.to(dtype), out, input_precision="ieee")
+
+    for block in range(first + FIRST, last, BLOCK_KEYS):
+        later = block + tl.arange(0, BLOCK_KEYS)
+        later_inside = later < last
         if PAGE % BLOCK_KEYS == 0:
             # Blocks start at multiples of their size, so a block lies in one page.
-            page = tl.load(pages + block // PAGE).to(tl.int64)
-            slot = page * PAGE + block % PAGE + tl.arange(0, BLOCK_KEYS)
+            slot = tl.load(pages + block // PAGE).to(tl.int64) * PAGE + block % PAGE + tl.arange(0, BLOCK_KEYS)
         else:
-            page = tl.load(pages + key // PAGE, mask=key_inside, other=0).to(tl.int64)
-            slot = page * PAGE + key % PAGE
-        offsets = slot[:, None] * SIZE + lane[None, :]
-        kv_mask = key_inside[:, None] & lane_inside[None, :]
-        old_low = tl.load(keys_base + offsets, mask=kv_mask, other=0.0).to(dtype)
-        old_high = tl.load(keys_base + offsets + HALF, mask=kv_mask, other=0.0).to(dtype)
-        scores = tl.dot(q_low, tl.trans(old_low), input_precision="ieee")
-        scores = tl.dot(q_high, tl.trans(old_high), scores, input_precision="ieee") * scale_log2
-        seen = row_inside[:, None] & key_inside[None, :]
+            slot = tl.load(pages + later // PAGE, mask=later_inside, other=0).to(tl.int64) * PAGE + later % PAGE
+        later_offsets = slot[:, None] * SIZE + lane[None, :]
+        later_mask = later_inside[:, None] & lane_inside[None, :]
+        later_k = tl.load(keys_base + later_offsets, mask=later_mask, other=0.0).to(dtype)
+        later_v = tl.load(values_base + later_offsets, mask=later_mask, other=0.0).to(dtype)
+        later_scores = tl.dot(q, tl.trans(later_k), input_precision="ieee") * scale_log2
+        later_seen = row_inside[:, None] & later_inside[None, :]
         if WINDOW > 0:
-            seen = seen & (key[None, :] > (start + token - WINDOW)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen no key yet has no finite maximum to subtract.
+            later_seen = later_seen & (later[None, :] > (start + token - WINDOW)[:, None])
+        later_scores = tl.where(later_seen, later_scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(later_scores, axis=1))
         safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - safe_best[:, None])
+        later_weights = tl.exp2(later_scores - safe_best[:, None])
         shrink = tl.exp2(best - safe_best)
-        total = total * shrink + tl.sum(weights, axis=1)
-        old_low = tl.load(values_base + offsets, mask=kv_mask, other=0.0).to(dtype)
-        old_high = tl.load(values_base + offsets + HALF, mask=kv_mask, other=0.0).to(dtype)
-        low = tl.dot(weights.to(dtype), old_low, low * shrink[:, None], input_precision="ieee")
-        high = tl.dot(weights.to(dtype), old_high, high * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(later_weights, axis=1)
+        out = tl.dot(later_weights.to(dtype), later_v, out * shrink[:, None], input_precision="ieee")
         best = new_best
 
     safe_total = tl.where(total == 0.0, 1.0, total)
-    low = low / safe_total[:, None]
-    high = high / safe_total[:, None]
+    out = out / safe_total[:, None]
     if num_shares > 1:
         part_row = split * num_tokens * HEADS + out_row
-        part_place = part_row[:, None] * SIZE + lane[None, :]
-        tl.store(parts_ptr + part_place, low, mask=q_mask)
-        tl.store(parts_ptr + part_place + HALF, high, mask=q_mask)
+        tl.store(parts_ptr + part_row[:, None] * SIZE + lane[None, :], out, mask=q_mask)
         tl.store(lse_ptr + part_row, best + tl.log2(safe_total), mask=row_inside)
         # All threads' parts are written before the program counts as arrived.
         tl.debug_barrier()
@@ -359,23 +370,17 @@ def _rope_attention(
         tl.store(arrivals, 0)
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        low = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
-        high = tl.zeros([ROWS, HALF_BLOCK], tl.float32)
+        out = tl.zeros([ROWS, LANES], tl.float32)
         for other in range(0, num_shares):
             part_row = other * num_tokens * HEADS + out_row
             part_place = part_row[:, None] * SIZE + lane[None, :]
             lse = tl.load(lse_ptr + part_row, mask=row_inside, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(parts_ptr + part_place, mask=q_mask, other=0.0, cache_modifier=".cg")
             new_best = tl.maximum(best, lse)
             safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
             weight, shrink = tl.exp2(lse - safe_best), tl.exp2(best - safe_best)
-            part_low = tl.load(parts_ptr + part_place, mask=q_mask, other=0.0, cache_modifier=".cg")
-            part_high = tl.load(parts_ptr + part_place + HALF, mask=q_mask, other=0.0, cache_modifier=".cg")
-            low = low * shrink[:, None] + part_low * weight[:, None]
-            high = high * shrink[:, None] + part_high * weight[:, None]
+            out = out * shrink[:, None] + part * weight[:, None]
             total = total * shrink + weight
             best = new_best
-        safe_total = tl.where(total == 0.0, 1.0, total)
-        low = low / safe_total[:, None]
-        high = high / safe_total[:, None]
-    tl.store(out_ptr + out_place, low.to(dtype), mask=q_mask)
-    tl.store(out_ptr + out_place + HALF, high.to(dtype), mask=q_mask)
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + out_place, out.to(dtype), mask=q_mask)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels.fused_linear import Norm, fused_linear_reference, fused_linear_triton, wide_linear
+from fledge.kernels.fused_linear import Norm, choose_kernel, fused_linear_reference, fused_linear_triton, wide_linear
 from tests.kernels.support import device_of_kernels, runs_triton
 
-TRITON = ("vector", "whole", "tile")
+TRITON = ("vector", "whole")
 KERNELS = ["reference", "wide", *(pytest.param(name, marks=runs_triton) for name in TRITON)]
 
 
@@ -35,7 +35,20 @@ def test_fused_linear(kernel, size, outputs, rows, surroundings):
     residual = torch.randn(rows, outputs, device=device) if surroundings in ("residual", "all with bias") else None
     before = None if residual is None else residual.clone()
     run = {"reference": fused_linear_reference, "wide": wide_linear}.get(kernel, fused_linear_triton)
-    options = {"kernel": "tile" if kernel == "whole" and rows > 16 else kernel} if kernel in TRITON else {}
+    options = {"kernel": kernel} if kernel in TRITON else {}
     found = run(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, **options)
     torch.testing.assert_close(found, plain(x, weight, bias, norm, gated, residual), atol=1e-4, rtol=1e-4)
     assert residual is None or torch.equal(residual, before)
+
+
+def test_in_place_the_residual_takes_the_sum():
+    x, weight, residual = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
+    wanted = residual + x @ weight.t()
+    assert wide_linear(x, weight, residual_MO=residual, in_place=True) is residual
+    torch.testing.assert_close(residual, wanted)
+
+
+def test_kernels_by_size():
+    assert [choose_kernel(rows, 576) for rows in (1, 2, 3, 64, 65)] == ["vector", "vector", "whole", "whole", None]
+    assert [choose_kernel(rows, 4096) for rows in (1, 3)] == ["vector", None]
+    assert choose_kernel(1, 8192) is None

@@ -18,23 +18,24 @@ KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    ("num_new", "heads", "head_dim", "page_size", "window", "splits", "with_norms"),
+    ("num_new", "heads", "head_dim", "page_size", "window", "share", "with_norms"),
     [
-        (1, (9, 3), 64, 128, None, 1, False),
-        (4, (9, 3), 64, 16, None, 4, True),
-        (6, (4, 4), 80, 64, None, 2, False),
-        (6, (4, 2), 32, 64, 40, 2, True),
-        (3, (2, 1), 8, 16, 70, 4, False),
+        (1, (9, 3), 64, 128, None, 512, False),
+        (4, (9, 3), 64, 16, None, 128, True),
+        (12, (9, 3), 80, 64, None, 128, False),
+        (6, (4, 4), 128, 128, None, 64, False),
+        (6, (4, 2), 32, 64, 140, 256, True),
+        (3, (2, 1), 8, 16, 70, 256, False),
     ],
 )
-def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, splits, with_norms):
-    """Rows differ in how many of their new tokens count; one is empty, one begins its text."""
+def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, share, with_norms):
+    """Rows differ in how many of their new tokens count; one is empty, one begins its text; keys lie in shares."""
     device = "cpu" if kernel == "reference" else device_of_kernels()
-    starts, counts = [0, 70, 200, 130], [num_new, 0, 1, num_new]
+    starts, counts = [0, 70, 600, 330], [num_new, 0, 1, num_new]
     kv_lens = [start + num_new for start in starts]
     keys, values, table = scattered_cache(kv_lens, page_size, heads[1], head_dim, device)
-    rotary = Rotary(head_dim, 512, RopeConfig())
-    rotary.reserve(512)
+    rotary = Rotary(head_dim, 1024, RopeConfig())
+    rotary.reserve(1024)
     rope_table = rotary.table.to(device)
     qkv = torch.randn(4 * num_new, (heads[0] + 2 * heads[1]) * head_dim, device=device)
     norms = (torch.randn(head_dim, device=device), torch.randn(head_dim, device=device), 1e-6) if with_norms else None
@@ -56,7 +57,7 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, spl
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     run = rope_attention_reference if kernel == "reference" else rope_attention_triton
-    options = {} if kernel == "reference" else {"splits": splits}
+    options = {} if kernel == "reference" else {"smallest_share": share}
     for _ in range(2):  # a second time: the counts of arrived programs were left as they must be
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)
