@@ -39,6 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--context", type=Path, help="a text put before each prompt")
     parser.add_argument("--context-tokens", type=int, default=6000)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--answers", type=Path, help="the target's answers: read from here if it exists, else written")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -51,8 +53,8 @@ def main() -> None:
         rows = [json.loads(line) for line in (args.data / f"{name}.jsonl").read_text().splitlines()]
         sets[name] = [row["turns"][0] for row in rows[: args.limit]]
     answers = kept_answers(args, sets)
-    decoder = load_decoder(resolve(args.model), torch.float32)
-    drafters = {folder: load_drafter(folder, decoder.config) for folder in args.drafter}
+    decoder = load_decoder(resolve(args.model), torch.float32, args.device)
+    drafters = {folder: load_drafter(folder, decoder.config).to(args.device) for folder in args.drafter}
     figures: dict[str, dict[str, object]] = {folder: {} for folder in drafters}
     for name, texts in answers.items():
         counts = {folder: {"all": stats(), "looping": stats(), "others": stats()} for folder in drafters}
@@ -97,7 +99,8 @@ def main() -> None:
                 "context": {"file": args.context.name, "tokens": args.context_tokens} if args.context else None,
                 "definition": "micro: 1 + accepted / steps; greedy chain; first turn; stops honoured",
                 "drafters": {Path(folder).name: result for folder, result in figures.items()},
-                "provenance": provenance([prompt for prompts in sets.values() for prompt in prompts]),
+                "provenance": provenance([prompt for prompts in sets.values() for prompt in prompts])
+                | ({"commit": args.commit} if args.commit else {}),
             },
         )
 
@@ -122,7 +125,7 @@ def kept_answers(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[s
 
 def answer(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:
     """(prompt and answer, where the answer starts) of every prompt."""
-    llm = LLM(args.model, "none", max_num_seqs=16)
+    llm = LLM(args.model, "none", max_num_seqs=16, device=args.device)
     document = ""
     if args.context:
         ids = llm.tokenizer.encode(args.context.read_text())[: args.context_tokens]
