@@ -3,6 +3,8 @@
     host     | enter A | launch 1 | read A's first token | enter B | launch 2 | read 1 | …
     device             |  prompt A  |     cycle 1     |  prompt B  |     cycle 2   …
 
+With many rows the host takes about as long over what they said as the device over saying it: then it launches several cycles
+together and reads them together, which costs it little more than one.
 A request's pages (prompt, longest answer, draft) are reserved when it enters, so nothing is preempted on the way; a long
 prompt is read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
 top-k, min-p) goes to the eager engine, which shares the caches: `runs_captured` decides, for each request, once.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +32,11 @@ from fledge.kernels.accept import DRAFTED
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
+from fledge.speculation.stats import AcceptanceStats
+
+# With so many rows, and nobody about to enter, so many cycles are launched together.
+MANY_ROWS = 96
+CYCLES_TOGETHER = 4
 
 
 def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
@@ -131,7 +138,7 @@ class DeviceEngine:
             self.requests.pop(request.id, None)
         elif request.id in self.row_of and not request.finished:
             request.finish("abort")
-            self.leave(request)
+            self.leave([request])
         else:
             self.engine.abort(request)
 
@@ -140,14 +147,13 @@ class DeviceEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One cycle is launched, and what the one before said is handed on."""
+        """Cycles are launched, and what those before them said is handed on."""
         deltas = self.engine.step()
         self.enter()
         self.compact()
         launched = self.launch()
-        while len(self.snapshots) > launched:
-            deltas += self.read(self.snapshots.popleft())
-        return deltas
+        ready = [self.snapshots.popleft() for _ in range(len(self.snapshots) - launched)]
+        return deltas + self.read(ready)
 
     def enter(self) -> None:
         """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
@@ -197,7 +203,7 @@ class DeviceEngine:
         return {row: request for row, request in self.scheduler.owners.items() if row not in being_read}
 
     def launch(self) -> int:
-        """The next cycle, if any row runs; how many were launched."""
+        """The next cycles, if any row runs; how many were launched."""
         running = self.running_rows()
         if not running:
             return 0
@@ -208,9 +214,12 @@ class DeviceEngine:
         if drafted_for and not depth:
             self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
             self.behind |= {running[row].id for row in drafted_for}
-        self.rows.graphs.run(size, depth, how)
-        self.snap(running, depth)
-        return 1
+        entering = self.scheduler.reading or (self.scheduler.waiting_rows and self.free_rows)
+        cycles = CYCLES_TOGETHER if len(running) >= MANY_ROWS and not entering else 1
+        for _ in range(cycles):
+            self.rows.graphs.run(size, depth, how)
+            self.snap(running, depth)
+        return cycles
 
     def seconds(self, size: int, depth: int, how: int) -> float | None:
         """What a cycle costs; None where nothing is captured. Recorded and measured on first use."""
@@ -224,41 +233,61 @@ class DeviceEngine:
         report = self.rows.slots.state.report[: max(owners) + 1]
         self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
 
-    def read(self, snapshot: _Snapshot) -> list[Delta]:
-        if snapshot.event is not None:
-            snapshot.event.synchronize()
-        deltas = []
-        for row, said in zip(snapshot.owners, snapshot.report[list(snapshot.owners)].tolist(), strict=True):
-            request = snapshot.owners[row]
-            if request.finished or not said[0]:  # ended by the host meanwhile
+    def read(self, snapshots: list[_Snapshot]) -> list[Delta]:
+        said: dict[Request, list[tuple[int, list[int]]]] = {}  # by pass: its depth and the tokens
+        for snapshot in snapshots:
+            if snapshot.event is not None:
+                snapshot.event.synchronize()
+            lines = snapshot.report[list(snapshot.owners)].tolist()
+            for request, (count, *tokens) in zip(snapshot.owners.values(), lines, strict=True):
+                if count:
+                    said.setdefault(request, []).append((snapshot.depth, tokens[:count]))
+        deltas, seen = [], Counter()
+        for request, passes in said.items():
+            if request.finished:  # by the host meanwhile
                 continue
-            tokens = said[1 : 1 + said[0]]
-            delta = request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
-            if snapshot.depth and request.speculate and request.id not in self.behind:
-                accepted = sum(delta.drafted)
-                self.depths.saw(snapshot.depth, accepted)
-                for stats in (request.stats, self.stats):
-                    stats.add_step(snapshot.depth, snapshot.depth, accepted, len(delta.tokens))
-            if request.finished:
-                self.leave(request)
-            deltas.append(delta)
+            tokens = [token for _, some in passes for token in some]
+            deltas.append(
+                request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
+            )
+            if request.speculate and request.id not in self.behind:
+                seen.update(self.counted(request, passes, deltas[-1]))
+        for (depth, accepted, emitted), times in seen.items():
+            self.depths.saw(depth, accepted, times)
+            at = [times] * accepted + [0] * (depth - accepted)
+            counts = (times, times * depth, times * accepted, times * emitted)
+            self.stats.merge(AcceptanceStats(*counts, [times] * depth, at))
+        self.leave([delta.request for delta in deltas if delta.finished])
         return deltas
+
+    def counted(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> list[tuple[int, int, int]]:
+        """Depth, accepted and emitted tokens of each speculative pass, as far as the request took what it said."""
+        found, first = [], 0
+        for depth, tokens in passes:
+            drafted = delta.drafted[first : first + len(tokens)]
+            first += len(tokens)
+            if depth and drafted:
+                found.append((depth, sum(drafted), len(drafted)))
+                request.stats.add_step(depth, *found[-1])
+        return found
 
     @property
     def max_len(self) -> int:
         return self.config.max_model_len
 
-    def leave(self, request: Request) -> None:
-        """The row is stopped behind the cycle under way, before any that comes: its pages can be given away at once."""
-        row = self.row_of.pop(request.id)
-        queue = self.scheduler
-        del queue.owners[row]
-        self.behind.discard(request.id)
-        queue.reading = deque((entry, read) for entry, read in queue.reading if entry.row != row)
-        self.rows.slots.stop(self.rows.upload(np.array([row])))
-        self.pool.release(request.pages)
-        heapq.heappush(self.free_rows, row)
-        self.requests.pop(request.id, None)
+    def leave(self, requests: list[Request]) -> None:
+        """Their rows are stopped behind the cycles under way, before any that come: the pages can be given away at once."""
+        if not requests:
+            return
+        rows, queue = [self.row_of.pop(request.id) for request in requests], self.scheduler
+        self.rows.slots.stop(self.rows.upload(np.array(rows)))
+        for row, request in zip(rows, requests, strict=True):
+            del queue.owners[row]
+            self.behind.discard(request.id)
+            self.pool.release(request.pages)
+            heapq.heappush(self.free_rows, row)
+            self.requests.pop(request.id, None)
+        queue.reading = deque((entry, read) for entry, read in queue.reading if entry.row not in rows)
 
     def compact(self) -> None:
         """The highest rows move into holes once a smaller graph holds all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # Depths that are weighed, besides the limit itself. Each is a graph per batch size.
-WEIGHED = (1, 3, 5)
+WEIGHED = (1, 2, 3, 5)
 # A plain step leaves the drafter behind for good, so speculation is given up only where it clearly loses.
 MARGIN = 1.02
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 50.0
@@ -20,10 +20,11 @@ class LoadDepth:
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps whose draft stood up to here
         self.stood = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and here too
 
-    def saw(self, depth: int, accepted: int) -> None:
+    def saw(self, depth: int, accepted: int, times: int = 1) -> None:
+        kept = DECAY**times
         for place in range(min(depth, accepted + 1)):
-            self.tried[place] = self.tried[place] * DECAY + 1
-            self.stood[place] = self.stood[place] * DECAY + (accepted > place)
+            self.tried[place] = self.tried[place] * kept + times
+            self.stood[place] = self.stood[place] * kept + times * (accepted > place)
 
     def tokens(self, depth: int) -> float:
         """Expected a cycle, for a request that is drafted for."""

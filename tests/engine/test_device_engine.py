@@ -40,8 +40,16 @@ def finish(engine) -> list:
     return deltas
 
 
+@pytest.fixture(params=[1, 4], ids=["single cycles", "several together"])
+def cycles(request, monkeypatch):
+    """How many cycles are launched and read together, however few rows there are."""
+    monkeypatch.setattr(device_engine_module, "MANY_ROWS", 1)
+    monkeypatch.setattr(device_engine_module, "CYCLES_TOGETHER", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
-def test_answers_equal_the_eager_engines(speculation):
+def test_answers_equal_the_eager_engines(speculation, cycles):
     decoder, texts = tiny_decoder(3), prompts(30, seed=1)
     plain = engine_with(decoder, Speculation("none"))
     wanted = [plain.add_request(text, GREEDY) for text in texts]
@@ -91,7 +99,7 @@ def test_which_ways_of_drafting_are_captured():
     assert not can_capture(engine_with(decoder, Speculation("ngram", 3)).drafter)
 
 
-def test_a_crowd_in_a_small_cache_with_cancellations():
+def test_a_crowd_in_a_small_cache_with_cancellations(cycles):
     """64 mixed requests, some cancelled, some refused, pages for a few at a time: all end rightly, nothing is lost."""
     decoder, rng = tiny_decoder(3), random.Random(5)
     engine = device_engine(decoder, kv_cache_tokens=512, page_size=16)
@@ -159,7 +167,7 @@ def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
     assert long.answer == wanted.answer
 
 
-def test_stop_strings():
+def test_stop_strings(cycles):
     """A stop string is found by the host: the row is stopped, what it said beyond is dropped."""
     decoder = tiny_decoder(3)
 
@@ -186,12 +194,12 @@ def test_stop_strings():
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_the_host_reads_one_cycle_behind(num_rows):
+def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
     engine = device_engine(tiny_decoder(3), max_num_seqs=num_rows)
     for text in prompts(num_rows, seed=11):
         engine.add_request(text, GREEDY)
     engine.step()
-    assert len(engine.snapshots) == 1
+    assert len(engine.snapshots) == cycles
     assert all(request.num_answer == 1 for request in engine.requests.values())
     assert int(engine.rows.slots.state.answered.sum()) > num_rows
     finish(engine)

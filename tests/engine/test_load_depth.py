@@ -12,7 +12,8 @@ def costs(step: float, each: float):
 def test_cheap_verification_drafts_deep_and_dear_verification_not_at_all():
     depths = LoadDepth(5)
     assert depths.choose(1.0, costs(1.0, 0.05)) == 5
-    assert depths.choose(1.0, costs(1.0, 0.4)) == 1
+    assert depths.choose(1.0, costs(1.0, 0.4)) == 2
+    assert depths.choose(1.0, costs(1.0, 0.6)) == 1
     assert depths.choose(1.0, costs(1.0, 0.9)) == 0
 
 
@@ -41,3 +42,11 @@ def test_requests_that_cannot_be_drafted_for_count_against_it():
 def test_without_a_table_the_limit_holds_and_without_a_drafter_there_is_none():
     assert LoadDepth(4).choose(1.0, lambda depth: None) == 4
     assert LoadDepth(0).choose(1.0, lambda depth: 1.0) == 0
+
+
+def test_what_many_rows_saw_counts_as_often():
+    one, many = LoadDepth(3), LoadDepth(3)
+    for _ in range(5):
+        one.saw(3, 1)
+    many.saw(3, 1, times=5)
+    assert abs(one.tokens(3) - many.tokens(3)) < 0.01
