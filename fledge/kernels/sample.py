@@ -154,7 +154,7 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_p_floor_triton(logits_NV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor, num_new: int = 1) -> Tensor:
-    """By bisection instead of a sort: 25 readings of a row that stays in the cache of the device."""
+    """By bisection instead of a sort: 27 readings of a row that stays in the cache of the device."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
@@ -365,5 +365,10 @@ def _top_p_floor(
             enough = tl.sum(sums, axis=0) >= wanted
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
-        floor = peak * scale + low
+        # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
+        lowest = tl.full([BLOCK], float("inf"), tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+            lowest = tl.minimum(lowest, tl.where((x - peak) * scale >= low, x * scale, float("inf")))
+        floor = tl.min(lowest, axis=0)
     tl.store(floors_ptr + row, floor)

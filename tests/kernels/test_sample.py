@@ -93,6 +93,8 @@ def test_top_p_keeps_what_a_sort_keeps(kernel, vocab_size):
     for row in (0, 1, 2, 4):
         params = SamplingParams(temperature=float(temperatures[row]), top_p=float(top_ps[row]))
         scaled = (logits[row] * (1 / temperatures[row])).cpu()
+        # The cut is a token's own value, so that whether this token is kept does not hang on rounding.
+        assert bool((scaled == floors[row].cpu()).any())
         kept, wanted = scaled >= floors[row].cpu(), probabilities(logits[row].cpu(), params) > 0
         # Sums in another order may move the cut past tokens that lie at it, to within the rounding of the sums.
         apart = (scaled[kept != wanted] - floors[row].cpu()).abs()
