@@ -2,14 +2,18 @@
 
     python benchmarks/gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json results.json
 
-Stages (`--stages checks,linears,plain,spec,offline,profile`), each measured warm, as medians of `--rounds`:
-  checks   captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
-           ones, up to ties: where they part, the gap between the network's two best logits is shown
-  linears  one layer's linears by number of rows: both kernels against cuBLAS with elementwise kernels around it
-  plain    tokens/s without speculation by concurrency, step time
-  spec     the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1
-  offline  throughput of `--queued` requests
-  profile  kernel times of a plain step and of a speculative cycle, and the floor: bytes of the weights over bandwidth
+Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rounds`:
+  checks     captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
+             ones, up to ties: where they part, the gap between the network's two best logits is shown
+  linears    one layer's linears by number of rows: both kernels against cuBLAS with elementwise kernels around it
+  attention  one layer's attention by batch, context and number of new tokens
+  plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
+  spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
+             depth that was fastest, and how fast the engine is when it chooses itself
+  settings   step times with one setting changed: the linears' limits, kernels that overlap or not
+  offline    throughput of `--queued` requests
+  profile    kernel times of a plain step and of a speculative cycle, without overlap (else they contain waiting), and the
+             floor: bytes of the weights over bandwidth
 
 A prompts file has one JSON object a line with `turns`. Answers have `--tokens` tokens; end tokens do not end them, so that
 all runs do the same work, unless `--honour-stops` is given.
@@ -21,12 +25,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_kernels import attention_times, event_time, linear_times
 from torch import Tensor
 
 from fledge.bench.provenance import provenance, write_json
@@ -34,8 +38,10 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.cuda_graphs import size_for
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY, DeviceBatch, Entry
 from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
 from fledge.kernels import fused_linear, triton_support
 from fledge.models.decoder import Decoder, causal_attend
@@ -43,7 +49,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = ("checks", "linears", "plain", "spec", "offline", "profile")
+STAGES = ("checks", "linears", "attention", "plain", "spec", "settings", "profile", "offline")
 # Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
 TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
@@ -61,13 +67,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", required=True, help="JSONL file")
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 256])
-    parser.add_argument("--depths", type=numbers, default=[1, 2, 3, 4, 5, 6, 7])
+    parser.add_argument("--depths", type=numbers, default=[2, 3, 4, 5, 7])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--honour-stops", action="store_true")
     parser.add_argument("--no-overlap", action="store_true", help="without programmatic dependent launch")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
     return parser.parse_args()
@@ -123,7 +130,7 @@ def load(args: argparse.Namespace) -> Bench:
 
 
 def checks(bench: Bench) -> dict[str, object]:
-    tokens = min(bench.args.tokens, 128)
+    tokens = min(bench.args.tokens, 96)
     prompts = bench.some_prompts(8)
     options = {"max_tokens": tokens, "stop_ids": ()}
 
@@ -136,7 +143,7 @@ def checks(bench: Bench) -> dict[str, object]:
     found: dict[str, object] = {"captured_equals_eager": {"plain": plain == answers(False, 0, False)}}
     found["plain_against_the_network"] = against_network(bench.decoder, prompts, plain)
     if bench.drafter is not None:
-        for depth in (1, 5):
+        for depth in (3, 7):
             speculative = answers(True, depth, True)
             found["captured_equals_eager"][f"depth {depth}"] = speculative == answers(True, depth, False)
             found[f"depth_{depth}_against_the_network"] = against_network(bench.decoder, prompts, speculative)
@@ -176,82 +183,54 @@ def partings(decoder: Decoder, prompts: list[list[int]], plain: list[list[int]],
     return {"equal": len(plain) - len(gaps), "parted": len(gaps), "gaps": gaps, "ties_only": max(gaps, default=0.0) <= TIE}
 
 
-# linears
+# kernels alone
 
 
 def linears(bench: Bench) -> dict[str, object]:
-    layer, head = bench.decoder.layers[0], bench.decoder.lm_head.weight
-    size, wide = head.shape[1], layer.mlp.down_proj.weight.shape[1]
-    norm = fused_linear.Norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
-    found = {}
-    for rows in (1, 2, 4, 6, 8, 16, 24, 32, 64, 128):
-        x, inner = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (size, wide))
-        cases = {
-            "norm+qkv": (x, layer.self_attn.qkv_proj.weight, {"norm": norm}),
-            "o+residual": (x[:, : layer.self_attn.o_proj.weight.shape[1]], layer.self_attn.o_proj.weight, {"residual_MO": x}),
-            "norm+gate_up": (x, layer.mlp.gate_up_proj.weight, {"norm": norm, "gated": True}),
-            "down+residual": (inner, layer.mlp.down_proj.weight, {"residual_MO": x}),
-        }
-        for name, (inputs, weight, options) in cases.items():
-            kernels = [kernel for kernel, most in (("vector", 8), ("whole", 16), ("tile", 128)) if rows <= most]
-            run = fused_linear.fused_linear_triton
-            ways: dict[str, Callable] = {kernel: partial(run, inputs, weight, **options, kernel=kernel) for kernel in kernels}
-            ways["cublas"] = partial(fused_linear.wide_linear, inputs, weight, **options)
-            found[f"{name}, {rows} rows"] = {way: graph_time(run) for way, run in ways.items()}
-    show("linears: microseconds in a chain of 20", found)
+    found = linear_times(bench.decoder)
+    show("linears: microseconds in a chain", found)
     return found
 
 
-def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -> float:
-    """Microseconds of one call within a graph of many."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            run()
-    return event_time(graph.replay, rounds) / repeats
-
-
-def event_time(run: Callable[[], object], rounds: int) -> float:
-    """Microseconds a call, on the device, warm."""
-    run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(rounds):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end) / rounds
+def attention(bench: Bench) -> dict[str, object]:
+    found = attention_times(bench.decoder.config, bench.args.max_model_len)
+    show("attention: microseconds in a chain", found)
+    return found
 
 
 # speed
 
 
-def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int) -> dict[str, float]:
-    """End to end over waves of `concurrency` requests, prompts included, and the device's own time a step."""
-    engine.depths.choose = lambda *_: depth
+def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | None) -> dict[str, float]:
+    """End to end over waves of `concurrency` requests, and the device's own time a step. Depth None: the engine chooses."""
+    choose = partial(LoadDepth.choose, engine.depths)
+    engine.depths.choose = choose if depth is None else lambda *_: depth
     params = SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=not bench.args.honour_stops)
 
-    def wave(turn: int) -> tuple[int, float]:
+    def wave(turn: int) -> tuple[float, float]:
+        """Tokens/s over all, and a request's own from its first token to its last."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         requests = [engine.add_request(prompt, params) for prompt in bench.some_prompts(concurrency, turn * concurrency)]
         while engine.has_unfinished():
             engine.step()
-        return sum(request.num_answer for request in requests), time.perf_counter() - started
+        total = sum(request.num_answer for request in requests) / (time.perf_counter() - started)
+        lasted = [(request, request.finish_time - request.first_token_time) for request in requests]
+        return total, statistics.median((request.num_answer - 1) / seconds for request, seconds in lasted if seconds)
 
     wave(0)  # kernels are compiled, graphs recorded
     before = replace(engine.stats)
-    total = statistics.median(count / seconds for count, seconds in (wave(turn) for turn in range(bench.args.rounds)))
+    totals, own = zip(*(wave(turn) for turn in range(bench.args.rounds)), strict=True)
     steps = engine.stats.steps - before.steps
-    return {
-        "tokens_per_s": total,
-        "tokens_per_s_per_user": total / concurrency,
+    found = {
+        "tokens_per_s": statistics.median(totals),
+        "tokens_per_s_per_user": statistics.median(totals) / concurrency,
+        "answering_tokens_per_s_per_user": statistics.median(own),
         "acceptance_length": 1 + (engine.stats.accepted - before.accepted) / steps if steps else 1.0,
-        "step_us": step_time(bench, engine.rows, concurrency, depth),
     }
+    if depth is not None:
+        found["step_us"] = step_time(bench, engine.rows, concurrency, depth)
+    return found
 
 
 def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> None:
@@ -267,7 +246,7 @@ def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> No
 @torch.inference_mode()
 def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 40) -> float:
     """Microseconds a replay, all rows running."""
-    size = next(size for size in rows.sizes if size >= concurrency)
+    size = size_for(rows.sizes, concurrency)
     tokens = (depth + 1) * (steps + 8)
     filled(bench, rows, concurrency, tokens)
     for _ in range(3):
@@ -280,24 +259,52 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
 
 def plain(bench: Bench) -> dict[str, object]:
     engine = bench.engine(max(bench.args.concurrency))
-    found = {str(count): speed(bench, engine, count, 0) for count in bench.args.concurrency}
-    show("plain", found)
-    return found
+    print("\n== plain")
+    return {str(count): shown(str(count), speed(bench, engine, count, 0)) for count in bench.args.concurrency}
 
 
 def spec(bench: Bench) -> dict[str, object]:
-    baseline = bench.results.get("plain") or plain(bench)
-    bench.results["plain"] = baseline
+    baseline = bench.results["plain"] = bench.results.get("plain") or plain(bench)
     engine = bench.engine(max(bench.args.concurrency), speculate=True)
-    found = {}
+    print("\n== speculation")
+    found: dict[str, object] = {}
     for count in bench.args.concurrency:
-        for depth in bench.args.depths:
+        single = baseline[str(count)]
+        for depth in [*bench.args.depths, None]:
             figures = speed(bench, engine, count, depth)
-            figures["speed_up"] = figures["tokens_per_s"] / baseline[str(count)]["tokens_per_s"]
+            figures["speed_up"] = figures["tokens_per_s"] / single["tokens_per_s"]
             figures["overhead"] = figures["acceptance_length"] / figures["speed_up"] - 1
-            figures["cycle_over_step"] = figures["step_us"] / baseline[str(count)]["step_us"]
-            found[f"{count}, depth {depth}"] = figures
-    show("speculation", found)
+            if depth is not None:
+                figures["cycle_over_step"] = figures["step_us"] / single["step_us"]
+            name = f"{count}, depth {depth}" if depth is not None else f"{count}, chosen"
+            found[name] = shown(name, figures)
+        fastest = max(bench.args.depths, key=lambda depth: found[f"{count}, depth {depth}"]["tokens_per_s"])
+        lost = 1 - found[f"{count}, chosen"]["tokens_per_s"] / found[f"{count}, depth {fastest}"]["tokens_per_s"]
+        chosen = engine.depths.choose(1.0, partial(engine.seconds, size_for(engine.rows.sizes, count), how=GREEDY))
+        summary = {"recommended_depth": fastest, "chosen_depth": chosen, "lost_by_choosing": lost}
+        found[f"{count}, summary"] = shown(f"{count}, summary", summary)
+    return found
+
+
+@torch.inference_mode()
+def settings(bench: Bench) -> dict[str, object]:
+    """Each shape as it is, then with a setting changed."""
+    changes = {
+        "as it is": (fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
+        "whole up to 16 rows": (fused_linear, "WHOLE_ROWS", 16),
+        "whole up to 32 rows": (fused_linear, "WHOLE_ROWS", 32),
+        "no overlap": (triton_support, "OVERLAP", False),
+    }
+    rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
+    shapes = [(1, 0), (4, 0), (64, 0)] + ([(1, 3), (4, 5), (16, 3)] if bench.drafter is not None else [])
+    found: dict[str, object] = {}
+    for name, (module, setting, value) in changes.items():
+        before = getattr(module, setting)
+        setattr(module, setting, value)
+        rows.graphs.graphs.clear()
+        found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
+        setattr(module, setting, before)
+    show("settings: microseconds a step", found)
     return found
 
 
@@ -324,13 +331,14 @@ def profile(bench: Bench) -> dict[str, object]:
     parameters = {id(p): p.numel() * p.element_size() for p in bench.decoder.parameters()}
     floor = sum(parameters.values()) / H200_BYTES_PER_S * 1e6
     found: dict[str, object] = {"floor_us": floor}
+    overlap, triton_support.OVERLAP = triton_support.OVERLAP, False
     for count in (1, 64):
-        for depth in [0] + ([5 if count == 1 else 3] if bench.drafter is not None else []):
-            rows = bench.answers(count, speculate=depth > 0).batch.rows
+        rows = bench.answers(count, speculate=bench.drafter is not None).batch.rows
+        for depth in [0] + ([3] if bench.drafter is not None else []):
             step = step_time(bench, rows, count, depth)
-            found[f"batch {count}, depth {depth}"] = {"step_us": step, "over_floor": step / floor} | kernel_times(
-                bench, rows, count, depth
-            )
+            figures = {"step_us": step, "over_floor": step / floor} | kernel_times(bench, rows, count, depth)
+            found[f"batch {count}, depth {depth}"] = figures
+    triton_support.OVERLAP = overlap
     show("profile: microseconds a step, launches a step", found)
     return found
 
@@ -355,6 +363,12 @@ def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, 
     return {"launches": launches, "sum_us": sum(kernel["us"] for kernel in kernels.values()), "kernels": ordered}
 
 
+def shown(name: str, figures: dict[str, object]) -> dict[str, object]:
+    """Printed as it comes: a run that is cut short has said what it knew."""
+    print(f"  {name:>24}  " + "  ".join(f"{k} {brief(v)}" for k, v in figures.items()), flush=True)
+    return figures
+
+
 def show(title: str, figures: dict[str, object]) -> None:
     print(f"\n== {title}")
     for name, value in figures.items():
@@ -363,7 +377,7 @@ def show(title: str, figures: dict[str, object]) -> None:
             for kernel, times in value["kernels"].items():
                 print(f"      {times['us']:9.1f} us  x{times['launches']:6.1f}  {kernel}")
         elif isinstance(value, dict):
-            print(f"  {name:>24}  " + "  ".join(f"{k} {brief(v)}" for k, v in value.items()))
+            shown(name, value)
         else:
             print(f"  {name:>24}  {brief(value)}")
 
@@ -376,9 +390,13 @@ def main() -> None:
     args = arguments()
     triton_support.OVERLAP = not args.no_overlap
     torch.cuda.set_device(0)
+    began = time.perf_counter()
     bench = load(args)
     for stage in args.stages.split(","):
         started = time.perf_counter()
+        if started - began > args.seconds:
+            print(f"{stage} is left out: the time is over")
+            continue
         bench.results[stage] = globals()[stage](bench)
         print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
         torch.cuda.empty_cache()

@@ -1,0 +1,96 @@
+"""Kernels of the engine alone, each in a captured chain of many: for `gpu.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from fledge.config import ModelConfig
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE
+from fledge.engine.fused_decoder import rope_table
+from fledge.kernels import fused_linear
+from fledge.kernels.rope_attention import rope_attention
+from fledge.models.decoder import Decoder
+
+DEVICE = "cuda"
+
+
+def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
+    """Linears by number of rows, in microseconds: both kernels, and cuBLAS with elementwise kernels around it.
+
+    Each kind alone finds its weight in the cache of the device; those of all layers, as in a step, do not.
+    """
+    layer = decoder.layers[0]
+    size, wide = layer.self_attn.qkv_proj.weight.shape[1], layer.mlp.down_proj.weight.shape[1]
+    norm = fused_linear.Norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
+    found = {}
+    for rows in (1, 2, 4, 16, 32, 64, 128):
+        x, inner = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (size, wide))
+        attended = torch.randn(rows, layer.self_attn.o_proj.weight.shape[1], device=DEVICE, dtype=torch.bfloat16)
+        kinds: dict[str, Callable] = {
+            "norm+qkv": lambda layer, run, x=x: run(x, layer.self_attn.qkv_proj.weight, norm=norm),
+            "o+residual": lambda layer, run, x=x, y=attended: run(y, layer.self_attn.o_proj.weight, residual_MO=x),
+            "norm+gate_up": lambda layer, run, x=x: run(x, layer.mlp.gate_up_proj.weight, norm=norm, gated=True),
+            "down+residual": lambda layer, run, x=x, y=inner: run(y, layer.mlp.down_proj.weight, residual_MO=x),
+        }
+        kernels = [kernel for kernel, most in (("vector", 4), ("whole", 128)) if rows <= most]
+        ways: dict[str, Callable] = {kernel: partial(fused_linear.fused_linear_triton, kernel=kernel) for kernel in kernels}
+        ways["cublas"] = fused_linear.wide_linear
+        for name, kind in kinds.items():
+            found[f"{name}, {rows} rows"] = {way: graph_time(partial(kind, layer, run)) for way, run in ways.items()}
+
+        def all_layers(run: Callable, kinds: dict[str, Callable] = kinds) -> None:
+            for layer in decoder.layers:
+                for kind in kinds.values():
+                    kind(layer, run)
+
+        found[f"all layers, {rows} rows"] = {way: graph_time(partial(all_layers, run), 1) for way, run in ways.items()}
+    return found
+
+
+def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, float]]:
+    """One layer's attention by batch, new tokens and context, in microseconds."""
+    page = DEVICE_PAGE_SIZE
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    table = rope_table(size, config.max_positions, config.rope, longest, torch.device(DEVICE))
+    pages = -(-longest // page)
+    found = {}
+    for batch in (1, 4, 16, 64, 256):
+        caches = torch.randn(2, kv_heads, batch * pages * page, size, device=DEVICE, dtype=torch.bfloat16)
+        tables = torch.arange(batch * pages, device=DEVICE, dtype=torch.int32).view(batch, pages)
+        for new in (1, 4, 6):
+            qkv = torch.randn(batch * new, (heads + 2 * kv_heads) * size, device=DEVICE, dtype=torch.bfloat16)
+            times = {}
+            for context in (128, 256, 384, 512, 1900):
+                starts, counts = (torch.full((batch,), n, device=DEVICE, dtype=torch.int32) for n in (context, new))
+                where = (table, starts, counts, *caches, tables, page)
+                times[f"{context} keys"] = graph_time(partial(rope_attention, qkv, *where))
+            found[f"batch {batch}, {new} new"] = times
+        del caches
+    return found
+
+
+def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -> float:
+    """Microseconds of one call within a graph of many."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            run()
+    return event_time(graph.replay, rounds) / repeats
+
+
+def event_time(run: Callable[[], object], rounds: int) -> float:
+    """Microseconds a call, on the device, warm."""
+    run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(rounds):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / rounds
