@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--honour-stops", action="store_true")
-    parser.add_argument("--no-overlap", action="store_true", help="without programmatic dependent launch")
+    parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
@@ -293,7 +293,8 @@ def settings(bench: Bench) -> dict[str, object]:
         "as it is": (fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
         "whole up to 16 rows": (fused_linear, "WHOLE_ROWS", 16),
         "whole up to 32 rows": (fused_linear, "WHOLE_ROWS", 32),
-        "no overlap": (triton_support, "OVERLAP", False),
+        "overlap with the next kernel alone": (triton_support, "OVERLAP", triton_support.NEAR),
+        "no overlap": (triton_support, "OVERLAP", triton_support.NONE),
     }
     rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
     shapes = [(1, 0), (4, 0), (64, 0)] + ([(1, 3), (4, 5), (16, 3)] if bench.drafter is not None else [])
@@ -331,7 +332,7 @@ def profile(bench: Bench) -> dict[str, object]:
     parameters = {id(p): p.numel() * p.element_size() for p in bench.decoder.parameters()}
     floor = sum(parameters.values()) / H200_BYTES_PER_S * 1e6
     found: dict[str, object] = {"floor_us": floor}
-    overlap, triton_support.OVERLAP = triton_support.OVERLAP, False
+    overlap, triton_support.OVERLAP = triton_support.OVERLAP, triton_support.NONE
     for count in (1, 64):
         rows = bench.answers(count, speculate=bench.drafter is not None).batch.rows
         for depth in [0] + ([3] if bench.drafter is not None else []):
@@ -388,7 +389,7 @@ def brief(value: object) -> str:
 
 def main() -> None:
     args = arguments()
-    triton_support.OVERLAP = not args.no_overlap
+    triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
     torch.cuda.set_device(0)
     began = time.perf_counter()
     bench = load(args)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.swiglu import swiglu, swiglu_reference
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 # Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
@@ -251,9 +251,14 @@ def _vector_linear(
     if HOLD:
         let_next_start(PDL)
     for row in tl.static_range(ROWS):
-        x1 = tl.load(x_ptr + row * SIZE + k1).to(tl.float32)
+        x1 = tl.load(x_ptr + row * SIZE + k1)
         if PART2 > 0:
-            x2 = tl.load(x_ptr + row * SIZE + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+            x2 = tl.load(x_ptr + row * SIZE + k2, mask=k2 < SIZE, other=0.0)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
+        x1 = loaded(x1).to(tl.float32)
+        if PART2 > 0:
+            x2 = loaded(x2).to(tl.float32)
         if HAS_NORM:
             square = tl.sum(x1 * x1, axis=0)
             if PART2 > 0:
@@ -275,8 +280,7 @@ def _vector_linear(
                 up += up_bias
             total = _silu_times(total, up, dtype)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)
-            total = residual + total.to(dtype).to(tl.float32)
+            total = residual.to(tl.float32) + total.to(dtype).to(tl.float32)
         tl.store(out_ptr + row * OUTPUTS + column, total.to(dtype), mask=inside)
 
 
@@ -285,6 +289,7 @@ def whole_products(
     x_ptr,
     weight_ptr,
     norm_ptr,
+    residual_ptr,
     row,
     column,
     row_inside,
@@ -295,12 +300,13 @@ def whole_products(
     SIZE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SPLITS: tl.constexpr,
     HOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The products of rows and columns, fp32, and if gated those of the weight's second half. Waits for the inputs."""
+    """The products of rows and columns, those of the weight's second half, and the residual, fp32. Waits for the inputs."""
     if not HOLD:
         let_next_start(PDL)
     split = tl.arange(0, SPLITS)[:, None, None]
@@ -312,7 +318,7 @@ def whole_products(
     if GATED:
         up1 = tl.load(weights1 + OUTPUTS * SIZE, mask=w_mask1, other=0.0)
     if HAS_NORM:
-        norm1 = tl.load(norm_ptr + k1, mask=k1 < SIZE, other=0.0).to(tl.float32)
+        norm1 = tl.load(norm_ptr + k1, mask=k1 < SIZE, other=0.0)
     if PART2 > 0:
         EACH2: tl.constexpr = PART2 // SPLITS
         k2 = PART1 + split * EACH2 + tl.arange(0, EACH2)[None, None, :]
@@ -322,13 +328,23 @@ def whole_products(
         if GATED:
             up2 = tl.load(weights2 + OUTPUTS * SIZE, mask=w_mask2, other=0.0)
         if HAS_NORM:
-            norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+            norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0)
     wait_for_inputs(PDL)
     if HOLD:
         let_next_start(PDL)
     x1 = tl.load(x_ptr + row[None, :, None] * SIZE + k1, mask=row_inside[None, :, None] & (k1 < SIZE), other=0.0)
     if PART2 > 0:
         x2 = tl.load(x_ptr + row[None, :, None] * SIZE + k2, mask=row_inside[None, :, None] & (k2 < SIZE), other=0.0)
+    if HAS_RESIDUAL:
+        mask = row_inside[:, None] & inside[None, :]
+        residual = tl.load(residual_ptr + row[:, None] * OUTPUTS + column[None, :], mask=mask, other=0.0)
+    w1, x1 = loaded(w1), loaded(x1)
+    if PART2 > 0:
+        w2, x2 = loaded(w2), loaded(x2)
+    if GATED:
+        up1 = loaded(up1)
+        if PART2 > 0:
+            up2 = loaded(up2)
     if HAS_NORM:
         wide1 = x1.to(tl.float32)
         square = tl.sum(tl.sum(wide1 * wide1, axis=2), axis=0)
@@ -336,9 +352,9 @@ def whole_products(
             wide2 = x2.to(tl.float32)
             square += tl.sum(tl.sum(wide2 * wide2, axis=2), axis=0)
         scale = (1.0 / tl.sqrt(square / SIZE + eps))[None, :, None]
-        x1 = (wide1 * scale * norm1).to(x1.dtype)
+        x1 = (wide1 * scale * loaded(norm1).to(tl.float32)).to(x1.dtype)
         if PART2 > 0:
-            x2 = (wide2 * scale * norm2).to(x2.dtype)
+            x2 = (wide2 * scale * loaded(norm2).to(tl.float32)).to(x2.dtype)
     total = tl.dot(x1, tl.permute(w1, (0, 2, 1)), input_precision="ieee")
     if PART2 > 0:
         total = tl.dot(x2, tl.permute(w2, (0, 2, 1)), total, input_precision="ieee")
@@ -349,7 +365,10 @@ def whole_products(
         if PART2 > 0:
             up = tl.dot(x2, tl.permute(up2, (0, 2, 1)), up, input_precision="ieee")
         up = tl.sum(up, axis=0)
-    return total, up
+    added = total
+    if HAS_RESIDUAL:
+        added = loaded(residual).to(tl.float32)
+    return total, up, added
 
 
 @jit
@@ -381,10 +400,11 @@ def _whole_linear(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_inside, inside = row < num_rows, column < OUTPUTS
     dtype = out_ptr.dtype.element_ty
-    total, up = whole_products(
+    total, up, residual = whole_products(
         x_ptr,
         weight_ptr,
         norm_ptr,
+        residual_ptr,
         row,
         column,
         row_inside,
@@ -395,6 +415,7 @@ def _whole_linear(
         SIZE,
         OUTPUTS,
         HAS_NORM,
+        HAS_RESIDUAL,
         GATED,
         SPLITS,
         HOLD,
@@ -409,6 +430,5 @@ def _whole_linear(
     place = row[:, None] * OUTPUTS + column[None, :]
     mask = row_inside[:, None] & inside[None, :]
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         total = residual + total.to(dtype).to(tl.float32)
     tl.store(out_ptr + place, total.to(dtype), mask=mask)

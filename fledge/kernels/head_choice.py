@@ -94,10 +94,11 @@ def _head_choice(
     ids = column
     if HAS_IDS:
         ids = tl.load(target_ids_ptr + column, mask=inside, other=2147483647).to(tl.int32)
-    logits, _ = whole_products(
+    logits, _, _ = whole_products(
         x_ptr,
         weight_ptr,
         norm_ptr,
+        x_ptr,
         row,
         column,
         row_inside,
@@ -107,10 +108,11 @@ def _head_choice(
         PART2,
         SIZE,
         VOCAB,
-        True,
-        False,
+        True,  # the norm
+        False,  # no residual
+        False,  # no gate
         SPLITS,
-        False,
+        False,  # the next kernel is not held
         PDL,
     )
     # Rounded like the logits of a network in this type, so that ties are the same ones.

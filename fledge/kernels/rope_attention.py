@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fledge.kernels.paged_attention import attention_reference
 from fledge.kernels.rope_cache import rope_cache_reference
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 
@@ -197,10 +197,9 @@ def _rotated(x, weight_ptr, lane, cos, sin, eps, SIZE: tl.constexpr, HAS_NORMS: 
         weight = tl.load(weight_ptr + lane, mask=lane < SIZE, other=0.0).to(tl.float32)
         x = (x * scale * weight[None, :]).to(dtype).to(tl.float32)
     HALF: tl.constexpr = SIZE // 2
-    # Gathered, not loaded again: otherwise all of this is done once per warp, in four times the registers.
     partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
     other = tl.gather(x, tl.broadcast_to(partner[None, :], x.shape), axis=1)
-    return (x * cos + other * sin).to(dtype)
+    return loaded((x * cos + other * sin).to(dtype))  # else the above is done once per warp, in several times the registers
 
 
 @jit
@@ -287,17 +286,18 @@ def _rope_attention(
     old_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0)
     old_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0)
     angle = table_ptr + tl.minimum(start + token, last_position)[:, None].to(tl.int64) * SIZE + lane[None, :]
-    q_cos = tl.load(angle, mask=q_mask, other=0.0).to(tl.float32)
-    q_sin = tl.load(angle + table_stride, mask=q_mask, other=0.0).to(tl.float32)
+    q_cos = tl.load(angle, mask=q_mask, other=0.0)
+    q_sin = tl.load(angle + table_stride, mask=q_mask, other=0.0)
     new = tl.arange(0, NEW_BLOCK)
     valid = new < count
     new_mask = valid[:, None] & lane_inside[None, :]
     place = start + new
     angle = table_ptr + place[:, None].to(tl.int64) * SIZE + lane[None, :]
-    k_cos = tl.load(angle, mask=new_mask, other=0.0).to(tl.float32)
-    k_sin = tl.load(angle + table_stride, mask=new_mask, other=0.0).to(tl.float32)
+    k_cos = tl.load(angle, mask=new_mask, other=0.0)
+    k_sin = tl.load(angle + table_stride, mask=new_mask, other=0.0)
     new_page = tl.load(pages + place // PAGE, mask=valid, other=0).to(tl.int64)
     new_offsets = (new_page * PAGE + place % PAGE)[:, None] * SIZE + lane[None, :]
+    q_cos, q_sin, k_cos, k_sin = loaded(q_cos), loaded(q_sin), loaded(k_cos), loaded(k_sin)
 
     wait_for_inputs(PDL)
     TOKEN: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
@@ -306,6 +306,7 @@ def _rope_attention(
     q = tl.load(q_heads, mask=q_mask, other=0.0)
     new_k = tl.load(k_heads, mask=new_mask, other=0.0)
     new_v = tl.load(k_heads + KV_HEADS * SIZE, mask=new_mask, other=0.0)
+    old_k, old_v, q, new_k, new_v = loaded(old_k), loaded(old_v), loaded(q), loaded(new_k), loaded(new_v)
     q = _rotated(q, q_weight_ptr, lane, q_cos, q_sin, eps, SIZE, HAS_NORMS, dtype)
     new_k = _rotated(new_k, k_weight_ptr, lane, k_cos, k_sin, eps, SIZE, HAS_NORMS, dtype)
     store = new_mask & (split == 0) & (row_block == 0)

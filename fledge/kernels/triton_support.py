@@ -3,10 +3,14 @@
 Kernels of a captured step overlap: a kernel may start while the one before it drains (programmatic dependent launch), touches
 nothing but weights until `wait_for_inputs`, and allows the next one to start by `let_next_start`. Waiting is for all
 of the kernel before, which waited likewise, so everything older is complete too.
+
+How far they overlap is a choice: a kernel that lets the next one start at once has several behind it that hold their weights
+(FAR); one that does so after it has waited has one (NEAR).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -19,8 +23,10 @@ try:
 except ImportError:
     triton = tl = None
 
-# Benchmarks turn it off to measure what it brings.
-OVERLAP = True
+# The interpreter knows no assembly.
+COMPILED = True if tl is None else tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+NONE, FAR, NEAR = range(3)
+OVERLAP = FAR  # benchmarks change it to measure what it brings
 
 
 def jit(function: Callable) -> Callable:
@@ -35,11 +41,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def overlap(x: Tensor) -> dict[str, bool]:
+def overlap(x: Tensor) -> dict[str, int | bool]:
     """Launch options of a kernel that calls the two functions below."""
     if OVERLAP and x.is_cuda and _can_overlap(x.device):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+        return {"PDL": OVERLAP, "launch_pdl": True}
+    return {"PDL": NONE}
 
 
 @lru_cache
@@ -51,9 +57,23 @@ def _can_overlap(device: torch.device) -> bool:
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if PDL == 2:  # NEAR
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
 def let_next_start(PDL: tl.constexpr):
-    if PDL:
+    if PDL == 1:  # FAR
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def loaded(x):
+    """x itself. The compiler moves what is done with a load up to it, and has a barrier wait for it there; it does not move
+    that above this. So with several loads and then this for each, they are all under way together."""
+    if COMPILED:
+        if x.dtype.primitive_bitwidth == 16:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+        else:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return x
