@@ -139,9 +139,9 @@ def fused_linear_triton(
     if kernel == "vector":
         columns = vector_columns(outputs, gated)
         warps = 4 if size <= 2048 else 8
-        parts = two_parts(size)
+        inputs = next_power_of_2(size)
         _vector_linear[(-(-outputs // columns),)](
-            *arguments, eps, ROWS=num_rows, COLUMNS=columns, **parts, **flags, num_warps=warps
+            *arguments, eps, ROWS=num_rows, COLUMNS=columns, INPUTS=inputs, **flags, num_warps=warps
         )
     else:
         tiles, warps = -(-num_rows // TILE), whole_warps(size)
@@ -167,7 +167,7 @@ def choose_kernel(num_rows: int, size: int) -> str | None:
     return "whole" if num_rows <= WHOLE_ROWS and size <= WHOLE_INPUTS else None
 
 
-def two_parts(size: int, smallest: int = 1) -> dict[str, int]:
+def two_parts(size: int, smallest: int) -> dict[str, int]:
     """Of a row: their sizes are powers of two. 576 = 512 + 64."""
     large = max(next_power_of_2(size + 1) // 2, smallest)
     return {"PART1": large, "PART2": max(next_power_of_2(size - large), smallest) if size > large else 0}
@@ -211,8 +211,7 @@ def _vector_linear(
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PART1: tl.constexpr,
-    PART2: tl.constexpr,
+    INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -226,23 +225,15 @@ def _vector_linear(
         let_next_start(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < OUTPUTS
-    k1 = tl.arange(0, PART1)
+    k = tl.arange(0, INPUTS)
     dtype = out_ptr.dtype.element_ty
-    rows1 = weight_ptr + column[:, None].to(tl.int64) * SIZE + k1[None, :]
-    w1 = tl.load(rows1, mask=inside[:, None], other=0.0)
+    weights = weight_ptr + column[:, None].to(tl.int64) * SIZE + k[None, :]
+    mask = inside[:, None] & (k < SIZE)[None, :]
+    w = tl.load(weights, mask=mask, other=0.0)
     if GATED:
-        up1 = tl.load(rows1 + OUTPUTS * SIZE, mask=inside[:, None], other=0.0)
+        w_up = tl.load(weights + OUTPUTS * SIZE, mask=mask, other=0.0)
     if HAS_NORM:
-        norm1 = tl.load(norm_ptr + k1).to(tl.float32)
-    if PART2 > 0:
-        k2 = PART1 + tl.arange(0, PART2)
-        rows2 = weight_ptr + column[:, None].to(tl.int64) * SIZE + k2[None, :]
-        mask2 = inside[:, None] & (k2 < SIZE)[None, :]
-        w2 = tl.load(rows2, mask=mask2, other=0.0)
-        if GATED:
-            up2 = tl.load(rows2 + OUTPUTS * SIZE, mask=mask2, other=0.0)
-        if HAS_NORM:
-            norm2 = tl.load(norm_ptr + k2, mask=k2 < SIZE, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -251,31 +242,17 @@ def _vector_linear(
     if HOLD:
         let_next_start(PDL)
     for row in tl.static_range(ROWS):
-        x1 = tl.load(x_ptr + row * SIZE + k1)
-        if PART2 > 0:
-            x2 = tl.load(x_ptr + row * SIZE + k2, mask=k2 < SIZE, other=0.0)
+        x = tl.load(x_ptr + row * SIZE + k, mask=k < SIZE, other=0.0)
         if HAS_RESIDUAL:
             residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
-        x1 = loaded(x1).to(tl.float32)
-        if PART2 > 0:
-            x2 = loaded(x2).to(tl.float32)
+        x = loaded(x).to(tl.float32)
         if HAS_NORM:
-            square = tl.sum(x1 * x1, axis=0)
-            if PART2 > 0:
-                square += tl.sum(x2 * x2, axis=0)
-            scale = 1.0 / tl.sqrt(square / SIZE + eps)
-            x1 = (x1 * scale * norm1).to(dtype).to(tl.float32)
-            if PART2 > 0:
-                x2 = (x2 * scale * norm2).to(dtype).to(tl.float32)
-        total = tl.sum(w1.to(tl.float32) * x1[None, :], axis=1)
-        if PART2 > 0:
-            total += tl.sum(w2.to(tl.float32) * x2[None, :], axis=1)
+            x = (x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)) * norm).to(dtype).to(tl.float32)
+        total = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
         if HAS_BIAS:
             total += bias
         if GATED:
-            up = tl.sum(up1.to(tl.float32) * x1[None, :], axis=1)
-            if PART2 > 0:
-                up += tl.sum(up2.to(tl.float32) * x2[None, :], axis=1)
+            up = tl.sum(w_up.to(tl.float32) * x[None, :], axis=1)
             if HAS_BIAS:
                 up += up_bias
             total = _silu_times(total, up, dtype)
