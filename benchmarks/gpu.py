@@ -36,6 +36,7 @@ from torch import Tensor
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import size_for
@@ -293,6 +294,7 @@ def settings(bench: Bench) -> dict[str, object]:
         "as it is": (fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
         "whole up to 16 rows": (fused_linear, "WHOLE_ROWS", 16),
         "whole up to 32 rows": (fused_linear, "WHOLE_ROWS", 32),
+        "every layer holds its attention": (fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap with the next kernel alone": (triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (triton_support, "OVERLAP", triton_support.NONE),
     }

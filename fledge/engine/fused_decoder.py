@@ -27,6 +27,10 @@ try:
 except ImportError:
     varlen_attn = None
 
+# The layers that let their attention start only after everything before them. One is enough: what attention reads early (the
+# settled keys, where sequences stand) was complete before the first. Benchmarks change it.
+HOLDING_LAYERS = 1
+
 # (attention module, its fused projection [N, (H + 2K) * E]) -> [N, H * E]; rotates, stores keys and values, attends
 FusedAttend = Callable[[Attention, Tensor], Tensor]
 
@@ -44,7 +48,8 @@ class FusedDecoder:
         for index, layer in enumerate(self.decoder.layers):
             if index in taps:
                 captured[index] = x_ND
-            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm), before_attention=True)
+            holds = index < HOLDING_LAYERS
+            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm), before_attention=holds)
             x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv), in_place=index not in taps)
         captured[len(self.decoder.layers)] = x_ND
         return x_ND, [captured[index] for index in taps]

@@ -48,7 +48,10 @@ def fused_linear(
     in_place: bool = False,
     before_attention: bool = False,
 ) -> Tensor:
-    """`in_place`: the residual may be overwritten; what is returned counts. `before_attention`: see `rope_attention`."""
+    """`in_place`: the residual may be overwritten; what is returned counts.
+
+    `before_attention`: all kernels from the next one on may read, at once, whatever was complete before this one waits.
+    """
     options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
     if not use_triton(x_MK):
         return fused_linear_reference(x_MK, weight_OK, bias_O, **options)

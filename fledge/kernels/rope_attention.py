@@ -8,8 +8,8 @@ Token t lies at position start + t and sees the settled keys and the new ones up
 A program takes a sequence, a key/value head and a share of the settled keys; the first also takes the new ones. Short contexts
 are one share. The program that finishes last joins several shares, always in the same order.
 
-Everything but `qkv_NX` is read while the kernel before still runs: where that one lets this one start early, it must do so
-only once everything before it is complete (`fused_linear(…, before_attention=True)`; cuBLAS never lets anything start early).
+Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
+this one reads was complete: see `before_attention` of `fused_linear`. (Kernels of libraries never let anything start early.)
 """
 
 from __future__ import annotations
@@ -258,8 +258,9 @@ def _rope_attention(
     out_place = out_row[:, None] * SIZE + lane[None, :]
 
     # Known before the queries are: where the sequence stands, its settled keys and values, the angles.
-    start = tl.load(starts_ptr + sequence).to(tl.int32)
-    count = tl.load(counts_ptr + sequence).to(tl.int32)
+    # Past the multiprocessor's own cache, which other kernels' old values may lie in.
+    start = tl.load(starts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
+    count = tl.load(counts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS
@@ -269,8 +270,8 @@ def _rope_attention(
         share = tl.maximum((share + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, SMALLEST_SHARE)
         num_shares = tl.maximum((start - begin + share - 1) // share, 1)
     if (count == 0) | (split >= num_shares):
-        wait_for_inputs(PDL)  # a kernel is complete only after the one before it
         if split == 0:
+            wait_for_inputs(PDL)  # here too: a kernel is complete only after the one before it
             tl.store(out_ptr + out_place, tl.zeros([ROWS, LANES], dtype), mask=q_mask)
         return
     first = begin + split * share
@@ -280,11 +281,11 @@ def _rope_attention(
     pages = page_table_ptr + sequence * pages_stride
     key = first + tl.arange(0, FIRST)
     key_inside = key < last
-    page = tl.load(pages + key // PAGE, mask=key_inside, other=0).to(tl.int64)
+    page = tl.load(pages + key // PAGE, mask=key_inside, other=0, cache_modifier=".cg").to(tl.int64)
     offsets = (page * PAGE + key % PAGE)[:, None] * SIZE + lane[None, :]
     kv_mask = key_inside[:, None] & lane_inside[None, :]
-    old_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0)
-    old_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0)
+    old_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
+    old_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
     angle = table_ptr + tl.minimum(start + token, last_position)[:, None].to(tl.int64) * SIZE + lane[None, :]
     q_cos = tl.load(angle, mask=q_mask, other=0.0)
     q_sin = tl.load(angle + table_stride, mask=q_mask, other=0.0)
@@ -295,7 +296,7 @@ def _rope_attention(
     angle = table_ptr + place[:, None].to(tl.int64) * SIZE + lane[None, :]
     k_cos = tl.load(angle, mask=new_mask, other=0.0)
     k_sin = tl.load(angle + table_stride, mask=new_mask, other=0.0)
-    new_page = tl.load(pages + place // PAGE, mask=valid, other=0).to(tl.int64)
+    new_page = tl.load(pages + place // PAGE, mask=valid, other=0, cache_modifier=".cg").to(tl.int64)
     new_offsets = (new_page * PAGE + place % PAGE)[:, None] * SIZE + lane[None, :]
     q_cos, q_sin, k_cos, k_sin = loaded(q_cos), loaded(q_sin), loaded(k_cos), loaded(k_sin)
 
