@@ -50,7 +50,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = ("checks", "linears", "attention", "plain", "spec", "settings", "profile", "offline")
+STAGES = ("checks", "plain", "spec", "settings", "attention", "linears", "profile", "offline")
 # Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
 TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
@@ -131,7 +131,7 @@ def load(args: argparse.Namespace) -> Bench:
 
 
 def checks(bench: Bench) -> dict[str, object]:
-    tokens = min(bench.args.tokens, 96)
+    tokens = min(bench.args.tokens, 64)
     prompts = bench.some_prompts(8)
     options = {"max_tokens": tokens, "stop_ids": ()}
 
@@ -143,12 +143,13 @@ def checks(bench: Bench) -> dict[str, object]:
     plain = answers(False, 0, True)
     found: dict[str, object] = {"captured_equals_eager": {"plain": plain == answers(False, 0, False)}}
     found["plain_against_the_network"] = against_network(bench.decoder, prompts, plain)
+    single = [answer.tokens for answer in bench.answers(1).generate(prompts[:1], **options)]
+    found["one_row_against_the_network"] = against_network(bench.decoder, prompts[:1], single)
     if bench.drafter is not None:
-        for depth in (3, 7):
-            speculative = answers(True, depth, True)
-            found["captured_equals_eager"][f"depth {depth}"] = speculative == answers(True, depth, False)
-            found[f"depth_{depth}_against_the_network"] = against_network(bench.decoder, prompts, speculative)
-            found[f"depth_{depth}_against_plain"] = partings(bench.decoder, prompts, plain, speculative)
+        speculative = answers(True, 3, True)
+        found["captured_equals_eager"]["depth 3"] = speculative == answers(True, 3, False)
+        found["depth_3_against_the_network"] = against_network(bench.decoder, prompts, speculative)
+        found["depth_3_against_plain"] = partings(bench.decoder, prompts, plain, speculative)
         drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
         same = [a == b for a, b in zip(answers(False, 0, True, **drawn), answers(True, 3, True, **drawn), strict=True)]
         found["sampled_answers_equal_plain"] = f"{sum(same)} of {len(same)}"
@@ -290,18 +291,19 @@ def spec(bench: Bench) -> dict[str, object]:
 @torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
+    many_rows = [(64, 0)] + ([(4, 5), (16, 3)] if bench.drafter is not None else [])
+    few_rows = [(1, 0), (4, 0)] + ([(1, 3)] if bench.drafter is not None else [])
     changes = {
-        "as it is": (fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
-        "whole up to 16 rows": (fused_linear, "WHOLE_ROWS", 16),
-        "whole up to 32 rows": (fused_linear, "WHOLE_ROWS", 32),
-        "every layer holds its attention": (fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
-        "overlap with the next kernel alone": (triton_support, "OVERLAP", triton_support.NEAR),
-        "no overlap": (triton_support, "OVERLAP", triton_support.NONE),
+        "as it is": (few_rows + many_rows, fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
+        "whole up to 16 rows": (many_rows, fused_linear, "WHOLE_ROWS", 16),
+        "whole up to 32 rows": (many_rows, fused_linear, "WHOLE_ROWS", 32),
+        "every layer holds": (few_rows, fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
+        "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
+        "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),
     }
     rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
-    shapes = [(1, 0), (4, 0), (64, 0)] + ([(1, 3), (4, 5), (16, 3)] if bench.drafter is not None else [])
     found: dict[str, object] = {}
-    for name, (module, setting, value) in changes.items():
+    for name, (shapes, module, setting, value) in changes.items():
         before = getattr(module, setting)
         setattr(module, setting, value)
         rows.graphs.graphs.clear()

@@ -204,7 +204,8 @@ def draft_inputs_triton(
         starts if step else x,
         counts if step else x,
         hidden_norm.eps,
-        STEP=step,
+        step,
+        DRAFTING=step > 0,
         DRAFT=drafts_RD.shape[1] if step else 0,
         SIZE=size,
         SIZE_BLOCK=next_power_of_2(size),
@@ -338,7 +339,8 @@ def _draft_inputs(
     starts_ptr,
     counts_ptr,
     eps,
-    STEP: tl.constexpr,
+    step,
+    DRAFTING: tl.constexpr,
     DRAFT: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
@@ -355,10 +357,10 @@ def _draft_inputs(
     inside = column < SIZE
     dtype = x_ptr.dtype.element_ty
     wait_for_inputs(PDL)
-    if STEP > 0:
+    if DRAFTING:
         token = pick(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED).to(tl.int64)
-        tl.store(drafts_ptr + row * DRAFT + STEP - 1, token)
-        tl.store(starts_ptr + row, tl.load(length_ptr + row) - 2 + STEP)
+        tl.store(drafts_ptr + row * DRAFT + step - 1, token)
+        tl.store(starts_ptr + row, tl.load(length_ptr + row) - 2 + step)
         tl.store(counts_ptr + row, tl.load(active_ptr + row))
     else:
         token = tl.load(tokens_ptr + row)
