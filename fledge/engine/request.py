@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
+    @cached_property
     def end_token_ids(self) -> frozenset[int]:
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
 
