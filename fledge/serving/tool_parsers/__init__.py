@@ -11,6 +11,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3JsonParser,
     "llama4_json": Llama3JsonParser,
     "pythonic": PythonicParser,
+    "llama4_pythonic": PythonicParser,  # the marks around its calls are special tokens, which are not in the text
     "kimi_k2": KimiK2Parser,
 }
 
