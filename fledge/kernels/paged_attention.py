@@ -33,8 +33,9 @@ class PagedKV:
         device: torch.device | str,
     ) -> None:
         shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        # Zeros, not empty: the memory is taken now, and a server's does not creep up as slots are used for the first time.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
 
     @staticmethod
