@@ -26,7 +26,7 @@ SECONDS = float(os.environ.get("FLEDGE_LOAD_SECONDS", "6"))
 MODEL = os.environ.get("FLEDGE_LOAD_MODEL")
 REPORT = os.environ.get("FLEDGE_LOAD_REPORT")
 CLIENTS = 64
-# A cache that the load fills: its memory is taken from the system page by page, as each is first written.
+# A cache that the load nearly fills.
 SMALL_CACHE = ["--max-model-len", "2048", "--kv-cache-tokens", "8192"]
 QUIET = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
 BAD = [
