@@ -33,10 +33,14 @@ class PagedKV:
         device: torch.device | str,
     ) -> None:
         shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
-        # Zeros, not empty: the memory is taken now, and a server's does not creep up as slots are used for the first time.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
         self.page_size = page_size
+
+    def take_memory(self) -> None:
+        """Has the system give the whole of it now, instead of page by page as slots are first used."""
+        self.keys.zero_()
+        self.values.zero_()
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

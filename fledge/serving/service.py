@@ -63,6 +63,10 @@ class Service:
             config = _with_gpu_share(config, flags.gpu_memory_utilization, folder)
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
+        if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
+            for owner in (engine.runner, engine.drafter):
+                if isinstance(cache := getattr(owner, "cache", None), PagedKV):
+                    cache.take_memory()
         if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
             engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         if flags.drift_probe_every:
