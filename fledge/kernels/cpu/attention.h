@@ -59,7 +59,7 @@ static inline lanes score(const float *q, const float *tile, long size) {
     return (a + b) + (c + d);
 }
 
-/* out[0 … width) = Σ weights[s] · values[s], over 64, 16 or single columns */
+/* out[0 … size) = Σ weights[s] · values[s], 64, 16 or single columns at a time */
 static void mix(const float *weights, const float *values, long first, long last, long size, float *out) {
     long e = 0;
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
