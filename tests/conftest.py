@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 # Tests run on as many processes as there are cores; two threads each would only wait for one another.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same numbers in every run, whatever ran before; FLEDGE_TEST_SEED=N draws others, to find tests that pass by luck."""
+    start = int(os.environ.get("FLEDGE_TEST_SEED", "0"))
+    torch.manual_seed(start)
+    random.seed(start)
+    np.random.seed(start)
 
 
 @pytest.fixture(scope="session")
