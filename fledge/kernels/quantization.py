@@ -1,0 +1,155 @@
+"""Weight-only, group-wise quantisation: linears whose weights are read in 8 or 4 bits; activations keep their type.
+
+A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G divides I). What kernels read:
+
+    codes    8 bits: int8  [O, I]       value = code * scale
+             4 bits: uint8 [O, I / 2]   two codes a byte along I: the low nibble is the even input, the high nibble the odd
+    scales   fp16 [O, I / G]            may be negative
+    offsets  fp16 [O, I / G] or None    4 bits only
+                                        None:  value = (nibble - 8) * scale
+                                        given: value = nibble * scale + offset
+
+All contiguous. Values are defined in fp32; a kernel may round them to the activations' type or apply the scale to a group's fp32
+sum. These are the groups of GGUF: at G = 32, Q8_0 is `8 bits`, Q4_0 `4 bits, no offsets` and Q4_1 `4 bits, offsets`, bit for bit.
+Rows may be permuted and concatenated freely, since groups lie within a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.errors import UserError
+
+# Inputs a scale, as in GGUF: 8.5 bits a weight, or 5.0 with offsets.
+GROUP_SIZE = 32
+# The options' names, and the bits of the layers' linears and of the head. The head chooses the token and is sensitive to rounding,
+# so it is always read in 8 bits, as a copy of its own: a tied embedding stays what it is, for rows are looked up in it.
+BITS = {"int8": (8, 8), "int4": (4, 8)}
+QUANTIZATIONS = ("none", *BITS, "gguf")
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bits: int
+    group_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.codes, self.scales, self.offsets) if part is not None)
+
+
+def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offsets: bool = True) -> QuantizedWeight:
+    """Rounds to the nearest. The extremes of a group have codes of their own, so what was quantised in the same groups before
+    comes back exactly. `offsets` (4 bits): a scale and an offset a group instead of a scale alone."""
+    groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
+    if bits == 8:
+        scales = _fp16(groups.abs().amax(-1) / 127)
+        codes = _codes(groups, scales, -127, 127)
+        return QuantizedWeight(codes.to(torch.int8).flatten(1), scales, None, 8, group_size)
+    if offsets:
+        lowest = _fp16(groups.amin(-1))
+        scales = _fp16((groups.amax(-1) - lowest) / 15)
+        codes = _codes(groups - lowest.float()[..., None], scales, 0, 15)
+    else:
+        # The number furthest from zero takes -8, whatever its sign: with seven steps on that side it would cost the others more.
+        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+        lowest, scales = None, _fp16(furthest / -8)
+        codes = _codes(groups, scales, -8, 7) + 8
+    nibbles = codes.to(torch.uint8).flatten(1)
+    return QuantizedWeight(nibbles[:, ::2] | nibbles[:, 1::2] << 4, scales, lowest, 4, group_size)
+
+
+def _fp16(x: Tensor) -> Tensor:
+    return x.clamp(-65504, 65504).half()
+
+
+def _codes(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
+    steps = scales.float()[..., None]
+    return (groups / torch.where(steps == 0, 1.0, steps)).round().clamp(lowest, highest)
+
+
+def unpacked(weight: QuantizedWeight) -> Tensor:
+    """The codes as int8 [O, I]; of 4 bits, what the scale is multiplied by."""
+    if weight.bits == 8:
+        return weight.codes
+    nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1).to(torch.int8)
+    return nibbles if weight.offsets is not None else nibbles - 8
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    values = unpacked(weight).float().unflatten(1, (-1, weight.group_size)) * weight.scales.float()[..., None]
+    if weight.offsets is not None:
+        values = values + weight.offsets.float()[..., None]
+    return values.flatten(1).to(dtype)
+
+
+def held(weight_OI: Tensor) -> QuantizedWeight:
+    """The smallest format that holds the weight as it is (a dequantised Q4_0, Q4_1 or Q8_0 of GGUF); 8 bits where none does.
+
+    "As it is" up to the rounding of fp16, in which large files are unpacked.
+    """
+    groups = weight_OI.detach().float().unflatten(1, (-1, GROUP_SIZE))
+    rounding = groups.abs().amax(-1, keepdim=True) * 2**-10
+    for bits, offsets in ((4, False), (4, True)):
+        weight = quantize(weight_OI, bits, offsets=offsets)
+        if ((dequantize(weight).view_as(groups) - groups).abs() <= rounding).all():
+            return weight
+    return quantize(weight_OI, 8)
+
+
+class QuantizedLinear(nn.Module):
+    """Stands for an `nn.Linear`; `forward` is the reference, which kernels on `codes`, `scales` and `offsets` must equal."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scales", weight.scales)
+        self.register_buffer("offsets", weight.offsets)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, bits: int, group_size: int = GROUP_SIZE, *, offsets: bool = True
+    ) -> QuantizedLinear:
+        return cls(quantize(linear.weight, bits, group_size, offsets=offsets), linear.bias)
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, dequantize(self.quantized, x.dtype), self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Follows the network to its device but not to its type, except the bias: scales in bf16 would be other weights."""
+        kept = {name: getattr(self, name) for name in ("scales", "offsets")}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            if buffer is not None:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+
+def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:
+    """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
+    for name, linear in [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]:
+        if linear.in_features % GROUP_SIZE:
+            raise UserError(
+                f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has {linear.in_features}; leave it out"
+            )
+        weight = linear.weight.to(device)
+        is_head = name == "lm_head"
+        quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
+        bias = None if linear.bias is None else linear.bias.to(device)
+        owner, _, attribute = name.rpartition(".")
+        setattr(network.get_submodule(owner), attribute, QuantizedLinear(quantized, bias))
