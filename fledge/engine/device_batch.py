@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
-from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder, PromptAttend
+from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder
 from fledge.engine.fused_drafter import FusedDrafter
+from fledge.engine.prompt_pass import PromptPass, Prompts
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
@@ -92,6 +93,7 @@ class DeviceBatch:
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
+        self.prompts = PromptPass(self.fused, self.drafter, self.device, capture=capture)
 
     def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
         size, dtype = self.config.page_size, self.config.activation_dtype
@@ -133,25 +135,15 @@ class DeviceBatch:
     @torch.inference_mode()
     def read_prompts(self, entries: Sequence[Entry]) -> None:
         """One pass over several prompts: keys and values into the caches, first tokens said, rows filled."""
-        lengths = np.array([len(entry.prompt) for entry in entries])
-        offsets = np.concatenate([[0], lengths.cumsum()])
+        lengths = [len(entry.prompt) for entry in entries]
         sequence = np.repeat(np.arange(len(entries)), lengths)
-        positions = np.arange(offsets[-1]) - offsets[sequence]
+        positions = np.concatenate([np.arange(length) for length in lengths])
         table = self.page_tables(entries)
         tokens = np.concatenate([np.asarray(entry.prompt, dtype=np.int64) for entry in entries])
-        uploaded = self.upload(np.stack([tokens, positions, self.cache_slots(table[sequence, :], positions)]))
-        ends = self.upload(offsets[1:] - 1)
-        where = (uploaded[1], uploaded[2], lengths.tolist(), self.upload(offsets.astype(np.int32)))
-        x, taps = self.fused(
-            self.decoder.embed(uploaded[0]), PromptAttend(self.cache, self.fused.rope_table, *where), self.taps
-        )
-        if self.drafter is None:
-            self._first_tokens(entries, table, x[ends])
-            return
-        accepted = self._first_tokens(entries, table, x[ends])
-        following = uploaded[0].roll(-1).index_copy_(0, ends, accepted.tokens_BT[:, 0])
-        attend = PromptAttend(self.drafter.cache, self.drafter.rope_table, *where)
-        self._keep_states(entries, self.drafter.read_prompts(taps, following, attend)[ends])
+        prompts = Prompts(tokens, positions, self.cache_slots(table[sequence, :], positions), lengths)
+        accepted = self._first_tokens(entries, table, self.prompts.target(prompts))
+        if self.drafter is not None:
+            self._keep_states(entries, self.prompts.draft(accepted.tokens_BT[:, 0]))
 
     @torch.inference_mode()
     def read_piece(self, entry: Entry, start: int) -> int:

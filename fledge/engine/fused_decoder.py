@@ -119,17 +119,19 @@ class PromptAttend:
     rope_table: Tensor
     positions_N: Tensor
     slots_N: Tensor
-    lengths: list[int]
+    lengths: list[int]  # what lies behind them belongs to no prompt
     offsets: Tensor  # the running sum of the lengths from 0, int32, on the device
+    longest: int  # no prompt is longer
 
     def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
         heads = store_rotated(self, attention, qkv)
         sizes = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
         q, k, v = heads.split(sizes, 1)
         if not (q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)):
-            return causal_attend(self.lengths)(attention.layer, q, k, v, attention.window).flatten(-2)
-        reach, longest = -1 if attention.window is None else attention.window - 1, max(self.lengths)
-        bounds = (self.offsets, self.offsets, longest, longest)
+            lengths = [length for length in (*self.lengths, len(q) - sum(self.lengths)) if length]
+            return causal_attend(lengths)(attention.layer, q, k, v, attention.window).flatten(-2)
+        reach = -1 if attention.window is None else attention.window - 1
+        bounds = (self.offsets, self.offsets, self.longest, self.longest)
         return varlen_attn(q, k, v, *bounds, window_size=(reach, 0), **_GROUPED).flatten(-2)
 
 

@@ -1,0 +1,139 @@
+"""Prompts through the target and the drafter, recorded once per size: eagerly such a pass is ten times as long as its work.
+
+Prompts lie one after the other in a buffer that is a little longer than they are; what is left over belongs to no prompt, is
+stored nowhere, and its rows are never read. One token at least is left over: ends of prompts that are not there point at it.
+
+    tokens   | prompt A | prompt B | padding … |        ends  | A's last | B's last | the buffer's last … |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.engine.cuda_graphs import StepGraphs, size_for
+from fledge.engine.fused_decoder import FusedDecoder, PromptAttend
+from fledge.engine.fused_drafter import FusedDrafter
+
+# Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
+TOKENS = sorted({64 << k for k in range(8)} | {768 << k for k in range(4)})
+PROMPTS = [1, 4, 16, 64, 256]
+LONGEST = [256, 1024]
+
+
+@dataclass
+class Prompts:
+    """Tokens of several prompts, one after the other, and where they go. All on the host."""
+
+    tokens: np.ndarray  # int64 [N]
+    positions: np.ndarray  # int64 [N]
+    slots: np.ndarray  # int64 [N], of the caches
+    lengths: list[int]
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """The sizes of the recorded pass that holds them; None: none does."""
+        wanted = (len(self.tokens) + 1, len(self.lengths), max(self.lengths))
+        if any(size > sizes[-1] for size, sizes in zip(wanted, (TOKENS, PROMPTS, LONGEST), strict=True)):
+            return None
+        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), size_for(LONGEST, wanted[2]))
+
+    def padded(self, num_tokens: int, num_prompts: int) -> Prompts:
+        """The same, with as many tokens and prompts as asked for; what is added is stored nowhere."""
+        left = num_tokens - len(self.tokens)
+        return Prompts(
+            np.pad(self.tokens, (0, left)),
+            np.pad(self.positions, (0, left)),
+            np.pad(self.slots, (0, left), constant_values=-1),
+            self.lengths + [0] * (num_prompts - len(self.lengths)),
+        )
+
+
+@dataclass
+class _Buffers:
+    """What a recorded pass reads, and what it leaves, always in the same places."""
+
+    tokens_3N: Tensor  # tokens, positions, slots
+    offsets: Tensor  # int32 [S + 1]: where prompts begin; the last one's end
+    ends: Tensor  # int64 [S]
+    first_tokens: Tensor  # int64 [S]: set between the target's pass and the drafter's
+    lengths: list[int]  # used where nothing is recorded
+    last_states: Tensor | None = None  # [S, D], the target's
+    taps: Sequence[Tensor] = ()
+    draft_states: Tensor | None = None  # [S, D]
+
+
+class PromptPass:
+    def __init__(self, fused: FusedDecoder, drafter: FusedDrafter | None, device: torch.device, *, capture: bool) -> None:
+        self.fused, self.drafter, self.device = fused, drafter, device
+        self.taps = drafter.taps if drafter is not None else ()
+        self.buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self.current: _Buffers | None = None
+        self.num_prompts = 0
+        self.graphs = StepGraphs(self._run, device, capture=capture, harmless=nullcontext)
+        self.pads = capture
+
+    def target(self, prompts: Prompts) -> Tensor:
+        """Keys and values into the cache; the states [S, D] of the prompts' last tokens."""
+        shape, self.num_prompts = prompts.shape if self.pads else None, len(prompts.lengths)
+        if shape is None:
+            self.current = self._filled(prompts, None)
+            self._target(self.current, max(prompts.lengths))
+        else:
+            self.buffers[shape] = self.current = self._filled(prompts.padded(*shape[:2]), self.buffers.get(shape))
+            self.graphs.run("target", *shape)
+        return self.current.last_states[: self.num_prompts]
+
+    def draft(self, first_tokens: Tensor) -> Tensor:
+        """After `target`: the same for the drafter, given the tokens that follow the prompts."""
+        self.current.first_tokens[: self.num_prompts] = first_tokens
+        shape = next((shape for shape, buffers in self.buffers.items() if buffers is self.current), None)
+        if shape is None:
+            self._draft(self.current, max(self.current.lengths))
+        else:
+            self.graphs.run("drafter", *shape)
+        return self.current.draft_states[: self.num_prompts]
+
+    def _run(self, network: str, *shape: int) -> None:
+        # Run again on the same buffers it does the same again, so warming up needs no care.
+        run = self._target if network == "target" else self._draft
+        run(self.buffers[shape], shape[-1])
+
+    def _target(self, buffers: _Buffers, longest: int) -> None:
+        tokens, positions, slots = buffers.tokens_3N
+        attend = PromptAttend(
+            self.fused.cache, self.fused.rope_table, positions, slots, buffers.lengths, buffers.offsets, longest
+        )
+        x, buffers.taps = self.fused(self.fused.decoder.embed(tokens), attend, self.taps)
+        buffers.last_states = x[buffers.ends]
+
+    def _draft(self, buffers: _Buffers, longest: int) -> None:
+        tokens, positions, slots = buffers.tokens_3N
+        # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
+        following = tokens.roll(-1).index_copy_(0, buffers.ends, buffers.first_tokens)
+        drafter = self.drafter
+        attend = PromptAttend(drafter.cache, drafter.rope_table, positions, slots, buffers.lengths, buffers.offsets, longest)
+        buffers.draft_states = drafter.read_prompts(buffers.taps, following, attend)[buffers.ends]
+
+    def _filled(self, prompts: Prompts, into: _Buffers | None) -> _Buffers:
+        num_tokens, lengths = len(prompts.tokens), np.array(prompts.lengths)
+        offsets = np.concatenate([[0], lengths.cumsum()])
+        ends = np.where(lengths > 0, offsets[1:] - 1, num_tokens - 1)
+        tokens = np.stack([prompts.tokens, prompts.positions, prompts.slots])
+        arrays = (tokens, offsets.astype(np.int32), ends)
+        if into is None:
+            uploaded = [self._pinned(array).to(self.device, non_blocking=True) for array in arrays]
+            return _Buffers(*uploaded, torch.zeros(len(ends), dtype=torch.int64, device=self.device), prompts.lengths)
+        for tensor, array in zip((into.tokens_3N, into.offsets, into.ends), arrays, strict=True):
+            tensor.copy_(self._pinned(array), non_blocking=True)
+        into.lengths = prompts.lengths
+        return into
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory()

@@ -1,0 +1,49 @@
+"""Padded prompt passes, as they are recorded, against passes over just the prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fledge.engine.prompt_pass import LONGEST, PROMPTS, TOKENS, Prompts
+from tests.engine.test_device_batch import device_batch, entries, prompts
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+
+def some(lengths: list[int]) -> Prompts:
+    numbers = np.arange(sum(lengths))
+    return Prompts(numbers, numbers, numbers, lengths)
+
+
+def test_the_smallest_pass_that_holds_them_and_a_spare_token():
+    assert some([63]).shape == (64, 1, 256)
+    assert some([64]).shape == (128, 1, 256)
+    assert some([10, 20, 300, 5, 6]).shape == (512, 16, 1024)
+
+
+@pytest.mark.parametrize("lengths", [[TOKENS[-1]], [1] * (PROMPTS[-1] + 1), [LONGEST[-1] + 1]])
+def test_too_much_for_any_recorded_pass(lengths):
+    assert some(lengths).shape is None
+
+
+@pytest.mark.parametrize("windows", [None, (7, None, 7, None)])
+@pytest.mark.parametrize("count", [1, 5])
+def test_padding_changes_nothing(count, windows):
+    decoder = tiny_decoder(windows=windows) if windows else tiny_decoder()
+    drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
+    batches = [device_batch(decoder, drafter, 8) for _ in range(2)]
+    batches[1].prompts.pads = True
+    texts = [prompts(count, seed) for seed in (1, 2)]  # the second set finds the buffers of the first
+    for batch in batches:
+        for cache in (batch.cache, batch.drafter.cache):
+            cache.keys.fill_(9.0)
+            cache.values.fill_(9.0)
+        for some_texts in texts:
+            batch.read_prompts(entries(batch, some_texts))
+    assert len(batches[1].prompts.buffers) >= 1
+    for mine, theirs in zip(batches[1].slots.carried, batches[0].slots.carried, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].drafter.cache, batches[0].drafter.cache)):
+        torch.testing.assert_close(mine.keys, theirs.keys)  # padding is stored nowhere
+        torch.testing.assert_close(mine.values, theirs.values)
