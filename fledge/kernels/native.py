@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.paged_attention import PagedAttend
+from fledge.kernels.quantization import QuantizedWeight
 
 if TYPE_CHECKING:
     from fledge.models.layers import MLP, Attention, RMSNorm
@@ -25,8 +26,8 @@ QUICK_ROWS = 16
 
 class LinearArguments(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, c_long) for name in ("inputs", "outputs")),
+        *((name, c_void_p) for name in ("panels", "bias")),
+        *((name, c_long) for name in ("inputs", "outputs", "bits", "group")),
     ]
 
 
@@ -41,11 +42,15 @@ class LayerArguments(Structure):
     ]
 
 
+class RunArguments(Structure):
+    _fields_ = [("end", c_long), ("shift", c_long)]
+
+
 class SequenceArguments(Structure):
     _fields_ = [
         ("query_len", c_long),
         ("kv_len", c_long),
-        ("first_slot", c_long),
+        ("runs", POINTER(RunArguments)),
         ("tail_mask", c_void_p),
         ("tail", c_long),
     ]
@@ -105,21 +110,43 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-class NativeLinear:
-    """fp16 or 8-bit weights in the order in which `cpu/linear.h` reads them."""
+def _panels(x_OI: Tensor) -> Tensor:
+    """[outputs / PANEL, PANEL, …], the last panel padded with zeros."""
+    outputs = x_OI.shape[0]
+    padded = x_OI.new_zeros(-(-outputs // PANEL) * PANEL, *x_OI.shape[1:])
+    padded[:outputs] = x_OI
+    return padded.unflatten(0, (-1, PANEL))
 
-    def __init__(self, weight_OI: Tensor, bias: Tensor | None, bits: int = 16) -> None:
-        outputs, inputs = weight_OI.shape
-        self.scales = None
-        if bits == 8:
-            self.scales = weight_OI.float().abs().amax(1).clamp_min(1e-12) / 127
-            weight_OI = (weight_OI.float() / self.scales[:, None]).round()
-        padded = torch.zeros(-(-outputs // PANEL) * PANEL, inputs, dtype=torch.int8 if bits == 8 else torch.float16)
-        padded[:outputs] = weight_OI
-        self.panels = padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+
+def _grouped_panels(weight: QuantizedWeight) -> Tensor:
+    """[panels, groups, bytes]: of each group scales, offsets and codes."""
+    groups, parts = weight.scales.shape[1], [weight.scales]
+    if weight.bits == 4:  # without offsets a nibble stands for itself less 8
+        parts.append(-8 * weight.scales if weight.offsets is None else weight.offsets)
+    codes = weight.codes if weight.bits == 8 else weight.codes.view(torch.int32)  # eight nibbles, the first the lowest
+    parts.append(codes.unflatten(1, (groups, -1)))
+    # [panels, PANEL, groups, …] -> [panels, groups, …, PANEL] -> bytes
+    laid = [_panels(part).movedim(1, -1).contiguous().flatten(2) for part in parts]
+    return torch.cat([part.view(torch.uint8) for part in laid], -1).contiguous()
+
+
+class NativeLinear:
+    """A linear's weights in the order in which `cpu/linear.h` reads them: fp32, fp16, or quantised."""
+
+    def __init__(self, weight_OI: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
+        if isinstance(weight_OI, QuantizedWeight):
+            (outputs, groups), bits, group = weight_OI.scales.shape, weight_OI.bits, weight_OI.group_size
+            inputs, self.panels = groups * group, _grouped_panels(weight_OI)
+        else:
+            (outputs, inputs), bits, group = weight_OI.shape, 8 * weight_OI.element_size(), 0
+            self.panels = _panels(weight_OI.detach()).transpose(1, 2).contiguous()
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self.arguments = LinearArguments(self.panels.data_ptr(), _address(self.scales), _address(self.bias), inputs, outputs)
+        self.arguments = LinearArguments(self.panels.data_ptr(), _address(self.bias), inputs, outputs, bits, group)
         self.pointer = ctypes.addressof(self.arguments)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.numel() * self.panels.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -160,21 +187,18 @@ class NativeBatch:
         self.rows = cos_N1E.shape[0]
         layouts = attend.layouts
         self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
+        runs = [layout.runs(attend.cache.page_size) for layout in layouts]
+        self.runs = [(RunArguments * len(some))(*some) for some in runs]
         self.sequences = (SequenceArguments * len(layouts))(
             *(
-                (layout.query_len, layout.kv_len, region.start, _address(mask), 0 if mask is None else mask.shape[1])
-                for layout, region, mask in zip(layouts, attend.regions, self.masks, strict=True)
+                (layout.query_len, layout.kv_len, some, _address(mask), 0 if mask is None else mask.shape[1])
+                for layout, some, mask in zip(layouts, self.runs, self.masks, strict=True)
             )
         )
         self.angles = (cos_N1E, sin_N1E)
         self.arguments = BatchArguments(
             self.sequences, cos_N1E.data_ptr(), sin_N1E.data_ptr(), len(layouts), self.rows, torch.get_num_threads()
         )
-
-    @staticmethod
-    def fits(attend: PagedAttend) -> bool:
-        """Sequences whose slots are consecutive; fragmented ones go the general way."""
-        return attend.consecutive
 
 
 class NativeLayer:

@@ -8,6 +8,7 @@ typedef float lanes __attribute__((vector_size(64), aligned(4)));
 enum { LANES = 16 };
 typedef uint16_t half;  /* the bits of an fp16 number */
 typedef int8_t byte;
+typedef int32_t words __attribute__((vector_size(64), aligned(4)));
 
 static inline lanes load(const float *x) { return *(const lanes *)x; }
 static inline void store(float *x, lanes value) { *(lanes *)x = value; }
@@ -48,6 +49,16 @@ static inline lanes widen_bytes(const byte *bytes) {
     lanes whole;
     for (int i = 0; i < LANES; i++) whole[i] = bytes[i];
     return whole;
+#endif
+}
+
+/* Of each of sixteen words, its nibble `index`, counted from the lowest. */
+static inline lanes widen_nibbles(words eights, int index) {
+#if defined(__AVX512F__)
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (lanes)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)eights, 4 * index), numbers);  /* looks at four bits only */
+#else
+    return __builtin_convertvector((eights >> 4 * index) & 15, lanes);
 #endif
 }
 
