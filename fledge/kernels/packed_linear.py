@@ -30,6 +30,10 @@ class PackedLinear(nn.Module):
         else:
             self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.in_features * self.out_features * self.bits // 8
+
     def forward(self, x: Tensor) -> Tensor:
         return _linear(x, self.packed) if self.native is None else self.native(x)
 

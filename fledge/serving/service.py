@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from fledge.drift.live import LiveProbe
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
+from fledge.engine.memory import memory_plan
 from fledge.errors import RequestError, UserError
 from fledge.kernels.paged_attention import PagedKV
 from fledge.sampling import LogitsProcessor, SamplingParams
@@ -32,6 +34,7 @@ from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+log = logging.getLogger("fledge.serving")
 
 # What a model's generation_config.json may set for requests that leave it open.
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -63,6 +66,7 @@ class Service:
             config = _with_gpu_share(config, flags.gpu_memory_utilization, folder)
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
+        log.info(memory_plan(engine).describe())
         if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
             for owner in (engine.runner, engine.drafter):
                 if isinstance(cache := getattr(owner, "cache", None), PagedKV):

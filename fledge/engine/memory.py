@@ -1,0 +1,100 @@
+"""What an engine takes of a device's memory, by formula, so that a user can see at the start where it goes.
+
+    weights   every number of target and drafter, shared ones once
+    cache     2 (keys and values) x layers x key/value heads x head size x bytes of a number, for each token
+    tables    cosines and sines of every position, target and drafter (captured cycles only)
+    rows      answers and page tables of the requests under way (captured cycles only)
+Beside it stands what a step works with: about 50 bytes x hidden size x tokens a step, given back after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.engine import Engine
+from fledge.kernels.packed_linear import PackedLinear
+from fledge.speculation.drafting import EagleSpeculator
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes."""
+
+    weights: int
+    drafter_weights: int
+    cache_per_token: int
+    drafter_cache_per_token: int
+    cache_tokens: int
+    tables: int
+    rows: int
+
+    @property
+    def cache(self) -> int:
+        return (self.cache_per_token + self.drafter_cache_per_token) * self.cache_tokens
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.drafter_weights + self.cache + self.tables + self.rows
+
+    def describe(self) -> str:
+        per_token = self.cache_per_token + self.drafter_cache_per_token
+        parts = [f"weights {readable(self.weights)}"]
+        if self.drafter_weights:
+            parts.append(f"drafter {readable(self.drafter_weights)}")
+        parts.append(f"cache {readable(self.cache)} ({self.cache_tokens:,} tokens of {per_token:,} bytes)")
+        if self.tables + self.rows:
+            parts.append(f"tables and rows {readable(self.tables + self.rows)}")
+        return f"memory: {' + '.join(parts)} = {readable(self.total)}"
+
+
+def memory_plan(engine: Engine | DeviceEngine) -> MemoryPlan:
+    model, config, drafter = engine.model, engine.config, engine.drafter
+    number = config.activation_dtype.itemsize
+    seen: set[int] = set()  # storages: the drafter often shares the target's embedding and head
+    weights = weight_bytes(engine.runner.decoder, seen)
+    drafter_weights = drafter_per_token = 0
+    head_dims = [model.head_dim]
+    if isinstance(drafter, EagleSpeculator):
+        drafter_weights = weight_bytes(drafter.network, seen)
+        drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys, number)
+        head_dims.append(drafter.network.config.head_dim)
+    tables = rows = 0
+    if isinstance(engine, DeviceEngine):
+        longest = max(config.max_model_len + engine.rows.lookahead, 512)  # the least that `Rotary` takes
+        tables = sum(2 * longest * head_dim * 4 for head_dim in head_dims)
+        rows = config.max_num_seqs * 4 * (config.max_model_len + engine.rows.max_pages)
+    return MemoryPlan(
+        weights,
+        drafter_weights,
+        model.num_layers * 2 * model.num_kv_heads * model.head_dim * number,
+        drafter_per_token,
+        engine.pool.num_pages * engine.pool.page_size,
+        tables,
+        rows,
+    )
+
+
+def cache_bytes(keys, number: int) -> int:
+    """Of one token in one layer: a drafter's cache may have its own shape (latent attention)."""
+    return 2 * keys.shape[1] * keys.shape[3] * number
+
+
+def weight_bytes(network: nn.Module, seen: set[int]) -> int:
+    total = 0
+    for module in network.modules():
+        if isinstance(module, PackedLinear):
+            total += module.num_bytes
+        kept = [b for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set]
+        for tensor in (*module.parameters(recurse=False), *kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
+
+
+def readable(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

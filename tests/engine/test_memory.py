@@ -1,0 +1,49 @@
+"""The memory plan against what is really held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fledge.engine.build import Speculation
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.memory import memory_plan
+from tests.oracle import CPU, engine_with
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+
+def nbytes(*tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_weights_and_cache():
+    decoder, drafter = tiny_decoder(), tiny_drafter(tiny_drafter_config())
+    engine = engine_with(decoder, Speculation(drafter), CPU)
+    plan = memory_plan(engine)
+    assert plan.weights == nbytes(*{id(p): p for p in engine.runner.decoder.parameters()}.values())
+    own = {id(p): p for p in drafter.parameters()}.keys() - {id(p) for p in engine.runner.decoder.parameters()}
+    assert plan.drafter_weights == nbytes(drafter.d2t, *(p for p in drafter.parameters() if id(p) in own))
+    caches = (engine.cache, engine.drafter.cache)
+    assert plan.cache == sum(nbytes(cache.keys, cache.values) for cache in caches)
+    assert plan.tables == plan.rows == 0
+    assert plan.total == plan.weights + plan.drafter_weights + plan.cache
+    assert f"{plan.cache_tokens:,} tokens" in plan.describe()
+
+
+def test_captured_cycles_have_tables_and_rows():
+    engine = DeviceEngine(engine_with(tiny_decoder(), Speculation(tiny_drafter()), CPU), capture=False)
+    plan, rows = memory_plan(engine), engine.rows
+    assert plan.tables == nbytes(rows.fused.rope_table, rows.drafter.rope_table)
+    assert plan.rows == nbytes(rows.slots.state.answers, rows.slots.page_table)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_packed_weights_take_half(dtype):
+    config = replace(CPU, dtype=dtype)
+    engine = engine_with(tiny_decoder(), Speculation("none"), config)
+    linears = sum(p.numel() for name, p in tiny_decoder().named_parameters() if p.ndim == 2 and "embed" not in name)
+    plan = memory_plan(engine)
+    assert plan.drafter_weights == 0
+    assert plan.weights > linears * (2 if dtype == "float16" else 4)
+    assert plan.weights < linears * (4 if dtype == "float16" else 8)
