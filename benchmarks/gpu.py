@@ -11,10 +11,15 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
              depth that was fastest, and how fast the engine is when it chooses itself
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
+  parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
   offline    throughput of `--queued` requests
+  long       131,072 tokens: the model with its rotary embedding stretched (YaRN); time of the prompt, time a token by context,
+             memory against the formula
+  vllm       vLLM on the same card, model, drafter, prompts and loop; `--vllm-path`: the folder it was unpacked to
   profile    kernel times of a plain step and of a speculative cycle, without overlap (else they contain waiting), and the
              floor: bytes of the weights over bandwidth
 
+Speeds are those of a closed loop: as many requests under way as there are users, the next one enters when one is done.
 A prompts file has one JSON object a line with `turns`. Answers have `--tokens` tokens; end tokens do not end them, so that
 all runs do the same work, unless `--honour-stops` is given.
 """
@@ -30,9 +35,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_kernels import attention_times, event_time, linear_times
+from gpu_kernels import attention_times, event_time, left_out, linear_times
+from gpu_long import long_context
 from torch import Tensor
 
+from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
@@ -50,7 +57,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = ("checks", "plain", "spec", "settings", "attention", "linears", "profile", "offline")
+STAGES = ("checks", "plain", "spec", "settings", "parts", "attention", "linears", "profile", "offline", "long", "vllm")
 # Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
 TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
@@ -73,6 +80,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")
+    parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--honour-stops", action="store_true")
     parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
@@ -203,26 +212,35 @@ def attention(bench: Bench) -> dict[str, object]:
 # speed
 
 
+def num_requests(concurrency: int) -> int:
+    """Many prompts at little load too: how well they are drafted for differs."""
+    return max(16, 4 * concurrency)
+
+
 def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | None) -> dict[str, float]:
-    """End to end over waves of `concurrency` requests, and the device's own time a step. Depth None: the engine chooses."""
+    """Of a closed loop, and the device's own time a step. Depth None: the engine chooses."""
     choose = partial(LoadDepth.choose, engine.depths)
     engine.depths.choose = choose if depth is None else lambda *_: depth
     params = SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=not bench.args.honour_stops)
 
-    def wave(turn: int) -> tuple[float, float]:
+    def run(count: int) -> tuple[float, float]:
         """Tokens/s over all, and a request's own from its first token to its last."""
         torch.cuda.synchronize()
+        waiting, running, done = bench.some_prompts(count)[::-1], [], []
         started = time.perf_counter()
-        requests = [engine.add_request(prompt, params) for prompt in bench.some_prompts(concurrency, turn * concurrency)]
-        while engine.has_unfinished():
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                running.append(engine.add_request(waiting.pop(), params))
             engine.step()
-        total = sum(request.num_answer for request in requests) / (time.perf_counter() - started)
-        lasted = [(request, request.finish_time - request.first_token_time) for request in requests]
+            done += [request for request in running if request.finished]
+            running = [request for request in running if not request.finished]
+        total = sum(request.num_answer for request in done) / (time.perf_counter() - started)
+        lasted = [(request, request.finish_time - request.first_token_time) for request in done]
         return total, statistics.median((request.num_answer - 1) / seconds for request, seconds in lasted if seconds)
 
-    wave(0)  # kernels are compiled, graphs recorded
+    run(2 * concurrency)  # kernels are compiled, graphs recorded
     before = replace(engine.stats)
-    totals, own = zip(*(wave(turn) for turn in range(bench.args.rounds)), strict=True)
+    totals, own = zip(*(run(num_requests(concurrency)) for _ in range(bench.args.rounds)), strict=True)
     steps = engine.stats.steps - before.steps
     found = {
         "tokens_per_s": statistics.median(totals),
@@ -310,6 +328,52 @@ def settings(bench: Bench) -> dict[str, object]:
         found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
         setattr(module, setting, before)
     show("settings: microseconds a step", found)
+    return found
+
+
+@torch.inference_mode()
+def parts(bench: Bench) -> dict[str, object]:
+    """A step without one of its parts gives wrong tokens in less time: the difference is what the part costs there."""
+    shapes = [(1, 0), (4, 0), (16, 0), (64, 0)] + ([(1, 4), (4, 4), (16, 4)] if bench.drafter is not None else [])
+    rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
+    found: dict[str, object] = {}
+    for name, change in left_out(rows).items():
+        rows.graphs.graphs.clear()
+        with change():
+            found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
+    rows.graphs.graphs.clear()
+    show("parts: microseconds a step without …", found)
+    return found
+
+
+def long(bench: Bench) -> dict[str, object]:
+    found = long_context(bench.decoder, bench.drafter)
+    show("long context", found)
+    return found
+
+
+def vllm(bench: Bench) -> dict[str, object]:
+    """In a process of its own. What it gives up is that ours still holds the weights; its own share is a third of the card."""
+    args = bench.args
+    found = run_baseline(
+        "vllm",
+        bench.prompts,
+        model=Path(args.model),
+        drafter=Path(args.drafter) if args.drafter else None,
+        depths=args.vllm_depths,
+        concurrencies=args.concurrency,
+        max_tokens=args.tokens,
+        device=DEVICE,
+        path=args.vllm_path,
+        ignore_eos=not args.honour_stops,
+        requests={str(count): num_requests(count) for count in args.concurrency},
+    )
+    for run in found.get("runs", ()):
+        run.pop("answers", None)
+        run["per_user"] = run["tokens_per_second"] / run["concurrency"]
+        shown(f"{run['label']}, {run['concurrency']}", {k: v for k, v in run.items() if k not in ("label", "concurrency")})
+    if "skipped" in found:
+        print(f"  vLLM did not run: {found['skipped']}")
     return found
 
 

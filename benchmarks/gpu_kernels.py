@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
 from fledge.config import ModelConfig
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE
+from fledge.engine import fused_decoder
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
 from fledge.engine.fused_decoder import rope_table
 from fledge.kernels import fused_linear
 from fledge.kernels.rope_attention import rope_attention
+from fledge.kernels.sample import Choice
 from fledge.models.decoder import Decoder
 
 DEVICE = "cuda"
@@ -70,6 +74,27 @@ def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, fl
             found[f"batch {batch}, {new} new"] = times
         del caches
     return found
+
+
+def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager]]:
+    """By name, a context in which the step of `rows` lacks that part. Its shapes stay; its results do not."""
+    size = rows.decoder.config.num_heads * rows.decoder.config.head_dim
+
+    def no_attention(attend: fused_decoder.ChainAttend, attention: object, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv[:, :size].contiguous() if len(qkv) > 1 else qkv[:, :size]
+
+    def no_head(x: torch.Tensor, chosen: slice, num_new: int, how: int) -> Choice:
+        return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
+
+    def no_mlp(layer: torch.nn.Module, residual: torch.Tensor, attended: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        return fused_decoder.linear(layer.self_attn.o_proj, attended, residual_MO=residual, in_place=in_place)
+
+    return {
+        "nothing": nullcontext,
+        "attention": lambda: patch.object(fused_decoder.ChainAttend, "__call__", no_attention),
+        "MLP": lambda: patch.object(fused_decoder, "after_attention", no_mlp),
+        "the target's head": lambda: patch.object(rows, "choose", no_head),
+    }
 
 
 def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -> float:

@@ -6,6 +6,7 @@ Each runs in a process of its own, so that memory, threads and libraries do not 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,13 +32,19 @@ def run_baseline(
     dtype: str = "bfloat16",
     python: str = "",
     assistant: str = "",
+    path: str = "",
     timeout: float = 3600,
+    **more: Any,
 ) -> dict[str, Any]:
-    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model."""
+    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model.
+
+    `path`: a folder to import the engine from. `more`: further keys of the script's task.
+    """
     if name not in SCRIPTS:
         raise UserError(f"baseline {name!r} is not known; there are {', '.join(SCRIPTS)}")
     python = python or sys.executable
-    missing = _missing(python, name)
+    environment = os.environ | ({"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"} if path else {})
+    missing = _missing(python, name, environment)
     if missing:
         return {"baseline": name, "skipped": missing}
     with TemporaryDirectory() as folder:
@@ -53,13 +60,16 @@ def run_baseline(
             "device": device,
             # As this engine computes: on a CPU everything between the weights is fp32.
             "dtype": "float32" if device == "cpu" else dtype,
+            **more,
         }
         task.write_text(json.dumps(content))
         script = Path(__file__).with_name(SCRIPTS[name])
+        command = [python, str(script), str(task), str(out)]
         try:
-            done = subprocess.run([python, str(script), str(task), str(out)], capture_output=True, text=True, timeout=timeout)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
         except subprocess.TimeoutExpired:
-            return {"baseline": name, "skipped": f"it took more than {timeout:.0f} seconds"}
+            found = json.loads(out.read_text()) if out.exists() else {}
+            return {"baseline": name, **found, "skipped": f"it took more than {timeout:.0f} seconds"}
         if not out.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return {
@@ -69,12 +79,13 @@ def run_baseline(
         return {"baseline": name, **json.loads(out.read_text())}
 
 
-def _missing(python: str, name: str) -> str:
+def _missing(python: str, name: str, environment: dict[str, str]) -> str:
     try:
         found = subprocess.run(
             [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"],
             capture_output=True,
             timeout=120,
+            env=environment,
         )
     except (OSError, subprocess.TimeoutExpired):
         return f"{python} cannot be run"

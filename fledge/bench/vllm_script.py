@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 
@@ -17,7 +18,8 @@ def main(task_file: str, out_file: str) -> None:
         task = json.load(file)
     prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
     longest = max(len(prompt) for prompt in task["prompts"]) + task["max_tokens"] + 32
-    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], detokenize=False)
+    ignore_eos = task.get("ignore_eos", False)
+    params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=ignore_eos, detokenize=False)
     ways = {"plain": None}
     if task["drafter"]:
         for depth in task["depths"]:
@@ -35,9 +37,10 @@ def main(task_file: str, out_file: str) -> None:
             disable_log_stats=False,
         )
         for concurrency in task["concurrencies"]:
-            run_all(llm.llm_engine, prompts[:concurrency], params, concurrency)
+            asked = repeated(prompts, task.get("requests", {}).get(str(concurrency), len(prompts)))
+            run_all(llm.llm_engine, asked[:concurrency], params, concurrency)
             before = counters(llm)
-            answers, waited, seconds = run_all(llm.llm_engine, prompts, params, concurrency)
+            answers, waited, seconds = run_all(llm.llm_engine, asked, params, concurrency)
             counted = {name: value - before.get(name, 0) for name, value in counters(llm).items()}
             tokens = sum(map(len, answers))
             drafts = counted.get("vllm:spec_decode_num_drafts", 0)
@@ -54,10 +57,20 @@ def main(task_file: str, out_file: str) -> None:
                     "answers": answers,
                 }
             )
+            write(out_file, {"version": vllm.__version__, "dtype": task["dtype"], "runs": runs})
         del llm
         gc.collect()
-    with open(out_file, "w") as file:
-        json.dump({"version": vllm.__version__, "dtype": task["dtype"], "runs": runs}, file)
+
+
+def write(out_file: str, found: dict) -> None:
+    """After every run: one that is cut short has said what it knew."""
+    with open(out_file + ".new", "w") as file:
+        json.dump(found, file)
+    os.replace(out_file + ".new", out_file)
+
+
+def repeated(prompts: list[dict], count: int) -> list[dict]:
+    return [prompts[index % len(prompts)] for index in range(count)]
 
 
 def run_all(engine, prompts: list[dict], params, concurrency: int) -> tuple[list[list[int]], float, float]:
