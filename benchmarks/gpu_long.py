@@ -79,7 +79,6 @@ def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, flo
         torch.cuda.synchronize()
         started = time.perf_counter()
         request = engine.add_request(prompt, params)
-        )
         while request.num_answer < ANSWER and not request.finished:
             engine.step()
         lasted = time.perf_counter() - request.first_token_time
