@@ -146,7 +146,9 @@ def _data(recipe: Recipe, tokenizer: Tokenizer, say: Say) -> tuple[SampleSet, li
         "remove_loops": data.remove_loops,
         "cache_dir": data.cache,
     }
-    samples, report = load_samples(data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, **settings)
+    samples, report = load_samples(
+        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, avoid=data.avoid, **settings
+    )
     say(f"data: {report}")
     if data.held_out:
         held_out, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)

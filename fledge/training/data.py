@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from fledge.bench.loops import is_looping, loop_start
 from fledge.tokenizer import Tokenizer
 from fledge.training.chat_files import (
     Block,
@@ -28,7 +29,7 @@ from fledge.training.chat_files import (
     read_lines,
 )
 from fledge.training.helpers import Processes, num_cores
-from fledge.training.loops import is_looping, loop_start
+from fledge.training.overlap import Overlap
 from fledge.training.rendering import Answer, ChatFormat, TemplateError
 from fledge.training.samples import Sample, SampleSet
 from fledge.training.templates import Augmentation, Choice
@@ -39,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 # A process starts within two seconds and makes samples from about 20 MB a second.
 MIN_BYTES_FOR_PROCESSES = 1 << 26
@@ -53,6 +54,7 @@ class DataReport:
     conversations: int = 0
     kept: int = 0
     looping: int = 0  # answers cut where their loop begins, with all that follows them
+    avoided: int = 0  # share text with what must not be trained on
     empty: int = 0  # no assistant's answer (left) to learn from
     refused: int = 0  # the chat template does not take them
     first_refusal: str = ""
@@ -73,6 +75,7 @@ class DataReport:
     def __str__(self) -> str:
         notes = {
             "looping answers cut off": self.looping,
+            "left out for text of the evaluation": self.avoided,
             "empty": self.empty,
             "refused by the chat template": self.refused,
             "too long, dropped": self.too_long_dropped,
@@ -170,6 +173,7 @@ class SampleWork:
     augmentation: Augmentation
     remove_loops: bool
     limit: int | None
+    avoid: Overlap | None = None
 
     def __post_init__(self) -> None:
         self._chat = ChatFormat(self.tokenizer, self.chat_template)
@@ -205,6 +209,9 @@ class SampleWork:
         as_it_is, varied = Choice(), self.augmentation.active
         for index, conversation in enumerate(conversations, first_index):
             report.conversations += 1
+            if self.avoid is not None and self.avoid.has(self._asked(conversation)):
+                report.avoided += 1
+                continue
             choice = self.augmentation.choose(index) if varied else as_it_is
             try:
                 sample = _augment(conversation, self._chat, choice, report)
@@ -230,6 +237,11 @@ class SampleWork:
                 report.too_long_chunked += 1
             yield sample
 
+    def _asked(self, conversation: Conversation) -> list[str]:
+        if not conversation.messages:
+            return [self.tokenizer.decode(turn.prompt_ids) for turn in conversation.turns]
+        return [message["content"] for message in conversation.messages if message["role"] == "user"]
+
 
 def load_samples(
     paths: str | Path | Sequence[str | Path],
@@ -241,12 +253,14 @@ def load_samples(
     augmentation: Augmentation | None = None,
     remove_loops: bool = True,
     limit: int | None = None,
+    avoid: Sequence[str | Path] = (),
     cache_dir: str | Path | None = None,
     processes: int | None = None,
 ) -> tuple[SampleSet, DataReport]:
     """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there.
 
-    `limit`: so many conversations, and nothing beyond them is read. `processes`: None lets the size of the files decide;
+    `limit`: so many conversations, and nothing beyond them is read. `avoid`: files of prompts; conversations in which a user
+    says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
     the samples are the same.
     """
     paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
@@ -263,6 +277,7 @@ def load_samples(
             astuple(augmentation),
             remove_loops,
             limit,
+            data_hash(avoid) if avoid else "",
         ]
         key = json.dumps([_CACHE_VERSION, data_hash(paths), tokenizer_hash(tokenizer), *settings])
         cache = Path(cache_dir) / f"samples-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
@@ -270,7 +285,8 @@ def load_samples(
             samples, extra = SampleSet.load(cache)
             return samples, DataReport(**extra)
 
-    work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit)
+    overlap = Overlap.of_files(avoid)
+    work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit, overlap)
     blocks = chain.from_iterable(map(read_blocks, paths))
     if processes is None:
         processes = _num_processes(paths, limit)

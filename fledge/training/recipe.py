@@ -67,6 +67,7 @@ class DataRecipe:
     train: tuple[str, ...]  # chat JSONL; "toy": made on the spot
     held_out: tuple[str, ...] = ()  # prompts to evaluate on; none: `held_out_samples` are taken from the training data
     held_out_samples: int = 64
+    avoid: tuple[str, ...] = ()  # files of prompts; conversations that share a run of words with one of them are left out
     sequence_length: int = 2048
     batch_rows: int = 16
     long: Literal["chunk", "drop"] = "chunk"

@@ -1,0 +1,55 @@
+"""Text that must not be trained on, such as the prompts a drafter is judged by, and what shares too much with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fledge.training.chat_files import DataError, parse_messages, read_lines
+
+# Thirteen words in a row are hardly ever shared by chance; language models are decontaminated by the same number.
+RUN = 13
+# Shorter texts are compared whole, from this length on: "Thank you!" may well be said in both.
+SHORTEST = 5
+
+_WORD = re.compile(r"\w+")
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+class Overlap:
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.runs = {run for text in texts for run in _runs(words(text))}
+
+    @classmethod
+    def of_files(cls, paths: Sequence[str | Path]) -> Overlap | None:
+        """The users' turns of JSON lines with "turns", "messages" or "prompt"; None: no files."""
+        return cls(text for path in paths for text in _user_turns(path)) if paths else None
+
+    def has(self, texts: Iterable[str]) -> bool:
+        """Whether one of the texts shares a run of words with those that are kept out."""
+        return any(run in self.runs for text in texts for run in _runs(words(text)))
+
+
+def _runs(parts: list[str]) -> Iterator[str]:
+    if len(parts) < RUN:
+        if len(parts) >= SHORTEST:
+            yield " ".join(parts)
+        return
+    for start in range(len(parts) - RUN + 1):
+        yield " ".join(parts[start : start + RUN])
+
+
+def _user_turns(path: str | Path) -> Iterator[str]:
+    for where, line in read_lines(path):
+        if "messages" in line:
+            yield from (message["content"] for message in parse_messages(line["messages"], where) if message["role"] == "user")
+            continue
+        found = line.get("turns", line.get("prompt"))
+        turns = [found] if isinstance(found, str) else found
+        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there as text')
+        yield from turns
