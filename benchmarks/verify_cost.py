@@ -31,7 +31,7 @@ def main() -> None:
 
     def run(first: int, count: int) -> None:
         attend = PagedAttend(runner.cache, [SequenceLayout(pages, count, first + count)])
-        network = runner.lean if runner.lean is not None and runner.lean.fits(attend) else runner.decoder
+        network = runner.lean or runner.decoder
         positions = torch.arange(first, first + count)
         hidden, _ = network(tokens[first : first + count], positions, attend, (), first + count)
         best_of(runner.decoder.logits(hidden))

@@ -24,6 +24,7 @@ class EngineConfig:
     max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
     page_size: int = 16
+    prefix_caching: bool = True  # texts that begin alike share pages
     threads: int = 0  # CPU threads; 0: torch's choice
 
     def resolve(self, model: ModelConfig) -> EngineConfig:

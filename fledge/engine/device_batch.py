@@ -21,7 +21,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
 from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder
 from fledge.engine.fused_drafter import FusedDrafter
-from fledge.engine.prompt_pass import PromptPass, Prompts
+from fledge.engine.prompt_pass import PromptPass, Prompts, Rests
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
@@ -53,6 +53,7 @@ class Entry:
     top_p: float = 1.0
     stop_ids: Sequence[int] = ()
     depth_limit: int = MAX_DEPTH
+    cached: int = 0  # tokens of the prompt that the caches hold already, in its pages
 
     @property
     def how(self) -> int:
@@ -134,13 +135,18 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def read_prompts(self, entries: Sequence[Entry]) -> None:
-        """One pass over several prompts: keys and values into the caches, first tokens said, rows filled."""
-        lengths = [len(entry.prompt) for entry in entries]
+        """One pass over several prompts: keys and values into the caches, first tokens said, rows filled.
+
+        Prompts of which nothing is cached attend over themselves, which is faster: they come apart from the others.
+        """
+        starts = [entry.cached for entry in entries]
+        lengths = [len(entry.prompt) - entry.cached for entry in entries]
         sequence = np.repeat(np.arange(len(entries)), lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions = np.concatenate([np.arange(entry.cached, len(entry.prompt)) for entry in entries])
         table = self.page_tables(entries)
-        tokens = np.concatenate([np.asarray(entry.prompt, dtype=np.int64) for entry in entries])
-        prompts = Prompts(tokens, positions, self.cache_slots(table[sequence, :], positions), lengths)
+        tokens = np.concatenate([np.asarray(entry.prompt[entry.cached :], dtype=np.int64) for entry in entries])
+        where = (tokens, positions, self.cache_slots(table[sequence, :], positions), lengths)
+        prompts = Rests(*where, starts, table) if any(starts) else Prompts(*where)
         accepted = self._first_tokens(entries, table, self.prompts.target(prompts))
         if self.drafter is not None:
             self._keep_states(entries, self.prompts.draft(accepted.tokens_BT[:, 0]))

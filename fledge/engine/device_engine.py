@@ -25,6 +25,7 @@ from torch import Tensor
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.device_batch import PIECE, DeviceBatch, Entry, why_not_captured
 from fledge.engine.engine import Engine
+from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.request import Delta, Request
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
@@ -125,6 +126,8 @@ class DeviceEngine:
         if fits and runs_captured(params, len(request.end_token_ids)):
             self.engine.scheduler.waiting.remove(request)
             self.scheduler.waiting_rows.append(request)
+            if request.page_keys is not None:  # in rows the drafter reads every prompt
+                request.page_keys = PageKeys(request.tokens, self.pool.page_size, drafted=self.drafter is not None)
         return request
 
     def limit(self, request: Request) -> int:
@@ -160,29 +163,50 @@ class DeviceEngine:
         queue, budget, entries = self.scheduler, self.config.max_batched_tokens, []
         while queue.waiting_rows and self.free_rows and budget > 0:
             request = queue.waiting_rows[0]
-            length = len(request.prompt)
+            found = self.cached_pages(request)
+            length = len(request.prompt) - len(found) * self.pool.page_size  # what is left to read
             if entries and length > budget:
                 break
-            if not self.pool.grow(request.pages, length + self.limit(request) + self.rows.lookahead):
+            request.num_computed = self.pool.take(request.pages, found, request.page_keys)
+            if not self.pool.grow(request.pages, len(request.prompt) + self.limit(request) + self.rows.lookahead):
+                self.pool.release(request.pages)
                 break
+            self.engine.scheduler.entered(request)
             queue.waiting_rows.popleft()
             row = self.row_of[request.id] = heapq.heappop(self.free_rows)
             queue.owners[row] = request
             if length > PIECE:
-                queue.reading.append((self.entry(row, request), 0))
+                queue.reading.append((self.entry(row, request), request.num_computed))
             else:
                 entries.append(self.entry(row, request))
                 budget -= length
+        for some in ([entry for entry in entries if not entry.cached], [entry for entry in entries if entry.cached]):
+            if some:
+                self.rows.read_prompts(some)
         if entries:
-            self.rows.read_prompts(entries)
-            self.snap({entry.row: queue.owners[entry.row] for entry in entries}, 0)
+            self.was_read({entry.row: queue.owners[entry.row] for entry in entries})
         if queue.reading:
             entry, read = queue.reading.popleft()
             read = self.rows.read_piece(entry, read)
             if read < len(entry.prompt):
                 queue.reading.appendleft((entry, read))
             else:
-                self.snap({entry.row: queue.owners[entry.row]}, 0)
+                self.was_read({entry.row: queue.owners[entry.row]})
+
+    def cached_pages(self, request: Request) -> list[int]:
+        """Pages that hold a prompt's beginning, if using them pays.
+
+        Attention over the cache is slower than a prompt's over itself, and takes a pass of its own: it must save half of
+        the prompt, or a whole piece of a long one.
+        """
+        found = self.pool.find(request.page_keys)
+        return found if len(found) * self.pool.page_size >= min(len(request.prompt) / 2, PIECE) else []
+
+    def was_read(self, owners: dict[int, Request]) -> None:
+        """Whole prompts are in the caches: they can be shared, and the first tokens are on their way."""
+        for request in owners.values():
+            self.pool.share(request.pages, request.page_keys, len(request.prompt))
+        self.snap(owners, 0)
 
     def entry(self, row: int, request: Request) -> Entry:
         params = request.params
@@ -196,6 +220,7 @@ class DeviceEngine:
             params.top_p,
             sorted(request.end_token_ids),
             MAX_DEPTH if request.speculate else 0,
+            request.num_computed,
         )
 
     def running_rows(self) -> dict[int, Request]:
@@ -283,6 +308,9 @@ class DeviceEngine:
         self.rows.slots.stop(self.rows.upload(np.array(rows)))
         for row, request in zip(rows, requests, strict=True):
             del queue.owners[row]
+            if request.num_answer and (self.drafter is None or (request.speculate and request.id not in self.behind)):
+                # All but what the last cycle said: where it ended the answer, the drafter was not synchronised with it.
+                self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.rows.lookahead)
             self.behind.discard(request.id)
             self.pool.release(request.pages)
             heapq.heappush(self.free_rows, row)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fledge.config import ModelConfig
 from fledge.engine.config import EngineConfig
-from fledge.engine.kv_cache import PagePool
+from fledge.engine.depth_control import DepthControl
+from fledge.engine.kv_cache import PageKeys, PagePool
 from fledge.engine.request import Delta, Request, TokenLogprob
 from fledge.engine.runner import Runner, Verified
 from fledge.engine.scheduler import Scheduled, Scheduler
@@ -37,6 +38,7 @@ class Engine:
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         pool: PagePool | None = None,
+        depths: DepthControl | None = None,
     ) -> None:
         self.config, self.drafter, self.tokenizer = config, drafter, tokenizer
         self.model: ModelConfig = decoder.config
@@ -45,6 +47,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batched_tokens, config.max_model_len, lookahead)
         self.cache = paged_kv(config, self.pool, self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)
         self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else ())
+        self.depths = depths or DepthControl(drafter)
         self.requests: dict[str, Request] = {}
         self.stats = AcceptanceStats()
         self._ids = itertools.count()
@@ -74,6 +77,8 @@ class Engine:
             IncrementalDecoder(self.tokenizer, params.skip_special_tokens) if self.tokenizer is not None else None,
             speculate,
         )
+        if self.config.prefix_caching:
+            request.page_keys = PageKeys(request.tokens, self.pool.page_size, drafted=self._is_drafted(request))
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -98,6 +103,7 @@ class Engine:
         if settled:
             for item, draft in zip(settled, self.drafter.draft(settled, verified.taps), strict=True):
                 item.sequence.draft = draft
+                self.scheduler.share(item.sequence, item.sequence.num_computed)
         return deltas
 
     def accept(self, batch: list[Scheduled], verified: Verified) -> list[Verdict | None]:
@@ -143,6 +149,8 @@ class Engine:
                 delta = self._append(item, verdict, verified, index)
                 deltas.append(delta)
                 if request.finished:
+                    if not self._is_drafted(request):
+                        self.scheduler.share(request, item.start + item.num_tokens)
                     self._leave(request)
                     continue
                 if not item.draft.is_chain:
@@ -151,6 +159,8 @@ class Engine:
             request.num_computed = item.start + len(rows)
             if self.drafter is not None and request.speculate:
                 settled.append(Settled(request, item.start, rows, self._room(request) if verdict is not None else 0))
+            else:
+                self.scheduler.share(request, request.num_computed)
         return deltas, settled
 
     def _append(self, item: Scheduled, verdict: Verdict, verified: Verified, index: int) -> Delta:
@@ -158,6 +168,7 @@ class Engine:
         tokens = [draft.tokens[node] for node in verdict.accepted] + [verdict.next_token]
         drafted = [True] * len(verdict.accepted) + [False]
         delta = request.append(tokens, drafted, self.config.max_model_len)
+        self.depths.saw(draft, verdict.accepted, delta)
         if len(draft):
             accepted = sum(delta.drafted)
             for stats in (request.stats, self.stats):
@@ -170,13 +181,18 @@ class Engine:
             request.logprobs += [_logprob(row, token, request.params.logprobs) for row, token in chosen]
         return delta
 
+    def _is_drafted(self, request: Request) -> bool:
+        """Whether the drafter has a cache of its own and keeps it up with the request."""
+        return self.drafter is not None and bool(self.drafter.taps) and request.speculate
+
     def _room(self, request: Request) -> int:
         """How deep a draft may be: the pending token and the draft stay inside the context."""
-        return max(0, self.config.max_model_len - len(request.tokens))
+        return max(0, min(self.config.max_model_len - len(request.tokens), self.depths.depth(request)))
 
     def _leave(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.requests.pop(request.id, None)
+        self.depths.forget(request)
         if self.drafter is not None:
             self.drafter.forget(request)
 

@@ -31,6 +31,10 @@ except ImportError:
 # settled keys, where sequences stand) was complete before the first. Benchmarks change it.
 HOLDING_LAYERS = 1
 
+# Tokens a block of `BlockAttend`. Few blocks split their keys to fill the device: two numbers of splits, for two kernels.
+BLOCK_TOKENS = 64
+FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
+
 # (attention module, its fused projection [N, (H + 2K) * E]) -> [N, H * E]; rotates, stores keys and values, attends
 FusedAttend = Callable[[Attention, Tensor], Tensor]
 
@@ -160,7 +164,40 @@ class ChunkAttend:
         )[0].flatten(-2)
 
 
-def store_rotated(attend: PromptAttend | ChunkAttend, attention: Attention, qkv: Tensor) -> Tensor:
+@dataclass
+class BlockAttend:
+    """New tokens of several sequences over the cache, in blocks of BLOCK_TOKENS of one sequence; short ones start late."""
+
+    cache: PagedKV
+    rope_table: Tensor
+    positions_N: Tensor
+    slots_N: Tensor
+    places_N: Tensor  # where a token lies among the places of all blocks
+    page_tables_BP: Tensor
+    lengths_B: Tensor  # int32: of the text up to the block's end; 0: an empty block
+
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = store_rotated(self, attention, qkv)[:, : attention.num_heads]
+        num_blocks = len(self.lengths_B)
+        q = heads.new_zeros(num_blocks * BLOCK_TOKENS, *heads.shape[1:]).index_copy_(0, self.places_N, heads)
+        positions = None
+        if attention.window is not None:
+            positions = self.positions_N.new_zeros(len(q)).index_copy_(0, self.places_N, self.positions_N)
+        attended = decode_attention(
+            q.view(num_blocks, BLOCK_TOKENS, *q.shape[1:]),
+            self.cache.keys[attention.layer],
+            self.cache.values[attention.layer],
+            self.page_tables_BP,
+            self.lengths_B,
+            self.cache.page_size,
+            positions_BT=None if positions is None else positions.view(num_blocks, -1),
+            window=attention.window,
+            splits=FEW_BLOCKS_SPLITS if num_blocks <= FEW_BLOCKS else 1,
+        )
+        return attended.view(len(q), -1)[self.places_N]
+
+
+def store_rotated(attend: PromptAttend | ChunkAttend | BlockAttend, attention: Attention, qkv: Tensor) -> Tensor:
     """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
     keys, values = attend.cache.keys[attention.layer], attend.cache.values[attention.layer]
     rope_cache(qkv, attend.rope_table, attend.positions_N, attend.slots_N, keys, values, head_norms(attention))

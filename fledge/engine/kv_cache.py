@@ -1,21 +1,62 @@
-"""Which pages of the cache belong to whom. The storage itself is `kernels.paged_attention.PagedKV`."""
+"""Which pages of the cache belong to whom, and what they hold. The storage itself is `kernels.paged_attention.PagedKV`.
+
+    text     |---- page 0 ----|---- page 1 ----|-- page 2 …        a full page's key: a hash of all tokens up to its end
+    key 1    |<------------------------------->|x                  and of the one after, x
+
+Requests whose texts begin alike share pages, which are never written again. The drafter's cache lies in the same pages and
+its last pair in a page holds the token after it: that is why x is in the key.
+"""
 
 from __future__ import annotations
 
-from itertools import groupby
+import re
+from array import array
+from collections import Counter, OrderedDict
+from hashlib import sha256
+
+
+class PageKeys:
+    """The keys of a text's full pages, worked out as the text grows."""
+
+    def __init__(self, tokens: list[int], page_size: int, *, drafted: bool) -> None:
+        """`tokens`: the growing text itself, not a copy. `drafted`: its pages hold, or must hold, the drafter's pairs too."""
+        self.tokens, self.page_size = tokens, page_size
+        self._before = b"target and drafter" if drafted else b"target"
+        self._keys: list[bytes] = []
+        self.num_shared = 0  # pages of the text that others can find; set by the pool
+
+    def up_to(self, num_tokens: int) -> list[bytes]:
+        """Those of the pages that lie in the first `num_tokens` and have a token after them."""
+        count, size = min(num_tokens, len(self.tokens) - 1) // self.page_size, self.page_size
+        for index in range(len(self._keys), count):
+            tokens = array("q", self.tokens[index * size : (index + 1) * size + 1])
+            self._before = sha256(self._before + tokens.tobytes()).digest()
+            self._keys.append(self._before)
+        return self._keys[:count]
 
 
 class PagePool:
-    """Hands out pages so that a sequence's pages tend to be consecutive: then the CPU reads them as a view, without a copy.
+    """Hands out pages so that a sequence's pages tend to be consecutive: then the CPU reads them in one run.
 
     used |###|..............|####|......|      a new sequence starts in the middle of the widest gap,
     new  |###|.......N......|####|......|      so that its neighbour on the left can go on growing
+
+    A page with a key that nobody owns any more counts as free, but keeps what it holds until no blank page is left.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        self._is_free = bytearray(b"\1") * num_pages
-        self.num_free = num_pages
+        self.num_queried = self.num_found = 0  # tokens of entering texts, and how many of them the cache had
+        self._is_blank = bytearray(b"\1") * num_pages
+        self._num_blank = num_pages
+        self._num_owners = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._unowned: OrderedDict[int, None] = OrderedDict()  # pages with a key and no owner, the longest unused first
+
+    @property
+    def num_free(self) -> int:
+        return self._num_blank + len(self._unowned)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -25,35 +66,81 @@ class PagePool:
         missing = self.pages_for(num_tokens) - len(pages)
         if missing > self.num_free:
             return False
-        for _ in range(missing):
+        while missing > self._num_blank:
+            self._forget_oldest()
+        for left in range(missing, 0, -1):
             follower = pages[-1] + 1 if pages else self.num_pages
-            page = follower if follower < self.num_pages and self._is_free[follower] else self._place()
-            self._is_free[page] = 0
+            page = follower if follower < self.num_pages and self._is_blank[follower] else self._place(left)
+            self._is_blank[page] = 0
+            self._num_blank -= 1
+            self._num_owners[page] = 1
             pages.append(page)
-        self.num_free -= max(missing, 0)
         return True
 
+    def find(self, keys: PageKeys | None) -> list[int]:
+        """The pages of the longest beginning of a text that the cache holds; at least its last token is left to compute."""
+        found: list[int] = []
+        for key in keys.up_to(len(keys.tokens)) if keys is not None else ():
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def take(self, pages: list[int], found: list[int], keys: PageKeys | None) -> int:
+        """`found` become the first of a sequence's `pages`; returns how many tokens they hold."""
+        assert not pages
+        for page in found:
+            self._num_owners[page] += 1
+            self._unowned.pop(page, None)
+        pages.extend(found)
+        if keys is not None:
+            keys.num_shared = len(found)
+        return len(found) * self.page_size
+
+    def share(self, pages: list[int], keys: PageKeys | None, num_tokens: int) -> None:
+        """Others can find the pages among the first `num_tokens`, which are computed and stay as they are."""
+        if keys is None or num_tokens // self.page_size <= keys.num_shared:
+            return
+        names = keys.up_to(num_tokens)
+        for index in range(keys.num_shared, len(names)):
+            if names[index] not in self._page_of:  # else somebody computed the same meanwhile
+                self._page_of[names[index]] = pages[index]
+                self._key_of[pages[index]] = names[index]
+        keys.num_shared = len(names)
+
     def release(self, pages: list[int]) -> None:
-        for page in pages:
-            assert not self._is_free[page], f"page {page} released twice"
-            self._is_free[page] = 1
-        self.num_free += len(pages)
+        for page in reversed(pages):  # a text's end is forgotten before its beginning
+            assert self._num_owners[page], f"page {page} released twice"
+            self._num_owners[page] -= 1
+            if self._num_owners[page]:
+                continue
+            if page in self._key_of:
+                self._unowned[page] = None
+            else:
+                self._is_blank[page] = 1
+                self._num_blank += 1
         pages.clear()
 
-    def _place(self) -> int:
-        start, widest_start, widest = 0, 0, 0
-        for free, run in groupby(self._is_free):
-            length = sum(1 for _ in run)
-            if free and length > widest:
-                widest_start, widest = start, length
-            start += length
-        assert widest, "no free page"
-        return widest_start if widest_start == 0 else widest_start + widest // 2
+    def _forget_oldest(self) -> None:
+        page, _ = self._unowned.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self._is_blank[page] = 1
+        self._num_blank += 1
+
+    def _place(self, num_pages: int) -> int:
+        """Where the next `num_pages` of a sequence start, as far as they fit."""
+        start, end = max((gap.span() for gap in re.finditer(b"\1+", self._is_blank)), key=lambda gap: gap[1] - gap[0])
+        return start and max(start, min((start + end) // 2, end - num_pages))
 
     def check_integrity(self, owners: list[list[int]]) -> None:
-        """Every page is free or owned once."""
-        owned = [page for pages in owners for page in pages]
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert all(not self._is_free[page] for page in owned), "an owned page is marked free"
-        assert len(owned) + self.num_free == self.num_pages, "pages were lost"
-        assert sum(self._is_free) == self.num_free, "the count of free pages is off"
+        """Every page is owned, kept for its content, or blank; only pages with a key have several owners."""
+        assert all(len(set(pages)) == len(pages) for pages in owners), "a sequence has a page twice"
+        owned = Counter(page for pages in owners for page in pages)
+        assert all(owned[page] == count for page, count in enumerate(self._num_owners)), "a page's owners are miscounted"
+        assert all(page in self._key_of for page, count in owned.items() if count > 1), "a page without a key has two owners"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages do not match"
+        assert set(self._unowned) == self._key_of.keys() - owned.keys(), "a page that is kept was lost"
+        blank = set(range(self.num_pages)) - owned.keys() - self._key_of.keys()
+        assert {page for page, is_blank in enumerate(self._is_blank) if is_blank} == blank, "a blank page was lost"
+        assert len(blank) == self._num_blank, "the count of blank pages is off"

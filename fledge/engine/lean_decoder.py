@@ -23,9 +23,6 @@ class LeanDecoder:
     def serves(decoder: Decoder, cache: PagedKV) -> bool:
         return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in decoder.layers)
 
-    def fits(self, attend: PagedAttend) -> bool:
-        return native.NativeBatch.fits(attend)
-
     def __call__(
         self, tokens_N: Tensor, positions_N: Tensor, attend: PagedAttend, taps: Sequence[int], highest_position: int
     ) -> DecoderOutput:

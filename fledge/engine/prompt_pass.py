@@ -4,6 +4,8 @@ Prompts lie one after the other in a buffer that is a little longer than they ar
 stored nowhere, and its rows are never read. One token at least is left over: ends of prompts that are not there point at it.
 
     tokens   | prompt A | prompt B | padding … |        ends  | A's last | B's last | the buffer's last … |
+
+Prompts whose beginnings the cache holds go the same way from there on, but attend over the cache: `Rests`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fledge.engine.cuda_graphs import StepGraphs, size_for
-from fledge.engine.fused_decoder import FusedDecoder, PromptAttend
+from fledge.engine.fused_decoder import BLOCK_TOKENS, BlockAttend, FusedAttend, FusedDecoder, PromptAttend
 from fledge.engine.fused_drafter import FusedDrafter
+from fledge.kernels.paged_attention import PagedKV
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(8)} | {768 << k for k in range(4)})
@@ -55,6 +58,46 @@ class Prompts:
 
 
 @dataclass
+class Rests(Prompts):
+    """Ends of prompts: `tokens`, `positions`, `slots` and `lengths` are theirs alone."""
+
+    starts: list[int]  # tokens before them
+    tables: np.ndarray  # int32 [S, P]: the prompts' pages
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        # Blocks are all of one length, so the longest does not matter.
+        wanted = (len(self.tokens) + 1, len(self.lengths))
+        if wanted[0] > TOKENS[-1] or wanted[1] > PROMPTS[-1]:
+            return None
+        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), 0)
+
+    def padded(self, num_tokens: int, num_prompts: int) -> Rests:
+        more = num_prompts - len(self.lengths)
+        padded = super().padded(num_tokens, num_prompts)
+        tables = np.pad(self.tables, ((0, more), (0, 0)))
+        return Rests(padded.tokens, padded.positions, padded.slots, padded.lengths, self.starts + [0] * more, tables)
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`BlockAttend`'s places, page tables and lengths. Padding goes to the last block, which is empty."""
+        lengths, starts = np.array(self.lengths), np.array(self.starts)
+        counts = -(-lengths // BLOCK_TOKENS)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        first = (np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK_TOKENS
+        ends = np.minimum(first + BLOCK_TOKENS, lengths[sequence])
+        num_blocks = len(self.tokens) // BLOCK_TOKENS + len(counts) + 1
+        places = np.full(len(self.tokens), num_blocks * BLOCK_TOKENS - 1)
+        block_ends = np.arange(1, len(sequence) + 1) * BLOCK_TOKENS
+        sizes = ends - first
+        places[: lengths.sum()] = np.arange(lengths.sum()) + np.repeat(block_ends - sizes.cumsum(), sizes)
+        tables = np.zeros((num_blocks, self.tables.shape[1]), dtype=np.int32)
+        tables[: len(sequence)] = self.tables[sequence]
+        block_lengths = np.zeros(num_blocks, dtype=np.int32)
+        block_lengths[: len(sequence)] = starts[sequence] + ends
+        return places, tables, block_lengths
+
+
+@dataclass
 class _Buffers:
     """What a recorded pass reads, and what it leaves, always in the same places."""
 
@@ -63,6 +106,7 @@ class _Buffers:
     ends: Tensor  # int64 [S]
     first_tokens: Tensor  # int64 [S]: set between the target's pass and the drafter's
     lengths: list[int]  # used where nothing is recorded
+    blocks: tuple[Tensor, ...] | None  # places, page tables and lengths of `Rests`
     last_states: Tensor | None = None  # [S, D], the target's
     taps: Sequence[Tensor] = ()
     draft_states: Tensor | None = None  # [S, D]
@@ -105,31 +149,33 @@ class PromptPass:
         run(self.buffers[shape], shape[-1])
 
     def _target(self, buffers: _Buffers, longest: int) -> None:
-        tokens, positions, slots = buffers.tokens_3N
-        attend = PromptAttend(
-            self.fused.cache, self.fused.rope_table, positions, slots, buffers.lengths, buffers.offsets, longest
-        )
-        x, buffers.taps = self.fused(self.fused.decoder.embed(tokens), attend, self.taps)
+        attend = self._attend(buffers, longest, self.fused.cache, self.fused.rope_table)
+        x, buffers.taps = self.fused(self.fused.decoder.embed(buffers.tokens_3N[0]), attend, self.taps)
         buffers.last_states = x[buffers.ends]
 
     def _draft(self, buffers: _Buffers, longest: int) -> None:
-        tokens, positions, slots = buffers.tokens_3N
         # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
-        following = tokens.roll(-1).index_copy_(0, buffers.ends, buffers.first_tokens)
-        drafter = self.drafter
-        attend = PromptAttend(drafter.cache, drafter.rope_table, positions, slots, buffers.lengths, buffers.offsets, longest)
-        buffers.draft_states = drafter.read_prompts(buffers.taps, following, attend)[buffers.ends]
+        following = buffers.tokens_3N[0].roll(-1).index_copy_(0, buffers.ends, buffers.first_tokens)
+        attend = self._attend(buffers, longest, self.drafter.cache, self.drafter.rope_table)
+        buffers.draft_states = self.drafter.read_prompts(buffers.taps, following, attend)[buffers.ends]
+
+    def _attend(self, buffers: _Buffers, longest: int, cache: PagedKV, rope_table: Tensor) -> FusedAttend:
+        _, positions, slots = buffers.tokens_3N
+        if buffers.blocks is not None:
+            return BlockAttend(cache, rope_table, positions, slots, *buffers.blocks)
+        return PromptAttend(cache, rope_table, positions, slots, buffers.lengths, buffers.offsets, longest)
 
     def _filled(self, prompts: Prompts, into: _Buffers | None) -> _Buffers:
         num_tokens, lengths = len(prompts.tokens), np.array(prompts.lengths)
         offsets = np.concatenate([[0], lengths.cumsum()])
         ends = np.where(lengths > 0, offsets[1:] - 1, num_tokens - 1)
         tokens = np.stack([prompts.tokens, prompts.positions, prompts.slots])
-        arrays = (tokens, offsets.astype(np.int32), ends)
+        arrays = (tokens, offsets.astype(np.int32), ends, *(prompts.blocks() if isinstance(prompts, Rests) else ()))
         if into is None:
-            uploaded = [self._pinned(array).to(self.device, non_blocking=True) for array in arrays]
-            return _Buffers(*uploaded, torch.zeros(len(ends), dtype=torch.int64, device=self.device), prompts.lengths)
-        for tensor, array in zip((into.tokens_3N, into.offsets, into.ends), arrays, strict=True):
+            whole, begins, ends, *blocks = (self._pinned(array).to(self.device, non_blocking=True) for array in arrays)
+            first_tokens = torch.zeros(len(ends), dtype=torch.int64, device=self.device)
+            return _Buffers(whole, begins, ends, first_tokens, prompts.lengths, tuple(blocks) or None)
+        for tensor, array in zip((into.tokens_3N, into.offsets, into.ends, *(into.blocks or ())), arrays, strict=True):
             tensor.copy_(self._pinned(array), non_blocking=True)
         into.lengths = prompts.lengths
         return into

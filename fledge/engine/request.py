@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fledge.engine.kv_cache import PageKeys
 from fledge.sampling import SamplingParams
 from fledge.speculation.stats import AcceptanceStats
 from fledge.speculation.verification import Draft
@@ -44,7 +45,9 @@ class Request:
 
     tokens: list[int] = field(init=False)  # prompt and answer; appended by `append`
     pages: list[int] = field(default_factory=list)  # set by the scheduler
+    page_keys: PageKeys | None = None  # what its pages hold, for others to find; None: prefixes are not shared
     num_computed: int = 0  # tokens whose keys are in the cache; set by the engine
+    num_cached: int | None = None  # tokens of the prompt that the cache had when it entered
     draft: Draft = field(default_factory=Draft)  # to verify at the next step; set by the engine
     finish_reason: str | None = None  # stop | length | abort
     stop_reason: str | int | None = None  # the stop string or id that ended it

@@ -45,9 +45,8 @@ class Runner:
             if item.completes:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
         tensors = torch.tensor([tokens, positions], device=self.device)
-        attend = PagedAttend(self.cache, layouts)
-        run = self.lean if self.lean is not None and self.lean.fits(attend) else self.decoder
-        hidden, taps = run(tensors[0], tensors[1], attend, self.taps, max(positions))
+        run = self.lean or self.decoder
+        hidden, taps = run(tensors[0], tensors[1], PagedAttend(self.cache, layouts), self.taps, max(positions))
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
         return Verified(self.decoder.logits(hidden), logits_start, rows_start, taps)

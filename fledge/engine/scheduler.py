@@ -2,7 +2,7 @@
 
 Running requests come first, in order of arrival; then waiting ones join while there is room. A prompt longer than the
 step's token budget is read in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text
-kept, and it starts over from there, before any newcomer.
+kept, and it starts over from there, before any newcomer. A text whose beginning the cache still holds is computed from there.
 """
 
 from __future__ import annotations
@@ -83,9 +83,13 @@ class Scheduler:
                 budget -= item.num_rows
         while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            request.num_computed = self.pool.take(request.pages, self.pool.find(request.page_keys), request.page_keys)
             item = self._fit(request, budget)
             if not self.pool.grow(request.pages, item.start + item.num_rows + self.lookahead):
+                self.pool.release(request.pages)
+                request.num_computed = 0
                 break
+            self.entered(request)
             self.running.append(self.waiting.popleft())
             batch.append(item)
             budget -= item.num_rows
@@ -103,6 +107,17 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(request)
+
+    def entered(self, request: Request) -> None:
+        """Counts what the cache had of a new text; a preempted one that finds itself again is not news."""
+        if request.page_keys is not None and request.num_cached is None:
+            request.num_cached = request.num_computed
+            self.pool.num_queried += len(request.tokens)
+            self.pool.num_found += request.num_cached
+
+    def share(self, request: Request, num_computed: int) -> None:
+        """Others find the request's pages as far as they are computed, by the drafter as well if it speculates."""
+        self.pool.share(request.pages, request.page_keys, num_computed)
 
     def remove(self, request: Request) -> None:
         """A finished or cancelled request leaves; its pages are free at once."""

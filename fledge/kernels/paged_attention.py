@@ -5,14 +5,15 @@
                                        |<- query_len ... |   the new tokens are the last `query_len` of the kv_len
     tail_mask [query_len, tail]: which of the last `tail` keys each new token sees (a draft tree); None: causal
 
-A sequence's pages are usually consecutive (the allocator sees to it): then its keys are a view; else they are gathered.
+A sequence's pages tend to lie in few runs (the allocator sees to it). Here one run is a view and several are gathered; the
+native attention reads any number of them in place.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -63,31 +64,53 @@ class SequenceLayout:
     kv_len: int  # keys visible to the last new token, the new ones included
     tail_mask: Tensor | None = None  # bool [query_len, tail]
 
+    def runs(self, page_size: int) -> list[tuple[int, int]]:
+        """Where its keys lie: (end, shift) means that those up to `end` have the slots `place + shift`."""
+        used = self.pages[: -(-self.kv_len // page_size)]
+        if used == list(range(used[0], used[0] + len(used))):
+            return [(self.kv_len, used[0] * page_size)]
+        runs = []
+        for index, page in enumerate(used):
+            shift = (page - index) * page_size
+            if runs and runs[-1][1] == shift:
+                runs.pop()
+            runs.append(((index + 1) * page_size, shift))
+        return [*runs[:-1], (self.kv_len, runs[-1][1])]
+
 
 class PagedAttend:
     """The `attend` of one pass over a batch: writes the new keys and values, then attends."""
 
     def __init__(self, cache: PagedKV, layouts: Sequence[SequenceLayout]) -> None:
         self.cache, self.layouts = cache, layouts
-        device, size = cache.keys.device, cache.page_size
-        self.regions: list[slice | Tensor] = []
-        new_slots: list[int] = []
-        for layout in layouts:
-            first = layout.kv_len - layout.query_len
-            pages = layout.pages
-            used = pages[: -(-layout.kv_len // size)]
-            if used[-1] - used[0] == len(used) - 1 and all(b - a == 1 for a, b in itertools.pairwise(used)):
-                base = used[0] * size
-                self.regions.append(slice(base, base + layout.kv_len))
-                new_slots.extend(range(base + first, base + layout.kv_len))
-            else:
-                slots = [pages[index // size] * size + index % size for index in range(layout.kv_len)]
-                self.regions.append(torch.tensor(slots, device=device))
-                new_slots.extend(slots[first:])
-        self.consecutive = all(isinstance(region, slice) for region in self.regions)
-        one_run = new_slots[-1] - new_slots[0] == len(new_slots) - 1 and len(layouts) == 1
-        self.new_slots = slice(new_slots[0], new_slots[-1] + 1) if one_run else torch.tensor(new_slots, device=device)
         self.masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    @cached_property
+    def regions(self) -> list[slice | Tensor]:
+        """The slots of each sequence's keys."""
+        regions: list[slice | Tensor] = []
+        for layout in self.layouts:
+            parts, start = [], 0
+            for end, shift in layout.runs(self.cache.page_size):
+                parts.append((start + shift, end + shift))
+                start = end
+            if len(parts) == 1:
+                regions.append(slice(*parts[0]))
+            else:
+                regions.append(torch.cat([torch.arange(*part, device=self.cache.keys.device) for part in parts]))
+        return regions
+
+    @cached_property
+    def new_slots(self) -> slice | Tensor:
+        """The slots of all new keys."""
+        parts: list[slice | Tensor] = []
+        for layout, region in zip(self.layouts, self.regions, strict=True):
+            new = layout.kv_len - layout.query_len
+            parts.append(region[new:] if isinstance(region, Tensor) else slice(region.start + new, region.stop))
+        if len(parts) == 1:
+            return parts[0]
+        device = self.cache.keys.device
+        return torch.cat([p if isinstance(p, Tensor) else torch.arange(p.start, p.stop, device=device) for p in parts])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]

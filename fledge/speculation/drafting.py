@@ -22,6 +22,7 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import probabilities
 from fledge.speculation.lean_drafter import lean
+from fledge.speculation.outside import OutsideShare
 from fledge.speculation.verification import Draft
 
 
@@ -45,6 +46,7 @@ class Settled:
 
 
 class Drafter(Protocol):
+    depth: DepthPolicy
     taps: tuple[int, ...]  # target layers whose outputs it reads
     lookahead: int  # cache slots it and its verification need past the settled text
     description: str  # for people
@@ -59,7 +61,15 @@ class Drafter(Protocol):
 class EagleSpeculator:
     """Drafts with an EAGLE network. Its cache shares the target's pages: the pair at position t lies in slot t."""
 
-    def __init__(self, network: EagleDrafter, cache: PagedKV, depth: DepthPolicy, tree: TreeShape | None = None) -> None:
+    def __init__(
+        self,
+        network: EagleDrafter,
+        cache: PagedKV,
+        depth: DepthPolicy,
+        tree: TreeShape | None = None,
+        coverage: float | None = None,
+    ) -> None:
+        """`coverage`: of the training answers by the draft vocabulary, if it is recorded."""
         self.network, self.cache, self.depth, self.tree = network, cache, depth, tree
         self.taps = network.config.aux_layer_ids
         self.device = cache.keys.device
@@ -70,6 +80,8 @@ class EagleSpeculator:
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
+        is_whole = len(self.target_id_list) == network.config.vocab_size
+        self.outside = OutsideShare(None if is_whole else self.target_id_list, coverage)  # told by the engine what is said
 
     def forget(self, sequence: DraftedSequence) -> None:
         """All state lies in the sequence's pages."""
@@ -103,9 +115,8 @@ class EagleSpeculator:
 
     def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
         tensors = torch.tensor([tokens, positions], device=self.device)
-        attend = PagedAttend(self.cache, layouts)
-        run = self.lean if self.lean is not None and self.lean.fits(attend) else self.network
-        return run(tensors[0], h, tensors[1], attend, max(positions))
+        run = self.lean or self.network
+        return run(tensors[0], h, tensors[1], PagedAttend(self.cache, layouts), max(positions))
 
     def grow_chains(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
         drafts = [Draft(probs=None if item.sequence.params.greedy else []) for item in items]
@@ -115,6 +126,7 @@ class EagleSpeculator:
         while True:
             chosen, confidence = self.choose(logits, [items[index] for index in active], [drafts[i] for i in active])
             for index, token, sure in zip(active, chosen, confidence, strict=True):
+                sure *= self.covered(items[index])
                 drafts[index].tokens.append(token)
                 drafts[index].parents.append(depth - 1)
                 drafts[index].confidences.append(sure)
@@ -149,6 +161,15 @@ class EagleSpeculator:
             draft.probs.append(self.over_target_vocabulary(q))
         return chosen, confidence
 
+    def covered(self, item: Settled) -> float:
+        """What of the target's probability lies on tokens that can be drafted. For confidence alone: q stays what it is.
+
+        A seeded request is repeatable, so that how deep it is drafted for must not depend on what others said.
+        """
+        params = item.sequence.params
+        is_seeded = params.seed is not None and not params.greedy
+        return self.outside.covered_at_first if is_seeded else self.outside.covered
+
     def over_target_vocabulary(self, q: Tensor) -> Tensor:
         if len(q) == self.network.config.vocab_size:
             return q
@@ -157,7 +178,7 @@ class EagleSpeculator:
     def grow_trees(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
         """EAGLE-2: each level expands the `width` most likely nodes; of all nodes the most likely `nodes` are kept."""
         width = min(self.tree.width, logits.shape[-1])
-        trees = [_GrowingTree(item, width) for item in items]
+        trees = [_GrowingTree(item, width, math.log(self.covered(item))) for item in items]
         active = trees
         parents_h = h
         fan_out = [1] * len(active)
@@ -193,8 +214,8 @@ class EagleSpeculator:
 
 
 class _GrowingTree:
-    def __init__(self, item: Settled, width: int) -> None:
-        self.item, self.width = item, width
+    def __init__(self, item: Settled, width: int, log_covered: float) -> None:
+        self.item, self.width, self.log_covered = item, width, log_covered
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []  # joint log-probability
@@ -208,7 +229,7 @@ class _GrowingTree:
         first = len(self.tokens)
         rows = []
         for row, parent in enumerate(expanded):
-            base = self.scores[parent] if parent >= 0 else 0.0
+            base = (self.scores[parent] if parent >= 0 else 0.0) + self.log_covered
             for log_prob, token in zip(log_probs[row], tokens[row], strict=True):
                 self.tokens.append(token)
                 self.parents.append(parent)

@@ -30,9 +30,6 @@ class LeanDrafter:
     def serves(network: EagleDrafter, cache: PagedKV) -> bool:
         return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
-    def fits(self, attend: PagedAttend) -> bool:
-        return native.NativeBatch.fits(attend)
-
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         network = self.network
         if network.input_norm is not None or network.fc_norm is None or len(taps[0]) > native.QUICK_ROWS:

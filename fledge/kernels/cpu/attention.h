@@ -1,12 +1,18 @@
-/* Attention of a few new tokens over one sequence's keys and values, which lie one after the other.
+/* Attention of a few new tokens over one sequence's keys and values, which lie in one or more runs of consecutive slots. Where
+   they lie changes no bit of the result.
 
    Keys are turned on their side sixteen at a time, so that the scores of sixteen keys are one register and no sum crosses it; all
    the queries that share the keys use the turned tile. What a query gets does not depend on how many others there are. */
 
 typedef struct {
+    long end;    /* the run holds the keys before this one that no earlier run holds */
+    long shift;  /* slot of a key: its place in the sequence plus this */
+} Run;
+
+typedef struct {
     long query_len;  /* new tokens: the last of kv_len */
     long kv_len;
-    long first_slot;
+    const Run *runs;  /* the last ends at kv_len */
     const unsigned char *tail_mask;  /* [query_len, tail]: which of the last `tail` keys each new token sees; NULL: causal */
     long tail;
 } Sequence;
@@ -38,12 +44,18 @@ static inline void turn(const float *rows, long stride, float *out) {
     for (int i = 0; i < LANES; i++) store(out + i * LANES, a[i]);
 }
 
-/* tile [size][LANES]: the keys s … s + 15, zeros past `end`. */
-static void turn_keys(const float *keys, long s, long end, long size, float *tile) {
-    long whole = s + LANES <= end ? size / LANES * LANES : 0;
-    for (long e = 0; e < whole; e += LANES) turn(keys + s * size + e, size, tile + e * LANES);
+/* tile [size][LANES]: the `count` keys that start at `keys`, and zeros up to sixteen. */
+static void turn_keys(const float *keys, long count, long size, float *tile) {
+    long whole = count >= LANES ? size / LANES * LANES : 0;
+    for (long e = 0; e < whole; e += LANES) turn(keys + e, size, tile + e * LANES);
     for (long e = whole; e < size; e++)
-        for (long i = 0; i < LANES; i++) tile[e * LANES + i] = s + i < end ? keys[(s + i) * size + e] : 0.0f;
+        for (long i = 0; i < LANES; i++) tile[e * LANES + i] = i < count ? keys[i * size + e] : 0.0f;
+}
+
+static inline long slot_of(const Sequence *sequence, long s) {
+    const Run *run = sequence->runs;
+    while (run->end <= s) run++;
+    return s + run->shift;
 }
 
 static inline lanes score(const float *q, const float *tile, long size) {
@@ -59,30 +71,34 @@ static inline lanes score(const float *q, const float *tile, long size) {
     return (a + b) + (c + d);
 }
 
-/* out[0 … size) = Σ weights[s] · values[s], 64, 16 or single columns at a time */
-static void mix(const float *weights, const float *values, long first, long last, long size, float *out) {
+/* out[0 … size) = Σ weights[s] · values[s], 64, 16 or fewer columns at a time, always in the keys' order */
+static void mix(const float *weights, const float *values, const Run *runs, long first, long last, long size, float *out) {
     long e = 0;
+    while (runs->end <= first) runs++;
+#define FOR_KEYS(row, ...)                                                           \
+    for (long s = first, part = 0; s <= last; part++) {                              \
+        long end = runs[part].end <= last ? runs[part].end : last + 1;               \
+        const float *row = values + (s + runs[part].shift) * size + e;               \
+        for (; s < end; s++, row += size) { __VA_ARGS__; }                           \
+    }
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
         lanes a = {0}, b = {0}, c = {0}, d = {0};
-        for (long s = first; s <= last; s++) {
-            const float *row = values + s * size + e;
-            a += weights[s] * load(row);
-            b += weights[s] * load(row + LANES);
-            c += weights[s] * load(row + 2 * LANES);
-            d += weights[s] * load(row + 3 * LANES);
-        }
+        FOR_KEYS(row, a += weights[s] * load(row), b += weights[s] * load(row + LANES), c += weights[s] * load(row + 2 * LANES),
+                 d += weights[s] * load(row + 3 * LANES))
         store(out + e, a), store(out + e + LANES, b), store(out + e + 2 * LANES, c), store(out + e + 3 * LANES, d);
     }
     for (; e + LANES <= size; e += LANES) {
         lanes a = {0};
-        for (long s = first; s <= last; s++) a += weights[s] * load(values + s * size + e);
+        FOR_KEYS(row, a += weights[s] * load(row))
         store(out + e, a);
     }
-    for (; e < size; e++) {
-        float sum = 0.0f;
-        for (long s = first; s <= last; s++) sum += weights[s] * values[s * size + e];
-        out[e] = sum;
+    if (e < size) {
+        float sums[LANES] = {0};
+        long rest = size - e;
+        FOR_KEYS(row, for (long i = 0; i < rest; i++) sums[i] += weights[s] * row[i])
+        memcpy(out + e, sums, sizeof(float) * rest);
     }
+#undef FOR_KEYS
 }
 
 /* The keys that new token t sees: all from *first to *last but those its tail mask hides. */
@@ -123,8 +139,9 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
                         float *out, float *scores, float *tile) {
     long size = cache->head_size, group = cache->heads / cache->kv_heads;
     long padded = (sequence->kv_len + LANES - 1) / LANES * LANES;
-    const float *keys = cache->keys + kv_head * cache->head_stride + sequence->first_slot * size;
-    const float *values = cache->values + kv_head * cache->head_stride + sequence->first_slot * size;
+    const float *keys = cache->keys + kv_head * cache->head_stride, *values = cache->values + kv_head * cache->head_stride;
+    float scattered[LANES * size];
+    const Run *run = sequence->runs;
     long from = sequence->kv_len, to = 0;
     for (long r = 0; r < rows; r++) {
         long first, last;
@@ -132,7 +149,14 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
         from = first < from ? first : from, to = last > to ? last : to;
     }
     for (long s = from / LANES * LANES; s <= to; s += LANES) {
-        turn_keys(keys, s, sequence->kv_len, size, tile);
+        while (run->end <= s) run++;
+        long count = sequence->kv_len - s < LANES ? sequence->kv_len - s : LANES;
+        const float *first = keys + (s + run->shift) * size;
+        if (run->end < s + count) {  /* a run ends among the sixteen */
+            for (long i = 0; i < count; i++) memcpy(scattered + i * size, keys + slot_of(sequence, s + i) * size, sizeof(float) * size);
+            first = scattered;
+        }
+        turn_keys(first, count, size, tile);
         for (long r = 0; r < rows; r++)
             for (long g = 0; g < group; g++)
                 store(scores + (r * group + g) * padded + s, score(q + r * width + (kv_head * group + g) * size, tile, size));
@@ -143,7 +167,7 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
         for (long g = 0; g < group; g++) {
             float *weights = scores + (r * group + g) * padded;
             weigh(sequence, t + r, first, last, weights);
-            mix(weights, values, first, last, size, out + r * cache->heads * size + (kv_head * group + g) * size);
+            mix(weights, values, sequence->runs, first, last, size, out + r * cache->heads * size + (kv_head * group + g) * size);
         }
     }
 }

@@ -75,7 +75,7 @@ static void place_block(const void *task, long block) {
         long row = a->block_row[block] + r;
         float *heads = a->heads + row * (H + 2 * K) * E;
         const float *cosine = a->batch->cosine + row * E, *sine = a->batch->sine + row * E;
-        long slot = (sequence->first_slot + sequence->kv_len - sequence->query_len + start + r) * E;
+        long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * E;
         for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
         for (long h = 0; h < K; h++) {
             long at = h * cache->head_stride + slot;
