@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import heapq
 import random
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.engine.cuda_graphs import size_for
-from fledge.engine.device_batch import PIECE, DeviceBatch, Entry, why_not_captured
+from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
+from fledge.engine.prompt_pass import LONGEST, TOKENS
 from fledge.engine.request import Delta, Request
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
 from fledge.kernels.accept import DRAFTED
@@ -332,6 +335,18 @@ class DeviceEngine:
             request = owners[target] = owners.pop(source)
             self.row_of[request.id] = target
             heapq.heappush(self.free_rows, source)
+
+    def warm_up(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Records what most requests need before the first one comes: its first answer would wait a second or more for it."""
+        if not self.rows.graphs.capture:
+            return
+        started = time.perf_counter()
+        depths = [0, *self.depths.depths]
+        shapes = [(size, depth, how) for size in self.rows.sizes[::-1] for how in (SAMPLED, GREEDY) for depth in depths[::-1]]
+        say(f"recording {len(shapes)} cycles and prompt passes")
+        self.rows.graphs.record(shapes)
+        self.rows.prompts.record(product((size for size in TOKENS[::-1] if size <= PIECE), (4, 1), LONGEST[::-1]))
+        say(f"recorded in {time.perf_counter() - started:.0f} s")
 
     def check_integrity(self) -> None:
         everyone = [*self.scheduler.running, *self.scheduler.waiting]

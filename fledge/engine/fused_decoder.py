@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from fledge.config import RopeConfig
 from fledge.kernels.decode_attention import decode_attention
 from fledge.kernels.fused_linear import Norm, fused_linear
+from fledge.kernels.head_choice import head_choice
 from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
+from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rope_attention import Norms, rope_attention
 from fledge.kernels.rope_cache import rope_cache
+from fledge.kernels.sample import Choice, Draws
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.layers import MLP, Attention, RMSNorm, Rotary
 
@@ -44,7 +48,7 @@ class FusedDecoder:
         self.decoder, self.cache = decoder, cache
         config = decoder.config
         self.rope_table = rope_table(config.head_dim, config.max_positions, config.rope, max_positions, cache.keys.device)
-        self.norm, self.head = norm_of(decoder.norm), decoder.lm_head.weight
+        self.norm = norm_of(decoder.norm)
 
     def __call__(self, x_ND: Tensor, attend: FusedAttend, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """From embeddings to the states before the final norm, and the tapped residual streams."""
@@ -53,13 +57,24 @@ class FusedDecoder:
             if index in taps:
                 captured[index] = x_ND
             holds = index < HOLDING_LAYERS
-            qkv = linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm), before_attention=holds)
-            x_ND = after_attention(layer, x_ND, attend(layer.self_attn, qkv), in_place=index not in taps)
+            qkv = self.linear(layer.self_attn.qkv_proj, x_ND, norm=norm_of(layer.input_layernorm), before_attention=holds)
+            attended = attend(layer.self_attn, qkv)
+            x_ND = after_attention(layer, x_ND, attended, in_place=index not in taps, linear=self.linear)
         captured[len(self.decoder.layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
 
+    @staticmethod
+    def linear(module: nn.Module, x: Tensor, **surroundings) -> Tensor:
+        return linear(module, x, **surroundings)
 
-def after_attention(layer: nn.Module, residual: Tensor, attended: Tensor, *, in_place: bool) -> Tensor:
+    def choose(self, x_ND: Tensor, draws: Draws | None = None, num_new: int = 1) -> Choice:
+        """The token after each row, from the states before the final norm; see `kernels.sample.choose`."""
+        return head_choice(x_ND, self.norm, weight_of(self.decoder.lm_head), draws, num_new)
+
+
+def after_attention(
+    layer: nn.Module, residual: Tensor, attended: Tensor, *, in_place: bool, linear: Callable[..., Tensor]
+) -> Tensor:
     """The rest of a decoder or drafter layer: output projection and MLP, each added to the residual stream.
 
     `in_place`: nobody else reads the residual stream that came in.
@@ -70,8 +85,13 @@ def after_attention(layer: nn.Module, residual: Tensor, attended: Tensor, *, in_
     return linear(mlp.down_proj, gated, residual_MO=residual, in_place=True)
 
 
-def linear(module: nn.Linear, x: Tensor, **surroundings) -> Tensor:
-    return fused_linear(x, module.weight, module.bias, **surroundings)
+def linear(module: nn.Linear | QuantizedLinear, x: Tensor, **surroundings) -> Tensor:
+    run = quantized_linear if isinstance(module, QuantizedLinear) else fused_linear
+    return run(x, weight_of(module), module.bias, **surroundings)
+
+
+def weight_of(module: nn.Linear | QuantizedLinear) -> Tensor | QuantizedWeight:
+    return module.quantized if isinstance(module, QuantizedLinear) else module.weight
 
 
 def norm_of(module: RMSNorm) -> Norm:
@@ -131,12 +151,17 @@ class PromptAttend:
         heads = store_rotated(self, attention, qkv)
         sizes = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
         q, k, v = heads.split(sizes, 1)
-        if not (q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)):
+        if not attends_by_device_lengths(q):
             lengths = [length for length in (*self.lengths, len(q) - sum(self.lengths)) if length]
             return causal_attend(lengths)(attention.layer, q, k, v, attention.window).flatten(-2)
         reach = -1 if attention.window is None else attention.window - 1
         bounds = (self.offsets, self.offsets, self.longest, self.longest)
         return varlen_attn(q, k, v, *bounds, window_size=(reach, 0), **_GROUPED).flatten(-2)
+
+
+def attends_by_device_lengths(q: Tensor) -> bool:
+    """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
+    return q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)
 
 
 @dataclass

@@ -10,7 +10,7 @@ Prompts whose beginnings the cache holds go the same way from there on, but atte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -119,6 +119,7 @@ class PromptPass:
         self.buffers: dict[tuple[int, int, int], _Buffers] = {}
         self.current: _Buffers | None = None
         self.num_prompts = 0
+        capture = capture and attends_by_device_lengths(fused.cache.keys)
         self.graphs = StepGraphs(self._run, device, capture=capture, harmless=nullcontext)
         self.pads = capture
 
@@ -132,6 +133,17 @@ class PromptPass:
             self.buffers[shape] = self.current = self._filled(prompts.padded(*shape[:2]), self.buffers.get(shape))
             self.graphs.run("target", *shape)
         return self.current.last_states[: self.num_prompts]
+
+    @torch.inference_mode()
+    def record(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Ahead of use."""
+        nothing = np.zeros(0, dtype=np.int64)
+        for shape in shapes if self.graphs.capture else ():
+            if shape not in self.buffers:
+                self.buffers[shape] = self._filled(Prompts(nothing, nothing, nothing, []).padded(*shape[:2]), None)
+                self.graphs.record([("target", *shape)])
+                if self.drafter is not None:
+                    self.graphs.record([("drafter", *shape)])
 
     def draft(self, first_tokens: Tensor) -> Tensor:
         """After `target`: the same for the drafter, given the tokens that follow the prompts."""

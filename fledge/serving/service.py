@@ -19,6 +19,7 @@ from fledge.checkpoints.hf import load_config
 from fledge.drift.live import LiveProbe
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import RequestError, UserError
@@ -67,6 +68,8 @@ class Service:
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
         log.info(memory_plan(engine).describe())
+        if isinstance(engine, DeviceEngine):
+            engine.warm_up(log.info)
         if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
             for owner in (engine.runner, engine.drafter):
                 if isinstance(cache := getattr(owner, "cache", None), PagedKV):

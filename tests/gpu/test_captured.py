@@ -125,3 +125,38 @@ def test_launches_of_a_cycle(depth):
     verify = 1 + 5 * layers + 2  # embeddings; the layers; head and acceptance
     draft, sync = (1 + 7 * (depth - 1), 9) if depth else (0, 0)
     assert launches == verify + draft + sync
+
+
+def test_recorded_prompt_passes_equal_eager_ones():
+    """In bf16, where passes are recorded; the second set of prompts runs on the recording of the first."""
+    decoder, drafter = (network.to(torch.bfloat16) for network in networks())
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=8, kv_cache_tokens=2048, page_size=64
+    ).resolve(decoder.config)
+    found = []
+    for capture in (True, False):
+        batch = DeviceBatch(decoder, config, drafter=drafter, capture=capture)
+        for seed in (1, 2, 3):
+            batch.read_prompts(entries(batch, prompts(5, seed=seed)))
+        assert bool(batch.prompts.graphs.graphs) == capture
+        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5].tolist(), batch.cache.keys[:, :, :16]))
+    scale = found[1][0].abs().max().item()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=0.05, atol=0.05)
+    assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may fall the other way
+
+
+def test_nothing_is_recorded_after_warming_up():
+    decoder, drafter = (network.to(torch.bfloat16) for network in networks())
+    config = EngineConfig(device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=4, kv_cache_tokens=2048)
+    engine = build_engine(decoder, Speculation(drafter, 3), config)
+    said: list[str] = []
+    engine.warm_up(said.append)
+    assert len(said) == 2
+    before = len(engine.rows.graphs.graphs), len(engine.rows.prompts.graphs.graphs)
+    for text in prompts(6, seed=4):
+        engine.add_request(text, SamplingParams(max_tokens=12, temperature=0))
+        engine.add_request(text, SamplingParams(max_tokens=12, temperature=0.8, seed=1))
+    while engine.has_unfinished():
+        engine.step()
+    assert (len(engine.rows.graphs.graphs), len(engine.rows.prompts.graphs.graphs)) == before
