@@ -10,6 +10,7 @@ from fledge.engine.build import EngineConfig, Speculation, build_engine
 from fledge.engine.engine import Engine
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
+from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.drafting import Drafter, Settled
 from fledge.speculation.verification import Draft
 
@@ -34,7 +35,7 @@ class OracleSpeculator:
         reach: Callable[[int], int] | None = None,
         inner: Drafter | None = None,
     ) -> None:
-        self.answers, self.depth, self.tree, self.reach, self.inner = answers, depth, tree, reach, inner
+        self.answers, self.depth, self.tree, self.reach, self.inner = answers, DepthPolicy(depth), tree, reach, inner
         self.taps = inner.taps if inner is not None else ()
         self.inner_drafts: list[tuple[list[int], Draft]] = []
 
@@ -51,7 +52,7 @@ class OracleSpeculator:
     def draft_one(self, item: Settled) -> Draft:
         tokens = item.sequence.tokens
         whole = list(item.sequence.prompt) + self.answers[tuple(item.sequence.prompt)]
-        coming = whole[len(tokens) : len(tokens) + min(self.depth, item.room)]
+        coming = whole[len(tokens) : len(tokens) + min(self.depth.limit, item.room)]
         if self.reach is not None and (right := self.reach(len(tokens))) < len(coming):
             coming = [*coming[:right], (coming[right] + 1) % 128]
         if not self.tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
-from fledge.speculation.drafting import EagleSpeculator, Settled
+from fledge.speculation.drafting import DraftedSequence, EagleSpeculator, Settled
 from fledge.speculation.verification import Draft
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
+EVERY = 64  # drafts to a look, unless asked otherwise
+# Told of each sequence that was looked at, with its figures by draft step.
+Listener = Callable[[DraftedSequence, Mapping[str, Sequence[float]]], None]
 
 
 class LiveProbe:
@@ -22,13 +25,17 @@ class LiveProbe:
     A look costs one more product of queries and keys a step, for the rows that draft. Chains only: a tree has no single row.
     """
 
-    def __init__(self, speculator: EagleSpeculator, *, every: int = 64, sink: int = 0) -> None:
-        self.speculator, self.every, self.sink = speculator, max(1, every), sink
+    def __init__(
+        self, speculator: EagleSpeculator, *, every: int = EVERY, sink: int = 0, listener: Listener | None = None
+    ) -> None:
+        self.speculator, self.every, self.sink, self.listener = speculator, max(1, every), sink, listener
         self.seen = self.looked_at = 0
         self.step_index: int | None = None  # of the draft that is looked at; None: the current one is not
         self.wanted: list[int] = []  # sequences of the sync pass that go on to draft
         self.totals: dict[str, list[float]] = {}
         self.counts: list[int] = []
+        self.figures: list[dict[str, list[float]]] = []  # of the draft that is looked at, by its `wanted` sequences
+        self.place_of: dict[int, int] = {}  # in `figures`, by the identity of a sequence's list of pages
         self._draft, self._step = speculator.draft, speculator.step
         speculator.draft, speculator.step = self.draft, self.step
 
@@ -51,8 +58,14 @@ class LiveProbe:
         if drafts and self.seen % self.every == 0:
             self.step_index = 0
             self.looked_at += len(self.wanted)
+            self.figures = [{name: [] for name in NAMES} for _ in self.wanted]
+            self.place_of = {id(settled[index].sequence.pages): place for place, index in enumerate(self.wanted)}
         try:
-            return self._draft(settled, taps)
+            drafted = self._draft(settled, taps)
+            if self.step_index is not None and self.listener is not None:
+                for index, figures in zip(self.wanted, self.figures, strict=True):
+                    self.listener(settled[index].sequence, figures)
+            return drafted
         finally:
             self.step_index = None
 
@@ -65,10 +78,12 @@ class LiveProbe:
         attend = _ProbedAttend(PagedAttend(speculator.cache, layouts), rows, chosen, self.step_index, self.sink)
         tensors = torch.tensor([tokens, positions], device=speculator.device)
         output = speculator.network(tensors[0], h, tensors[1], attend, max(positions))
-        layers = len(speculator.network.layers)
-        self._add("rms", float(rms(output.feedback_ND[rows[chosen]]).sum()))
-        for name, total in attend.totals.items():
-            self._add(name, total / layers)
+        figures = {"rms": rms(output.feedback_ND[rows[chosen]]).flatten().tolist(), **attend.means()}
+        places = [self.place_of[id(layouts[index].pages)] for index in chosen]
+        for name, values in figures.items():
+            for place, value in zip(places, values, strict=True):
+                self.figures[place][name].append(value)
+            self._add(name, sum(values))
         if len(self.counts) <= self.step_index:
             self.counts.append(0)
         self.counts[self.step_index] += len(chosen)
@@ -87,11 +102,19 @@ class _ProbedAttend:
 
     def __init__(self, attend: PagedAttend, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
         self.attend, self.rows, self.chosen, self.step, self.sink = attend, rows.tolist(), chosen, step, sink
-        self.totals = dict.fromkeys(NAMES[1:], 0.0)
+        self.by_layer: dict[str, list[list[float]]] = {name: [] for name in NAMES[1:]}
+
+    def means(self) -> dict[str, list[float]]:
+        """Over the layers, for each chosen sequence."""
+        return {
+            name: [sum(values) / len(layers) for values in zip(*layers, strict=True)] for name, layers in self.by_layer.items()
+        }
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         out = self.attend(layer, q, k, v, window)
         keys = self.attend.cache.keys[layer]
+        for values in self.by_layer.values():
+            values.append([])
         for index in self.chosen:
             length = self.attend.layouts[index].kv_len
             row, known = self.rows[index], keys[:, self.attend.regions[index]].transpose(0, 1)
@@ -105,5 +128,5 @@ class _ProbedAttend:
                 ("own_share", figures.own_MH),
                 ("entropy", figures.entropy_MH),
             ):
-                self.totals[name] += float(value.mean())
+                self.by_layer[name][-1].append(float(value.mean()))
         return out

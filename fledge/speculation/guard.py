@@ -1,0 +1,198 @@
+"""The drift guard: a request whose drafts are clearly worse than usual is drafted for less deeply until they are usual again.
+
+What is usual is learnt from the engine's own requests: nothing is judged during the warm-up (`calibration_steps` speculative
+steps, `calibration_looks` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
+draft's depth changes no answer. A request's limit is halved, down to 1 and never to 0, so that it can be seen to recover.
+
+    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'
+    rms, sink    size of the fed-back state and share of attention on the sink, by draft step, from the sampled probe
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+BAND_DECAY = 0.9995  # of what all requests showed, a trial
+REQUEST_DECAY = 0.95  # of what one request showed, a trial: about twenty count
+LEAST_TRIALS = 8.0
+# A request has left the band when its rate lies this far below the usual one, in absolute terms and in standard errors.
+# It is back when it lies no further than half of that below.
+CLEAR_DROP, STANDARD_ERRORS = 0.25, 3.0
+# The same for probed figures; those of the fed-back state are relative.
+CLEAR_SHIFT = {"rms": 0.5, "sink_share": 0.25}
+RELATIVE = ("rms",)
+DEVIATIONS = 4.0
+LOOK_DECAY = 0.995
+PAUSE = 8  # steps between two shortenings of a request
+# Steps for which a shortened request must be in the band before its limit is doubled. It is waited twice as long each time
+# that the request falls back, until it has stayed in the band for the longest time.
+FIRST_WAIT, LONGEST_WAIT = 16, 256
+REASONS = ("acceptance", "rms", "sink")
+REASON_OF = {"rms": "rms", "sink_share": "sink"}
+
+
+@dataclass
+class GuardCounts:
+    """Since the engine's start. Plain numbers: another thread may read them."""
+
+    requests: int = 0  # that were shortened at least once
+    shortenings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    recoveries: int = 0  # back to the full depth
+    shortened: int = 0  # requests that are short now
+    short_steps: int = 0  # speculative steps of requests that were short
+
+
+class _Rates:
+    """Decayed counts by place in the draft: how often it was reached and how often it stood."""
+
+    def __init__(self, places: int, decay: float) -> None:
+        self.decay, self.tried, self.stood = decay, [0.0] * places, [0.0] * places
+
+    def add(self, tried: int, stood: int) -> None:
+        for place in range(min(tried, len(self.tried))):
+            self.tried[place] = self.tried[place] * self.decay + 1
+            self.stood[place] = self.stood[place] * self.decay + (place < stood)
+
+    def rate(self, place: int) -> float:
+        return self.stood[place] / self.tried[place]
+
+    def forget_from(self, place: int) -> None:
+        for deeper in range(place, len(self.tried)):
+            self.tried[deeper] = self.stood[deeper] = 0.0
+
+
+class _Spread:
+    """Decayed mean and deviation of a figure."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.looks, self.weight, self.mean, self.variance = name, 0, 0.0, 0.0, 0.0
+
+    @property
+    def width(self) -> float:
+        clear = CLEAR_SHIFT[self.name] * (abs(self.mean) if self.name in RELATIVE else 1.0)
+        return max(clear, DEVIATIONS * math.sqrt(self.variance))
+
+    def add(self, value: float) -> None:
+        self.looks += 1
+        self.weight = self.weight * LOOK_DECAY + 1
+        share, shift = 1 / self.weight, value - self.mean
+        self.mean += share * shift
+        self.variance = (1 - share) * (self.variance + share * shift * shift)
+
+
+class _Watched:
+    def __init__(self, limit: int) -> None:
+        self.rates = _Rates(limit, REQUEST_DECAY)
+        self.limit = limit
+        self.since = 0  # steps since the limit changed
+        self.wait = FIRST_WAIT
+        self.drifting: set[str] = set()  # probed figures that were out of the band when last looked at
+        self.was_short = False
+        self.has_grown = False  # the last change lengthened it
+
+
+class DriftGuard:
+    def __init__(self, limit: int, *, calibration_steps: int = 256, calibration_looks: int = 16) -> None:
+        """`limit`: the depth of a draft when all is well."""
+        self.limit, self.steps_left, self.looks_needed = limit, calibration_steps, calibration_looks
+        self.usual = _Rates(limit, BAND_DECAY)
+        self.bands: dict[str, list[_Spread]] = {name: [] for name in CLEAR_SHIFT}
+        self.watched: dict[Hashable, _Watched] = {}
+        self.counts = GuardCounts()
+
+    def depth(self, request: Hashable) -> int:
+        """How deep it may be drafted for."""
+        return self.watched[request].limit if request in self.watched else self.limit
+
+    def forget(self, request: Hashable) -> None:
+        watched = self.watched.pop(request, None)
+        if watched is not None:
+            self.counts.shortened -= watched.limit < self.limit
+
+    def saw(self, request: Hashable, depth: int, accepted: int, *, nameable: bool = True) -> None:
+        """A step's draft was `depth` deep and so many tokens of it stood.
+
+        `nameable`: the drafter could have named the token that the target chose after those. If it could not, the miss says
+        nothing about the drafter and is not counted.
+        """
+        tried = min(depth, accepted + nameable)
+        watched = self._watch(request)
+        self.usual.add(tried, accepted)
+        watched.rates.add(tried, accepted)
+        watched.since += 1
+        self.counts.short_steps += watched.limit < self.limit
+        if self.steps_left:
+            self.steps_left -= 1
+        elif watched.since >= PAUSE and self._below_the_band(watched):
+            self._shorten(watched, "acceptance")
+        elif watched.since >= watched.wait and watched.limit < self.limit and self._is_back(watched):
+            self._lengthen(watched)
+        elif watched.since >= LONGEST_WAIT and watched.limit == self.limit:
+            watched.wait, watched.has_grown = FIRST_WAIT, False
+
+    def probed(self, request: Hashable, figures: Mapping[str, Sequence[float]]) -> None:
+        """The probe looked at one draft: its figures by draft step."""
+        watched = self._watch(request)
+        for name, bands in self.bands.items():
+            values = list(figures.get(name, ()))[: self.limit]
+            bands.extend(_Spread(name) for _ in range(len(values) - len(bands)))
+            is_out = False
+            for band, value in zip(bands, values, strict=False):
+                if band.looks < self.looks_needed:
+                    band.add(value)
+                    continue
+                width = band.width
+                is_out |= abs(value - band.mean) > width
+                band.add(min(max(value, band.mean - width), band.mean + width))  # an outlier does not make the band wide
+            if is_out:
+                watched.drifting.add(name)
+                self._shorten(watched, REASON_OF[name])
+            elif values:
+                watched.drifting.discard(name)
+
+    def _watch(self, request: Hashable) -> _Watched:
+        if request not in self.watched:
+            self.watched[request] = _Watched(self.limit)
+        return self.watched[request]
+
+    def _allowed_drop(self, place: int, trials: float) -> float:
+        usual = self.usual.rate(place)
+        return max(CLEAR_DROP, STANDARD_ERRORS * math.sqrt(usual * (1 - usual) / trials))
+
+    def _judged(self, watched: _Watched) -> list[tuple[float, float]]:
+        """For each place with enough trials: how far it lies below the usual rate, and how far it may."""
+        rates = watched.rates
+        return [
+            (self.usual.rate(place) - rates.rate(place), self._allowed_drop(place, rates.tried[place]))
+            for place in range(watched.limit)
+            if rates.tried[place] >= LEAST_TRIALS
+        ]
+
+    def _below_the_band(self, watched: _Watched) -> bool:
+        return any(drop > allowed for drop, allowed in self._judged(watched))
+
+    def _is_back(self, watched: _Watched) -> bool:
+        judged = self._judged(watched)
+        return not watched.drifting and bool(judged) and all(drop <= allowed / 2 for drop, allowed in judged)
+
+    def _shorten(self, watched: _Watched, reason: str) -> None:
+        if watched.limit == 1:
+            watched.since = 0
+            return
+        if watched.limit == self.limit:
+            self.counts.shortened += 1
+            self.counts.requests += not watched.was_short
+            watched.was_short = True
+        if watched.has_grown:
+            watched.wait, watched.has_grown = min(2 * watched.wait, LONGEST_WAIT), False
+        self.counts.shortenings[reason] += 1
+        watched.limit, watched.since = max(1, watched.limit // 2), 0
+
+    def _lengthen(self, watched: _Watched) -> None:
+        watched.rates.forget_from(watched.limit)  # what lies deeper is judged anew
+        watched.limit, watched.since, watched.has_grown = min(2 * watched.limit, self.limit), 0, True
+        if watched.limit == self.limit:
+            self.counts.recoveries += 1
+            self.counts.shortened -= 1
