@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from fledge.engine.cuda_graphs import StepGraphs, size_for
-from fledge.engine.fused_decoder import BLOCK_TOKENS, BlockAttend, FusedAttend, FusedDecoder, PromptAttend
+from fledge.engine.fused_decoder import (
+    BLOCK_TOKENS,
+    BlockAttend,
+    FusedAttend,
+    FusedDecoder,
+    PromptAttend,
+    attends_by_device_lengths,
+)
 from fledge.engine.fused_drafter import FusedDrafter
 from fledge.kernels.paged_attention import PagedKV
 
