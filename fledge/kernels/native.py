@@ -123,7 +123,12 @@ def _grouped_panels(weight: QuantizedWeight) -> Tensor:
     groups, parts = weight.scales.shape[1], [weight.scales]
     if weight.bits == 4:  # without offsets a nibble stands for itself less 8
         parts.append(-8 * weight.scales if weight.offsets is None else weight.offsets)
-    codes = weight.codes if weight.bits == 8 else weight.codes.view(torch.int32)  # eight nibbles, the first the lowest
+        pairs = weight.codes.unflatten(1, (-1, 4))  # a byte: two neighbouring inputs; a word: four of them
+        low, high = (pairs & 15, pairs >> 4)  # the first inputs go to the word's low half, the second to its high half
+        halves = [part[..., ::2] | part[..., 1::2] << 4 for part in (low, high)]
+        codes = torch.cat(halves, -1).flatten(1).view(torch.int32)
+    else:
+        codes = weight.codes.view(torch.int16)  # two neighbouring inputs
     parts.append(codes.unflatten(1, (groups, -1)))
     # [panels, PANEL, groups, …] -> [panels, groups, …, PANEL] -> bytes
     laid = [_panels(part).movedim(1, -1).contiguous().flatten(2) for part in parts]

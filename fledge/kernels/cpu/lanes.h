@@ -1,6 +1,6 @@
 /* Sixteen floats at once, at any address; the compiler maps them to whatever the processor has. */
 #include <stdint.h>
-#if defined(__F16C__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -8,23 +8,30 @@ typedef float lanes __attribute__((vector_size(64), aligned(4)));
 enum { LANES = 16 };
 typedef uint16_t half;  /* the bits of an fp16 number */
 typedef int8_t byte;
-typedef int32_t words __attribute__((vector_size(64), aligned(4)));
-
 static inline lanes load(const float *x) { return *(const lanes *)x; }
 static inline void store(float *x, lanes value) { *(lanes *)x = value; }
 
-/* Sixteen fp16 numbers as floats. */
-static inline lanes widen(const half *halves) {
-#if defined(__AVX512F__)
-    return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
-#elif defined(__F16C__)
-    union { __m256 parts[2]; lanes whole; } both;
-    both.parts[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
-    both.parts[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves + 8)));
-    return both.whole;
+/* As many floats as one register holds, for loops in which sixteen would be spilled to memory; and as many words. */
+#if defined(__AVX512BW__)
+enum { WIDTH = 16 };
+#elif defined(__AVX2__)
+enum { WIDTH = 8 };
 #else
-    lanes whole;
-    for (int i = 0; i < LANES; i++) {
+enum { WIDTH = 4 };
+#endif
+typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t words __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+static inline vector widen_floats(const float *floats) { return *(const vector *)floats; }
+
+static inline vector widen_halves(const half *halves) {
+#if defined(__AVX512BW__)
+    return (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+#elif defined(__AVX2__)
+    return (vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+#else
+    vector whole;
+    for (int i = 0; i < WIDTH; i++) {
 #if defined(__FLT16_MANT_DIG__)
         _Float16 one;
         memcpy(&one, halves + i, sizeof one);
@@ -37,29 +44,42 @@ static inline lanes widen(const half *halves) {
 #endif
 }
 
-static inline lanes widen_bytes(const byte *bytes) {
-#if defined(__AVX512F__)
-    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)));
+/* Pairs of bytes as pairs of 16-bit numbers, a pair a word. */
+static inline words widen_pairs(const byte *bytes) {
+#if defined(__AVX512BW__)
+    return (words)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)bytes));
 #elif defined(__AVX2__)
-    union { __m256 parts[2]; lanes whole; } both;
-    both.parts[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)));
-    both.parts[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(bytes + 8))));
-    return both.whole;
+    return (words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)bytes));
 #else
-    lanes whole;
-    for (int i = 0; i < LANES; i++) whole[i] = bytes[i];
+    words whole;
+    for (int i = 0; i < WIDTH; i++) whole[i] = (int32_t)((uint32_t)bytes[2 * i + 1] << 16 | (uint16_t)bytes[2 * i]);
     return whole;
 #endif
 }
 
-/* Of each of sixteen words, its nibble `index`, counted from the lowest. */
-static inline lanes widen_nibbles(words eights, int index) {
-#if defined(__AVX512F__)
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (lanes)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)eights, 4 * index), numbers);  /* looks at four bits only */
+/* To each sum its pair times the same other pair: exact, and twice as many products an instruction as with floats. */
+static inline words add_products(words sums, words pairs, int32_t pair) {
+#if defined(__AVX512VNNI__)
+    return (words)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs, _mm512_set1_epi32(pair));
+#elif defined(__AVX512BW__)
+    return sums + (words)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__)
+    return sums + (words)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(pair));
+#elif defined(__SSE2__)
+    return sums + (words)_mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(pair));
 #else
-    return __builtin_convertvector((eights >> 4 * index) & 15, lanes);
+    return sums + (pairs << 16 >> 16) * (pair << 16 >> 16) + (pairs >> 16) * (pair >> 16);
 #endif
+}
+
+/* A value that the compiler may not take apart to add its terms in another order. */
+static inline vector settled(vector value) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(value));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(value));
+#endif
+    return value;
 }
 
 /* exp by range reduction and a polynomial (Cephes), without branches: unlike expf, the compiler turns loops of it into vectors. */
