@@ -25,6 +25,7 @@ class EngineConfig:
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
     page_size: int = 16
     prefix_caching: bool = True  # texts that begin alike share pages
+    deterministic: bool = False  # answers that do not depend on the batch, on how prompts are cut, or on speculation
     threads: int = 0  # CPU threads; 0: torch's choice
 
     def resolve(self, model: ModelConfig) -> EngineConfig:

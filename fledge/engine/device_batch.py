@@ -21,11 +21,11 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
 from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder
 from fledge.engine.fused_drafter import FusedDrafter
+from fledge.engine.invariant_decoder import InvariantDecoder
 from fledge.engine.prompt_pass import PromptPass, Prompts, Rests
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
-from fledge.kernels.head_choice import head_choice
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import verify_inputs
@@ -81,7 +81,7 @@ class DeviceBatch:
         self.max_pages = -(-longest // size)
         self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
         self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
-        self.fused = FusedDecoder(decoder, self.cache, longest)
+        self.fused = (InvariantDecoder if config.deterministic else FusedDecoder)(decoder, self.cache, longest)
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device)
         self.drafter: FusedDrafter | None = None
         if drafter is not None:
@@ -121,7 +121,7 @@ class DeviceBatch:
 
     def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
         draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == TOP_P)
-        return head_choice(x, self.fused.norm, self.fused.head, draws, num_new)
+        return self.fused.choose(x, draws, num_new)
 
     def accept(self, choice: Choice, num_new: int, rows: Tensor | None = None) -> Accepted:
         return accept(self.slots.state, choice, self.slots.drafts, num_new, self.decoder.config.vocab_size, rows)

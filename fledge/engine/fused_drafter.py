@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.engine.fused_decoder import ChainAttend, FusedAttend, after_attention, linear, norm_of, rope_table
+from fledge.engine.fused_decoder import ChainAttend, FusedAttend, after_attention, linear, norm_of, rope_table, weight_of
 from fledge.engine.slots import Slots
 from fledge.kernels.accept import Accepted
 from fledge.kernels.head_choice import head_choice
@@ -66,7 +66,7 @@ class FusedDrafter:
 
     def choose(self, h: Tensor, draws: Draws | None, ahead: int) -> Choice:
         network = self.network
-        return head_choice(h, norm_of(network.norm), network.lm_head.weight, draws, ahead=ahead, ids_V=self.target_ids)
+        return head_choice(h, norm_of(network.norm), weight_of(network.lm_head), draws, ahead=ahead, ids_V=self.target_ids)
 
     def paired(self, taps: Sequence[Tensor], tokens_N: Tensor) -> DraftInputs:
         network = self.network
@@ -96,5 +96,5 @@ class FusedDrafter:
                 qkv = linear(layer.self_attn.qkv_proj, inputs.x_N2D, before_attention=True)
             else:
                 qkv = linear(layer.self_attn.qkv_proj, x, norm=norm_of(layer.input_layernorm), before_attention=True)
-            x = after_attention(layer, x, attend(layer.self_attn, qkv), in_place=True)
+            x = after_attention(layer, x, attend(layer.self_attn, qkv), in_place=True, linear=linear)
         return x

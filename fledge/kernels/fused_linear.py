@@ -196,7 +196,7 @@ def whole_columns(tiles: int, outputs: int, gated: bool) -> int:
 
 
 @jit
-def _silu_times(gate, up, dtype: tl.constexpr):
+def silu_times(gate, up, dtype: tl.constexpr):
     # Rounded between the two products, as the unfused network does.
     wide = gate.to(dtype).to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
@@ -258,7 +258,7 @@ def _vector_linear(
             up = tl.sum(w_up.to(tl.float32) * x[None, :], axis=1)
             if HAS_BIAS:
                 up += up_bias
-            total = _silu_times(total, up, dtype)
+            total = silu_times(total, up, dtype)
         if HAS_RESIDUAL:
             total = residual.to(tl.float32) + total.to(dtype).to(tl.float32)
         tl.store(out_ptr + row * OUTPUTS + column, total.to(dtype), mask=inside)
@@ -406,7 +406,7 @@ def _whole_linear(
     if GATED:
         if HAS_BIAS:
             up += tl.load(bias_ptr + OUTPUTS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        total = _silu_times(total, up, dtype)
+        total = silu_times(total, up, dtype)
     place = row[:, None] * OUTPUTS + column[None, :]
     mask = row_inside[:, None] & inside[None, :]
     if HAS_RESIDUAL:

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.fused_linear import TILE, WHOLE_INPUTS, Norm, two_parts, whole_products
+from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
-from fledge.kernels.triton_support import jit, overlap, tl, use_triton
+from fledge.kernels.tiled_linear import FEW, INPUTS, parts_of, tiled_weights
+from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
 
 BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
 WARPS = 4
@@ -21,13 +24,17 @@ WARPS = 4
 def head_choice(
     x_ND: Tensor,
     norm: Norm,
-    weight_VD: Tensor,
+    weight_VD: Tensor | QuantizedWeight,
     draws: Draws | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
 ) -> Choice:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
+    if isinstance(weight_VD, QuantizedWeight):
+        if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE:
+            return quantized_head_choice_triton(x_ND, norm, weight_VD, ids_V)
+        return choose(quantized_linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
         return head_choice_triton(x_ND, norm, weight_VD, ids_V)
     if use_triton(x_ND):
@@ -65,6 +72,94 @@ def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tenso
         **overlap(x_ND),
     )
     return Choice(best, ids)
+
+
+def quantized_head_choice_triton(x_ND: Tensor, norm: Norm, weight: QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
+    (num_rows, size), vocab_size = x_ND.shape, weight.scales.shape[0]
+    codes, scales, offsets, bits, group = parts_of(weight)
+    hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
+    num_blocks = -(-vocab_size // BLOCK)
+    best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=x_ND.device)
+    ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=x_ND.device)
+    _quantized_head_choice[(-(-num_rows // TILE), num_blocks)](
+        hidden,
+        codes,
+        scales,
+        offsets if offsets is not None else scales,
+        ids_V if ids_V is not None else ids,
+        best,
+        ids,
+        num_rows,
+        SIZE=size,
+        VOCAB=vocab_size,
+        BLOCKS=num_blocks,
+        BITS=bits,
+        GROUP=group,
+        HAS_OFFSETS=offsets is not None,
+        HAS_IDS=ids_V is not None,
+        ROWS=TILE,
+        COLUMNS=BLOCK,
+        STEP=INPUTS,
+        num_warps=WARPS,
+        num_stages=FEW.stages,
+        **overlap(x_ND),
+    )
+    return Choice(best, ids)
+
+
+@jit
+def _keep_best(logits, ids, row, row_inside, inside, best_ptr, ids_ptr, BLOCKS: tl.constexpr, dtype: tl.constexpr):
+    # Rounded like the logits of a network in this type, so that ties are the same ones.
+    logits = logits.to(dtype).to(tl.float32)
+    logits = tl.where(inside[None, :], logits, float("-inf"))
+    top = tl.max(logits, axis=1)
+    first = tl.min(tl.where(logits == top[:, None], ids[None, :], 2147483647), axis=1)
+    place = row * BLOCKS + tl.program_id(1)
+    tl.store(best_ptr + place, top, mask=row_inside)
+    tl.store(ids_ptr + place, first, mask=row_inside)
+
+
+@jit
+def _quantized_head_choice(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    offsets_ptr,
+    target_ids_ptr,
+    best_ptr,
+    ids_ptr,
+    num_rows,
+    SIZE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside, inside = row < num_rows, column < VOCAB
+    ids = column
+    if HAS_IDS:
+        ids = tl.load(target_ids_ptr + column, mask=inside, other=2147483647).to(tl.int32)
+    dtype = x_ptr.dtype.element_ty
+    places = column.to(tl.int64)
+    logits = tl.zeros([ROWS, COLUMNS], tl.float32)
+    wait_for_inputs(PDL)
+    for start in range(0, SIZE, STEP):
+        k = start + tl.arange(0, STEP)
+        x = tl.load(x_ptr + row[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
+        w = tiled_weights(
+            weight_ptr, scales_ptr, offsets_ptr, places, inside, start, SIZE, BITS, GROUP, HAS_OFFSETS, COLUMNS, STEP, dtype
+        )
+        logits = tl.dot(x, tl.trans(w), logits, input_precision="ieee")
+    _keep_best(logits, ids, row, row_inside, inside, best_ptr, ids_ptr, BLOCKS, dtype)
 
 
 @jit
@@ -115,11 +210,4 @@ def _head_choice(
         False,  # the next kernel is not held
         PDL,
     )
-    # Rounded like the logits of a network in this type, so that ties are the same ones.
-    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
-    logits = tl.where(inside[None, :], logits, float("-inf"))
-    top = tl.max(logits, axis=1)
-    first = tl.min(tl.where(logits == top[:, None], ids[None, :], 2147483647), axis=1)
-    place = row * BLOCKS + tl.program_id(1)
-    tl.store(best_ptr + place, top, mask=row_inside)
-    tl.store(ids_ptr + place, first, mask=row_inside)
+    _keep_best(logits, ids, row, row_inside, inside, best_ptr, ids_ptr, BLOCKS, x_ptr.dtype.element_ty)

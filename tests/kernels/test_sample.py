@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fledge.kernels.fused_linear import Norm
-from fledge.kernels.head_choice import head_choice, head_choice_triton
+from fledge.kernels.head_choice import head_choice, head_choice_triton, quantized_head_choice_triton
+from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.sample import (
     Draws,
     choose_reference,
@@ -149,5 +150,21 @@ def test_head_and_choice_together(kernel, mapped, rows):
     ids = torch.randperm(500)[:150].sort().values.to(device) if mapped else None
     choice = head_choice(x, norm, weight, ids_V=ids) if kernel == "reference" else head_choice_triton(x, norm, weight, ids)
     logits = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight) @ weight.t()
+    column = torch.where(logits.argmax(-1) == 140, 20, logits.argmax(-1))
+    assert picked(choice, 500).tolist() == (column if ids is None else ids[column]).tolist()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_quantised_head_and_choice_together(kernel, mapped, rows):
+    device = "cpu" if kernel == "reference" else device_of_kernels()
+    x, weight = torch.randn(rows, 96, device=device), torch.randn(150, 96, device=device)
+    weight[140] = weight[20]  # a tie in every row
+    weight, norm = quantize(weight, 8), Norm(torch.randn(96, device=device), 1e-5)
+    ids = torch.randperm(500)[:150].sort().values.to(device) if mapped else None
+    run = head_choice if kernel == "reference" else quantized_head_choice_triton
+    choice = run(x, norm, weight, ids_V=ids)
+    logits = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight) @ dequantize(weight).t()
     column = torch.where(logits.argmax(-1) == 140, 20, logits.argmax(-1))
     assert picked(choice, 500).tolist() == (column if ids is None else ids[column]).tolist()
