@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fledge import LLM, SamplingParams
+from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
@@ -24,7 +25,6 @@ from fledge.drift.acceptance import walk
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.sources import resolve
 from fledge.speculation.stats import AcceptanceStats
-from fledge.training.loops import is_looping
 
 DEPTHS = (3, 5, 7)
 

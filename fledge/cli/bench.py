@@ -37,12 +37,12 @@ def bench(
     from rich.console import Console
 
     from fledge.bench.datasets import load_items
+    from fledge.bench.loops import is_looping
     from fledge.bench.matrix import Bench, Case, baselines, run_bench
     from fledge.bench.report import acceptance_lines, table, write
     from fledge.engine.config import EngineConfig
     from fledge.sampling import SamplingParams
     from fledge.speculation.depth import TreeShape
-    from fledge.training.loops import is_looping
 
     at_once = _numbers(concurrency, "--concurrency")
     depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]

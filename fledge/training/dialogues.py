@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fledge.bench.loops import is_looping
 from fledge.tokenizer import Tokenizer
-from fledge.training.loops import is_looping
 from fledge.training.prompts import Prompt
 from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
 

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from fledge.training.loops import is_looping, loop_start
+from fledge.bench.loops import is_looping, loop_start
 
 
 def words(text: str) -> list[int]:
