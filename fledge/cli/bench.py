@@ -32,6 +32,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and plots.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    deterministic: options.Deterministic = False,
 ) -> None:
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
     from rich.console import Console
@@ -58,7 +59,7 @@ def bench(
     ]
     console = Console()
     with Console(stderr=True).status("loading the target") as status:
-        config = EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once))
+        config = EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once), deterministic=deterministic)
         loaded = Bench(model, config, items, max_tokens, raw=raw)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         figures = run_bench(

@@ -33,6 +33,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer one prompt, streaming it; drafted tokens that were accepted are shown in green."""
@@ -57,7 +58,15 @@ def generate(
         seed=seed,
     )
     llm = options.load(
-        model, drafter, depth, tree=tree, tree_width=tree_width, tree_nodes=tree_nodes, dtype=dtype, device=device
+        model,
+        drafter,
+        depth,
+        tree=tree,
+        tree_width=tree_width,
+        tree_nodes=tree_nodes,
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
     )
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})

@@ -18,6 +18,13 @@ Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a ch
 TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expanded a level.")]
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Answers that do not depend on the batch or on speculation, bit for bit; slower. (vLLM: VLLM_BATCH_INVARIANT=1)",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")]

@@ -9,16 +9,20 @@ from pathlib import Path
 import torch
 
 from fledge import sources
+from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drafters import default_drafter
 from fledge.engine.config import EngineConfig
+from fledge.engine.depth_control import DepthControl
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.device_engine import DeviceEngine, can_capture
 from fledge.engine.engine import Engine, page_pool, paged_kv
 from fledge.errors import UserError
+from fledge.kernels import native
 from fledge.kernels.packed_linear import pack_linears
+from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.depth import DepthPolicy, TreeShape
@@ -38,6 +42,12 @@ class Speculation:
     drafter: str | EagleDrafter | None = "auto"
     depth: int | str = DEFAULT_DEPTH  # a number, or "auto" to stop when confidence falls
     tree: TreeShape | None = None
+    adaptive: bool = True  # less deep, down to not at all, where the load makes drafting slower than plain decoding
+    drift_guard: bool = True  # less deep for a request whose drafts fare clearly worse than usual
+
+    def as_asked(self) -> Speculation:
+        """Always to the depth that was asked for, to measure what it is worth."""
+        return replace(self, adaptive=False, drift_guard=False)
 
     def resolve_drafter(self, model: str) -> str | Path | EagleDrafter | None:
         """The drafter's folder or network, `ngram`, or None for plain decoding."""
@@ -64,7 +74,9 @@ def build_engine(
     else:
         name, folder = model, sources.resolve(model)
         tokenizer = tokenizer or Tokenizer(folder)
-        decoder = load_decoder(folder, torch.float32 if _is_cpu(config) else torch.bfloat16)
+        # What was quantised in a file is found again only in exact weights.
+        exact = _is_cpu(config) or config.quantization != "none"
+        decoder = load_decoder(folder, torch.float32 if exact else torch.bfloat16)
     if not _is_cpu(config) and config.page_size == EngineConfig.page_size:
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
     config = config.resolve(decoder.config)
@@ -73,14 +85,20 @@ def build_engine(
     drafter = _build_drafter(speculation, name, decoder, config, pool)
     if name:
         gc.freeze()  # what is loaded by now stays: looking through all of it takes 4 % of a decode step on CPU
-    engine = Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool)
+    depth_control = DepthControl(drafter, guard=speculation.drift_guard, by_load=speculation.adaptive)
+    engine = Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool, depth_control=depth_control)
     # On a GPU requests run through captured cycles, except for what those do not do: see `DeviceEngine`.
     return engine if _is_cpu(config) or not can_capture(drafter) else DeviceEngine(engine)
 
 
 def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | EagleDrafter:
-    """Moves a network to its device and type. On CPU float16 means packed linears between fp32 activations."""
+    """Moves a network to its device and type; a target's linears are quantised if so configured.
+
+    On CPU linears are packed, float16 or float32, between fp32 activations.
+    """
     network.eval().requires_grad_(False)
+    if config.quantization != "none" and isinstance(network, Decoder):
+        quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
         return network.to(device=config.device, dtype=config.weight_dtype)
     network = network.float()
@@ -88,11 +106,18 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
         if network.embed_tokens is not None:
             network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
         pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
+    elif native.library() is not None:
+        pack_linears(network, 32)
     return network
 
 
 def _build_drafter(speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig, pool) -> Drafter | None:
     depth = DepthPolicy.parse(speculation.depth)
+    if config.deterministic and speculation.tree is not None:
+        raise UserError(
+            "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
+            "in another order; leave out --tree"
+        )
     found = speculation.resolve_drafter(model)
     if found is None:
         return None
@@ -105,7 +130,8 @@ def _build_drafter(speculation: Speculation, model: str, decoder: Decoder, confi
     network = fit(network, config).share(decoder.embed_tokens, decoder.lm_head)
     shape = network.config
     cache = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return EagleSpeculator(network, cache, depth, speculation.tree)
+    coverage = recorded_coverage(found) if isinstance(found, Path) else None
+    return EagleSpeculator(network, cache, depth, speculation.tree, coverage)
 
 
 def _is_cpu(config: EngineConfig) -> bool:

@@ -9,8 +9,10 @@ import torch
 
 from fledge.config import ModelConfig
 from fledge.errors import UserError
+from fledge.kernels import native
 from fledge.kernels.packed_linear import packing_supported
 from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.quantization import QUANTIZATIONS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -19,6 +21,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class EngineConfig:
     device: str = "auto"  # cpu | cuda | cuda:1 …
     dtype: str = "auto"  # of the weights: auto | float32 | float16 | bfloat16
+    quantization: str = "none"  # of the target's linears: none | int8 | int4 | gguf (see kernels/quantization.py)
     max_model_len: int = 0  # longest prompt + answer; 0: the model's own limit
     max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
     max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
@@ -45,6 +48,7 @@ class EngineConfig:
             raise UserError("bfloat16 is not supported on CPU; use --dtype float16 (packed weights) or float32")
         if kind == "cpu" and dtype == "float16" and not packing_supported():
             raise UserError("float16 needs packed CPU weights, which this machine lacks; use --dtype float32")
+        self._check_quantization(kind)
         longest = self.max_model_len or model.max_positions
         if longest > model.max_positions:
             raise UserError(
@@ -60,6 +64,18 @@ class EngineConfig:
             max_batched_tokens=self.max_batched_tokens or (512 if kind == "cpu" else 8192),
         )
         return replace(resolved, kv_cache_tokens=self.kv_cache_tokens or resolved._cache_tokens(model))
+
+    def _check_quantization(self, kind: str) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            raise UserError(
+                f"quantization {self.quantization!r} is not supported; use int8 or int4 (made here from the model's weights), gguf "
+                "(what a GGUF file has, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+            )
+        if kind == "cpu" and self.quantization != "none" and native.library() is None:
+            raise UserError(
+                f"quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
+                "install one, or leave --quantization out"
+            )
 
     @property
     def weight_dtype(self) -> torch.dtype:

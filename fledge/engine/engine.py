@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fledge.config import ModelConfig
 from fledge.engine.config import EngineConfig
 from fledge.engine.depth_control import DepthControl
+from fledge.engine.invariant_decoder import InvariantDecoder, InvariantPass
 from fledge.engine.kv_cache import PageKeys, PagePool
 from fledge.engine.request import Delta, Request, TokenLogprob
 from fledge.engine.runner import Runner, Verified
@@ -38,7 +39,7 @@ class Engine:
         drafter: Drafter | None = None,
         tokenizer: Tokenizer | None = None,
         pool: PagePool | None = None,
-        depths: DepthControl | None = None,
+        depth_control: DepthControl | None = None,
     ) -> None:
         self.config, self.drafter, self.tokenizer = config, drafter, tokenizer
         self.model: ModelConfig = decoder.config
@@ -46,8 +47,11 @@ class Engine:
         self.pool = pool or page_pool(config)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batched_tokens, config.max_model_len, lookahead)
         self.cache = paged_kv(config, self.pool, self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)
-        self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else ())
-        self.depths = depths or DepthControl(drafter)
+        invariant = None
+        if config.deterministic:
+            invariant = InvariantPass(InvariantDecoder(decoder, self.cache, config.max_model_len + lookahead))
+        self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else (), invariant)
+        self.depth_control = depth_control or DepthControl(drafter)
         self.requests: dict[str, Request] = {}
         self.stats = AcceptanceStats()
         self._ids = itertools.count()
@@ -97,13 +101,19 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch:
             return []
+        clock = self.depth_control.clock
+        began = clock()
         verified = self.runner.verify(batch)
         verdicts = self.accept(batch, verified)
+        self.depth_control.plan(self.scheduler.running)
         deltas, settled = self.commit(batch, verified, verdicts)
-        if settled:
-            for item, draft in zip(settled, self.drafter.draft(settled, verified.taps), strict=True):
+        due, taps = self.depth_control.due(settled, verified.taps)
+        committed = clock()
+        if due:
+            for item, draft in zip(due, self.drafter.draft(due, taps), strict=True):
                 item.sequence.draft = draft
                 self.scheduler.share(item.sequence, item.sequence.num_computed)
+        self.depth_control.took(batch, due, committed - began, clock() - committed)
         return deltas
 
     def accept(self, batch: list[Scheduled], verified: Verified) -> list[Verdict | None]:
@@ -131,8 +141,14 @@ class Engine:
             return adjust(logits[row], params, request.prompt, request.answer + path, sorted(request.end_token_ids))
 
         if params.greedy:
-            best = _LazyBest(adjusted, draft)
-            return verify_greedy(best, draft)
+            return verify_greedy(_LazyChoice(lambda row, path: int(adjusted(row, path).argmax()), draft), draft)
+        if self.config.deterministic:
+            # A drafted token stands if the target draws the same one, with random numbers that belong to its place.
+            def draw(row: int, path: list[int]) -> int:
+                generator = request.generator_of(len(request.answer) + len(path))
+                return int(torch.multinomial(probabilities(adjusted(row, path), params).cpu(), 1, generator=generator))
+
+            return verify_greedy(_LazyChoice(draw, draft), draft)
         return verify_sampled(lambda row, path: probabilities(adjusted(row, path), params).cpu(), draft, request.generator)
 
     def commit(
@@ -168,7 +184,7 @@ class Engine:
         tokens = [draft.tokens[node] for node in verdict.accepted] + [verdict.next_token]
         drafted = [True] * len(verdict.accepted) + [False]
         delta = request.append(tokens, drafted, self.config.max_model_len)
-        self.depths.saw(draft, verdict.accepted, delta)
+        self.depth_control.saw(draft, verdict.accepted, delta)
         if len(draft):
             accepted = sum(delta.drafted)
             for stats in (request.stats, self.stats):
@@ -187,12 +203,12 @@ class Engine:
 
     def _room(self, request: Request) -> int:
         """How deep a draft may be: the pending token and the draft stay inside the context."""
-        return max(0, min(self.config.max_model_len - len(request.tokens), self.depths.depth(request)))
+        return max(0, min(self.config.max_model_len - len(request.tokens), self.depth_control.depth(request)))
 
     def _leave(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.requests.pop(request.id, None)
-        self.depths.forget(request)
+        self.depth_control.forget(request)
         if self.drafter is not None:
             self.drafter.forget(request)
 
@@ -200,11 +216,11 @@ class Engine:
         self.scheduler.check_integrity()
 
 
-class _LazyBest(Sequence[int]):
-    """The target's choice after each row, worked out when the walk gets there."""
+class _LazyChoice(Sequence[int]):
+    """The target's choice after each row, worked out when the walk gets there: `choose(row, path to it)`."""
 
-    def __init__(self, adjusted, draft: Draft) -> None:
-        self.adjusted, self.draft = adjusted, draft
+    def __init__(self, choose: Callable[[int, list[int]], int], draft: Draft) -> None:
+        self.choose, self.draft = choose, draft
 
     def __len__(self) -> int:
         return len(self.draft) + 1
@@ -214,7 +230,7 @@ class _LazyBest(Sequence[int]):
         while node >= 0:
             path.append(self.draft.tokens[node])
             node = self.draft.parents[node]
-        return int(self.adjusted(row, path[::-1]).argmax())
+        return self.choose(row, path[::-1])
 
 
 def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:

@@ -156,11 +156,16 @@ class InvariantPass:
         self, tokens_N: Tensor, positions_N: Tensor, attend: PagedAttend, taps: Sequence[int], highest_position: int
     ) -> DecoderOutput:
         x, captured = self.fused(self.decoder.embed(tokens_N), self.paged(positions_N, attend), taps)
-        return DecoderOutput(x, captured)
+        norm = self.fused.norm
+        if use_triton(x):
+            return DecoderOutput(add_rms_norm(x, None, norm.weight, norm.eps), captured)
+        return DecoderOutput(torch.cat([self.decoder.norm(row[None].clone()) for row in x]), captured)
 
-    def logits(self, x_ND: Tensor) -> Tensor:
-        """From the states before the final norm."""
-        return self.fused.linear(self.decoder.lm_head, x_ND.contiguous(), norm=self.fused.norm)
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """As `Decoder.logits`; also behind the native pass, whose linears have fixed orders of their own."""
+        if getattr(self.decoder.lm_head, "native", None) is not None:
+            return self.decoder.logits(hidden_ND)
+        return self.fused.linear(self.decoder.lm_head, hidden_ND.contiguous())
 
     def paged(self, positions_N: Tensor, attend: PagedAttend) -> InvariantAttend:
         layouts, cache, device = attend.layouts, attend.cache, positions_N.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ class Request:
                 self.generator.seed()
             else:
                 self.generator.manual_seed(self.params.seed)
+
+    def generator_of(self, number: int) -> torch.Generator:
+        """Random numbers for the answer's `number`-th token alone: the same whatever was drawn before."""
+        words = f"{self.generator.initial_seed()} {number}".encode()
+        return torch.Generator().manual_seed(int.from_bytes(sha256(words).digest()[:4]))
 
     @property
     def answer(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.engine.invariant_decoder import InvariantPass
 from fledge.engine.lean_decoder import lean
 from fledge.engine.scheduler import Scheduled
 from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
@@ -22,10 +23,12 @@ class Verified(NamedTuple):
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int]) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int], invariant: InvariantPass | None = None) -> None:
+        """`invariant`: where a row's numbers must not depend on the others. The native pass is such a one by itself."""
         self.decoder, self.cache, self.taps = decoder, cache, tuple(taps)
         self.device = cache.keys.device
-        self.lean = lean(decoder, cache)
+        self.lean = lean(decoder, cache) or invariant
+        self.logits = decoder.logits if invariant is None else invariant.logits
 
     def verify(self, batch: Sequence[Scheduled]) -> Verified:
         tokens: list[int] = []
@@ -49,7 +52,7 @@ class Runner:
         hidden, taps = run(tensors[0], tensors[1], PagedAttend(self.cache, layouts), self.taps, max(positions))
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
-        return Verified(self.decoder.logits(hidden), logits_start, rows_start, taps)
+        return Verified(self.logits(hidden), logits_start, rows_start, taps)
 
     def keep_path(self, item: Scheduled, accepted: Sequence[int]) -> None:
         """Moves the accepted nodes of a tree to where they would lie had they been a chain."""

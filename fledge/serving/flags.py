@@ -180,6 +180,11 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--tree-width", type=int, help="draft a tree with so many candidates a node")
     own.add_argument("--tree-nodes", type=int, help="and so many nodes")
     own.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    own.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="answers that do not depend on the batch or on speculation, bit for bit; slower (vLLM: VLLM_BATCH_INVARIANT=1)",
+    )
     own.add_argument("--threads", type=int, default=0, help="CPU threads")
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
@@ -223,6 +228,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         max_batched_tokens=given.max_num_batched_tokens,
         kv_cache_tokens=given.kv_cache_tokens,
         page_size=given.block_size,
+        deterministic=given.deterministic,
         threads=given.threads,
     )
     same = (

@@ -1,0 +1,132 @@
+"""`deterministic`: an answer depends on its prompt and parameters alone, bit for bit: not on who else is in the batch, how
+prompts are cut, whether pages were taken away meanwhile, or what was drafted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import GREEDY, DeviceBatch
+from fledge.errors import UserError
+from fledge.kernels import native
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from tests.engine.test_device_batch import entries
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+# Weights whose logits lie close together: were sums taken in another order, some answer would show it.
+SCALE = 0.06
+SETTINGS = EngineConfig(
+    device="cpu", dtype="float32", max_model_len=160, max_num_seqs=8, kv_cache_tokens=2048, deterministic=True
+)
+# By the native layers where they serve; else, and always on this path, row by row in torch.
+PATHS = ["native", "torch"]
+WAYS = {
+    "alone": {"max_num_seqs": 1},
+    "three at once": {"max_num_seqs": 3},
+    "prompts in pieces": {"max_batched_tokens": 7},
+    "a small cache": {"kv_cache_tokens": 208, "page_size": 8},
+    "nothing shared": {"prefix_caching": False},
+}
+
+
+def prompts(count: int = 6, seed: int = 5) -> list[list[int]]:
+    rng = random.Random(seed)
+    beginning = [rng.randrange(128) for _ in range(20)]
+    return [beginning[: rng.choice([0, 20])] + [rng.randrange(128) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def networks():
+    decoder = tiny_decoder(7)
+    with torch.no_grad():
+        decoder.lm_head.weight.mul_(SCALE)
+    config = tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True)
+    return decoder, tiny_drafter(config)
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setenv("FLEDGE_NATIVE", "0")
+        native.library.cache_clear()
+        yield request.param
+        monkeypatch.delenv("FLEDGE_NATIVE")
+        native.library.cache_clear()
+    else:
+        yield request.param
+
+
+def settings(path: str, **changes) -> EngineConfig:
+    packed = path == "native" and native.library() is not None
+    return replace(SETTINGS, dtype="float16" if packed else "float32", **changes)
+
+
+def answers(config: EngineConfig, texts, params: SamplingParams, speculation: str = "none") -> list[tuple]:
+    """Tokens and, to the last bit, the log-probabilities of the best ones."""
+    decoder, drafter = networks()
+    engine = build_engine(decoder, Speculation(drafter if speculation == "eagle" else speculation, 3), config)
+    requests = [engine.add_request(text, params) for text in texts]
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+    return [(tuple(request.answer), tuple(map(tuple, (one.top for one in request.logprobs)))) for request in requests]
+
+
+GREEDY_PARAMS = SamplingParams(max_tokens=16, temperature=0, logprobs=3)
+SAMPLED = SamplingParams(max_tokens=16, temperature=1.0, top_p=0.9, seed=3, logprobs=3)
+
+
+@pytest.mark.parametrize("params", [GREEDY_PARAMS, SAMPLED], ids=["greedy", "sampled"])
+def test_answers_do_not_depend_on_the_batch(path, params):
+    texts = prompts()
+    wanted = answers(settings(path), texts, params)
+    assert len({answer for answer, _ in wanted}) == len(texts)
+    for name, changes in WAYS.items():
+        assert answers(settings(path, **changes), texts, params) == wanted, name
+    assert answers(settings(path), texts[::-1], params)[::-1] == wanted
+
+
+@pytest.mark.parametrize("params", [GREEDY_PARAMS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("speculation", ["eagle", "ngram"])
+def test_answers_do_not_depend_on_speculation(path, params, speculation):
+    texts = prompts()
+    wanted = answers(settings(path), texts, params)
+    for changes in ({}, {"max_num_seqs": 2}, {"max_batched_tokens": 9}):
+        assert answers(settings(path, **changes), texts, params, speculation) == wanted
+
+
+def test_the_captured_cycle_run_eagerly():
+    """Its own kernels' references: whole prompts, prompts in pieces, chains and single rows give the same states."""
+    decoder, drafter = networks()
+    texts = prompts(6)
+    config = replace(SETTINGS, max_num_seqs=8, page_size=16).resolve(decoder.config)
+    states: list[dict[int, torch.Tensor]] = []
+    for rows, depth in ((6, 0), (1, 0), (6, 3)):
+        found: dict[int, torch.Tensor] = {}
+        for first in range(0, 6, rows):
+            batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
+            some = texts[first : first + rows]
+            batch.read_prompts(entries(batch, some, limit=20))
+            for _ in range(20):
+                batch.step(len(some), depth, GREEDY)
+            for row in range(len(some)):
+                length = len(some[row]) + 10
+                pages = batch.slots.page_table[row].long()
+                slot = torch.arange(length)
+                slot = pages[slot // 16] * 16 + slot % 16
+                found[first + row] = batch.cache.keys[:, :, slot].clone()
+        states.append(found)
+    for other in states[1:]:
+        for row, keys in states[0].items():
+            assert torch.equal(keys, other[row])
+
+
+def test_trees_are_refused():
+    decoder, drafter = networks()
+    with pytest.raises(UserError, match="chains only"):
+        build_engine(decoder, Speculation(drafter, 3, TreeShape(2, 4)), SETTINGS)
