@@ -77,7 +77,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 def engine_with(decoder: Decoder, drafter, config: EngineConfig = CPU) -> Engine:
-    """An engine around a ready-made drafter object, or around what `Speculation` describes."""
+    """An engine around a ready-made drafter object, or around what `Speculation` describes, drafting as deep as it says."""
     if isinstance(drafter, Speculation):
-        return build_engine(decoder, drafter, config)
+        return build_engine(decoder, drafter.as_asked(), config)
     return Engine(decoder, config.resolve(decoder.config), drafter=drafter)

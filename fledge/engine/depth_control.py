@@ -2,38 +2,140 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fledge.engine.backlog import Backlog
+from fledge.engine.load_depth import LoadDepth
 from fledge.engine.request import Delta, Request
-from fledge.speculation.drafting import Drafter
+from fledge.engine.scheduler import Scheduled
+from fledge.engine.step_costs import CostTable
+from fledge.speculation.depth import TreeShape
+from fledge.speculation.drafting import Drafter, Settled
 from fledge.speculation.guard import DriftGuard
 from fledge.speculation.outside import OutsideShare
 from fledge.speculation.verification import Draft
 
+# Steps after which one request is drafted for to the limit although the load speaks against it: else an acceptance that
+# was poor once would never be seen to have become better. It costs less than a hundredth of the time.
+LOOK_AGAIN = 128
+
 
 class DepthControl:
-    def __init__(self, drafter: Drafter | None, *, guard: bool = False) -> None:
+    """The eager engine's. By load means: from what passes of all sizes really took, whichever depth says most a second."""
+
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        *,
+        guard: bool = False,
+        by_load: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.limit = drafter.depth.limit if drafter is not None else 0
         self.guard = DriftGuard(self.limit) if guard and self.limit else None
         self.outside: OutsideShare = getattr(drafter, "outside", None) or OutsideShare(None)
+        self.by_load, self.clock = by_load and self.limit > 0, clock
+        self.tree: TreeShape | None = getattr(drafter, "tree", None) or None
+        self.load = LoadDepth(self.limit, margin=1.0)
+        self.verifying = CostTable()  # all of a step but drafting, by rows of the pass
+        self.drafting = {depth: CostTable() for depth in self.load.depths}  # by the number of requests drafted for
+        self.backlog = Backlog() if self.by_load and drafter.taps else None
+        self.now = self.limit  # the depth that the load allows, for the next step
+        self.num_drafted_for = 0
+        self.given: dict[Request, int] = {}  # the depth each request's pending draft might have had
+        self.explorer: Request | None = None  # drafted for to the limit, whatever the load
+        self.shallow_steps = 0  # since some draft might go to the limit
+
+    # Before drafting
+
+    def plan(self, running: Sequence[Request]) -> None:
+        """Chooses the depth of the drafts that the next step will verify."""
+        if not self.by_load:
+            return
+        left = self.backlog.left if self.backlog is not None else {}
+        eligible = [request for request in running if request.speculate and request not in left]
+        self.num_drafted_for, self.explorer = len(eligible), None
+        allowed = [self._allowed(request) for request in eligible]
+        rows, share = len(running), len(eligible) / max(len(running), 1)
+        self.now = self.load.choose(share, lambda depth: self.seconds(rows, len(eligible), depth), allowed)
+        self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
+        if self.shallow_steps >= LOOK_AGAIN and eligible:
+            self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0
+
+    def seconds(self, num_running: int, num_drafted_for: int, depth: int) -> float | None:
+        """What a step is expected to take, drafting included; None before the first."""
+        if not depth:
+            return self.verifying.seconds(num_running)
+        verifying = self.verifying.seconds(num_running + num_drafted_for * self.nodes(depth))
+        return None if verifying is None else verifying + self.draft_seconds(num_drafted_for, depth)
+
+    def draft_seconds(self, num_drafted_for: int, depth: int) -> float:
+        """From the nearest depth that was tried; nothing before any was."""
+        for known in sorted(self.drafting, key=lambda other: abs(other - depth)):
+            seconds = self.drafting[known].seconds(num_drafted_for)
+            if seconds is not None:
+                return seconds * depth / known
+        return 0.0
+
+    def nodes(self, depth: int) -> float:
+        if self.tree is None:
+            return self.load.nodes(depth)
+        return min(self.tree.nodes, self.tree.width + self.tree.width**2 * (depth - 1))
 
     def depth(self, request: Request) -> int:
-        if self.guard is None or is_repeatable(request):
-            return self.limit
-        return self.guard.depth(request)
+        """How deep it is drafted for now."""
+        if self.backlog is not None and request in self.backlog.left:
+            return 0
+        if is_repeatable(request):
+            depth = self.limit
+        else:
+            depth = min(self._allowed(request), self.limit if request is self.explorer else self.now)
+        self.given[request] = depth
+        return depth
+
+    def due(self, settled: list[Settled], taps: Sequence[Tensor]) -> tuple[list[Settled], Sequence[Tensor]]:
+        """What the drafter must take in now."""
+        return (settled, taps) if self.backlog is None else self.backlog.due(settled, taps)
+
+    # After the fact
 
     def saw(self, draft: Draft, accepted: list[int], delta: Delta) -> None:
         """What became of a draft: the nodes that stood, as far as the request took them, and what it gained."""
         self.outside.saw(delta.tokens)
-        if not len(draft):
+        request, stood = delta.request, sum(delta.drafted)
+        offered = self.given.pop(request, 0)
+        if self.by_load and offered and not delta.finished:
+            self.load.saw(offered, stood, drafted=draft.depth)
+        if self.guard is not None and len(draft) and not is_repeatable(request):
+            # The target said something else where the draft went on: a miss. A request that ended may not have come so far.
+            missed = len(delta.tokens) > stood and bool(draft.children(accepted[-1] if accepted else -1))
+            self.guard.saw(request, stood + missed, stood, nameable=self.outside.holds(delta.tokens[-1]))
+
+    def took(self, batch: Sequence[Scheduled], due: Sequence[Settled], verifying: float, drafting: float) -> None:
+        """Seconds of a step. Steps that read prompts, catch up or explore say nothing about the others."""
+        if not self.by_load or any(item.num_tokens > 1 for item in batch):
             return
-        stood = sum(delta.drafted)
-        # The target said something else where the draft went on: a miss. A request that has ended may not have come so far.
-        missed = len(delta.tokens) > stood and bool(draft.children(accepted[-1] if accepted else -1))
-        if self.guard is not None and not is_repeatable(delta.request):
-            self.guard.saw(delta.request, stood + missed, stood, nameable=self.outside.holds(delta.tokens[-1]))
+        self.verifying.saw(sum(item.num_rows for item in batch), verifying)
+        drafted_for = [item for item in due if item.room]
+        caught_up = sum(len(item.rows) for item in due) > sum(item.num_rows for item in batch)
+        if drafted_for and self.explorer is None and not caught_up and self.now in self.drafting:
+            self.drafting[self.now].saw(len(drafted_for), drafting)
 
     def forget(self, request: Request) -> None:
+        self.given.pop(request, None)
         if self.guard is not None:
             self.guard.forget(request)
+        if self.backlog is not None:
+            self.backlog.forget(request)
+
+    def _allowed(self, request: Request) -> int:
+        return self.limit if self.guard is None else self.guard.depth(request)
+
+    def _lag(self, request: Request) -> int:
+        return self.backlog.lag(request) if self.backlog is not None else 0
 
 
 def is_repeatable(request: Request) -> bool:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-# Depths that are weighed, besides the limit itself. Each is a graph per batch size.
+# Depths that are weighed, besides the limit itself. In captured cycles each is a graph per batch size.
 WEIGHED = (1, 2, 3, 5)
-# A plain step leaves the drafter behind for good, so speculation is given up only where it clearly loses.
+# A plain captured step leaves the drafter behind for good, so speculation is given up only where it clearly loses.
 MARGIN = 1.02
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 50.0
 DECAY = 0.999  # of what was seen, per step of one request
 
 
 class LoadDepth:
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, margin: float = MARGIN) -> None:
         """`limit`: the deepest that was asked for; 0: speculation is off."""
-        self.limit = limit
+        self.limit, self.margin = limit, margin
         self.depths = sorted({depth for depth in WEIGHED if depth < limit} | {limit}) if limit else []
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps whose draft stood up to here
         self.stood = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and here too
+        self.offered = [PRIOR_TRIALS] * limit  # steps that might have drafted so deep
+        self.drafted = [PRIOR_TRIALS] * limit  # … and did
 
-    def saw(self, depth: int, accepted: int, times: int = 1) -> None:
+    def saw(self, depth: int, accepted: int, times: int = 1, drafted: int | None = None) -> None:
+        """`depth`: how deep it might have been drafted; `drafted`: how deep it was, if the drafter stopped earlier."""
         kept = DECAY**times
         for place in range(min(depth, accepted + 1)):
             self.tried[place] = self.tried[place] * kept + times
             self.stood[place] = self.stood[place] * kept + times * (accepted > place)
+        if drafted is not None:
+            for place in range(depth):
+                self.offered[place] = self.offered[place] * kept + times
+                self.drafted[place] = self.drafted[place] * kept + times * (drafted > place)
 
     def tokens(self, depth: int) -> float:
         """Expected a cycle, for a request that is drafted for."""
@@ -34,13 +42,28 @@ class LoadDepth:
             total += reached
         return total
 
-    def choose(self, share: float, seconds: Callable[[int], float | None]) -> int:
-        """`share`: of the running requests, those that can be drafted for. `seconds(depth)`: a cycle's cost, if known."""
+    def nodes(self, depth: int) -> float:
+        """Expected of a draft that may be so deep."""
+        return sum(self.drafted[place] / self.offered[place] for place in range(depth))
+
+    def choose(self, share: float, seconds: Callable[[int], float | None], allowed: Iterable[int] = ()) -> int:
+        """`share`: of the running requests, those that can be drafted for. `seconds(depth)`: a cycle's cost, if known.
+
+        `allowed`: how deep each of them may be drafted for; what one drafts beyond that is not expected to stand.
+        """
         if not (self.limit and share):
             return 0
+        counts = Counter(min(depth, self.limit) for depth in allowed) or Counter({self.limit: 1})
+        deepest = max(counts)
+        depths = [depth for depth in self.depths if depth <= next(cover for cover in self.depths if cover >= deepest)]
         plain = seconds(0)
         if plain is None:
-            return self.limit
-        speeds = {depth: (1 - share + share * self.tokens(depth)) / seconds(depth) for depth in self.depths}
+            return depths[-1]
+
+        def speed(depth: int) -> float:
+            tokens = sum(count * self.tokens(min(depth, limit)) for limit, count in counts.items()) / counts.total()
+            return (1 - share + share * tokens) / seconds(depth)
+
+        speeds = {depth: speed(depth) for depth in depths}
         best = max(speeds, key=speeds.get)
-        return best if speeds[best] * MARGIN >= 1 / plain else 0
+        return best if speeds[best] * self.margin >= 1 / plain else 0
