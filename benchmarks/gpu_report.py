@@ -1,0 +1,179 @@
+"""A page and a picture of `gpu.py`'s figures.
+
+    python benchmarks/gpu_report.py results.json [more.json …] --out docs/gpu.md --picture docs/images/gpu.png
+
+Later files add stages to earlier ones; a stage that is in both is taken from the later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--picture", type=Path)
+    args = parser.parse_args()
+    found: Figures = {}
+    for path in args.results:
+        found |= json.loads(path.read_text())
+    sections = [speeds, microseconds, parts, offline, long_context, checks]
+    origin = found.get("provenance", {})
+    where = f"{origin.get('device', 'GPU')}, torch {origin.get('torch', '?')}, commit {origin.get('commit', '?')}"
+    head = f"# The engine on a GPU\n\n{where}; `{origin.get('command', '')}`. Written by `benchmarks/gpu_report.py`; "
+    head += "every figure is in `benchmarks/results/`.\n"
+    text = [head, *(part for section in sections if (part := section(found)))]
+    if args.picture and "plain" in found:
+        draw(found, args.picture)
+        text.insert(1, f"![tokens/s by users]({Path('images') / args.picture.name})\n")
+    args.out.write_text("\n".join(text))
+
+
+def table(titles: list[str], rows: list[list[object]]) -> str:
+    lines = [titles, ["---"] * len(titles), *([cell(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def vllm_speeds(found: Figures) -> tuple[dict[str, float], dict[str, float], str]:
+    """Plain and drafted, per user, where it was measured too."""
+    runs = found.get("vllm", {}).get("runs")
+    if not runs:
+        return {}, {}, "vLLM was not run"
+    plain = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] == "plain"}
+    drafted = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] != "plain"}
+    return plain, drafted, f"beside vLLM {found['vllm']['version']} on the same card"
+
+
+def best_depth(found: Figures, users: str) -> str | None:
+    depths = [name for name in found.get("spec", {}) if name.startswith(f"{users}, depth ")]
+    return max(depths, key=lambda name: found["spec"][name]["tokens_per_s"], default=None)
+
+
+def speeds(found: Figures) -> str | None:
+    if "plain" not in found:
+        return None
+    vllm_plain, vllm_drafted, source = vllm_speeds(found)
+    rows = []
+    for users, plain in found["plain"].items():
+        best = best_depth(found, users)
+        spec = found["spec"][best] if best else {}
+        chosen = found.get("spec", {}).get(f"{users}, chosen", {})
+        mine, drafted = plain["tokens_per_s_per_user"], spec.get("tokens_per_s_per_user")
+        rows.append(
+            [
+                users,
+                mine,
+                vllm_plain.get(users),
+                mine / vllm_plain[users] if users in vllm_plain else None,
+                drafted,
+                best.split()[-1] if best else None,
+                chosen.get("tokens_per_s_per_user"),
+                spec.get("acceptance_length"),
+                spec.get("speed_up"),
+                spec.get("overhead"),
+                vllm_drafted.get(users),
+                drafted / vllm_drafted[users] if drafted and users in vllm_drafted else None,
+            ]
+        )
+    titles = ["users", "plain", "vLLM plain", "×", "speculative", "depth", "depth chosen by load", "acceptance length"]
+    titles += ["over plain", "overhead", "vLLM speculative", "×"]
+    return f"## Tokens/s per user, prompts included\n\n{source[0].upper() + source[1:]}.\n\n{table(titles, rows)}"
+
+
+def microseconds(found: Figures) -> str | None:
+    if "profile" not in found:
+        return None
+    profile = found["profile"]
+    text = "## Where the microseconds go\n\nKernels one after the other (without overlap, so that each has its own time). "
+    text += f"Floor: weights over bandwidth, {profile['floor_us']:.0f} µs.\n\n"
+    for name, step in profile.items():
+        if name == "floor_us":
+            continue
+        rows = [[kernel, times["launches"], times["us"]] for kernel, times in list(step["kernels"].items())[:8]]
+        text += (
+            f"### {name}: {step['step_us']:.0f} µs, {step['over_floor']:.1f}× the floor, {step['launches']:.0f} launches\n\n"
+        )
+        text += table(["kernel", "launches", "µs"], rows) + "\n"
+    return text
+
+
+def parts(found: Figures) -> str | None:
+    if "parts" not in found:
+        return None
+    whole = found["parts"]["nothing"]
+    names = [name for name in found["parts"] if name != "nothing"]
+    rows = [[shape, us, *(us - found["parts"][name][shape] for name in names)] for shape, us in whole.items()]
+    return "## What each part costs inside a step (µs)\n\n" + table(["", "step", *names], rows)
+
+
+def offline(found: Figures) -> str | None:
+    if "offline" not in found:
+        return None
+    rows = [[name, run["requests"], run["tokens"], run["tokens_per_s"]] for name, run in found["offline"].items()]
+    return "## Queued requests\n\n" + table(["", "requests", "tokens", "tokens/s"], rows)
+
+
+def long_context(found: Figures) -> str | None:
+    if "long" not in found:
+        return None
+    figures = found["long"]
+    contexts = {name: run for name, run in figures.items() if isinstance(run, dict)}
+    rows = [
+        [name, run["prompt_seconds"], run["prompt_tokens_per_s"], run["plain_step_us"], run["cycle_us"]]
+        for name, run in contexts.items()
+    ]
+    text = f"## Long contexts\n\n{figures['formula']}; allocated: {figures['allocated_over_formula']:.1%} of it.\n\n"
+    return text + table(["context", "prompt, s", "prompt tokens/s", "plain step, µs", "cycle of depth 3, µs"], rows)
+
+
+def checks(found: Figures) -> str | None:
+    if "checks" not in found:
+        return None
+    return "## Checks\n\n```json\n" + json.dumps(found["checks"], indent=1) + "\n```\n"
+
+
+def draw(found: Figures, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    vllm_plain, vllm_drafted, source = vllm_speeds(found)
+    users = list(found["plain"])
+    lines = {
+        "Fledge, speculative": {
+            u: found["spec"][best]["tokens_per_s_per_user"] for u in users if (best := best_depth(found, u))
+        },
+        "Fledge, plain": {u: found["plain"][u]["tokens_per_s_per_user"] for u in users},
+        "vLLM, plain": vllm_plain,
+        "vLLM, speculative": vllm_drafted,
+    }
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for (name, line), style in zip(lines.items(), ("o-", "o--", "s--", "s-"), strict=True):
+        if line:
+            axes.plot([int(u) for u in line], list(line.values()), style, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="users", ylabel="tokens/s per user", title=f"SmolLM2-135M ({source})")
+    axes.set_xticks([int(u) for u in users], users)
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
