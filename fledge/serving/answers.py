@@ -22,6 +22,10 @@ def usage(prompt_tokens: int, requests: Iterable[Request], with_speculation: boo
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
     }
+    if all(request.page_keys is not None for request in requests):
+        # A prompt with several answers counts once; the first of them may have found it, the others always do.
+        cached = {tuple(request.prompt): request.num_cached or 0 for request in reversed(requests)}
+        result["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
     if with_speculation:
         stats = AcceptanceStats.total(request.stats for request in requests)
         result["completion_tokens_details"] = {

@@ -171,6 +171,9 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-num-seqs", type=int, default=0)
     engine.add_argument("--max-num-batched-tokens", type=human_int, default=0)
     engine.add_argument("--block-size", type=int, default=16, help="tokens a cache page")
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="prompts share pages"
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory for weights and cache")
     engine.add_argument("--seed", type=int)
 
@@ -228,6 +231,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         max_batched_tokens=given.max_num_batched_tokens,
         kv_cache_tokens=given.kv_cache_tokens,
         page_size=given.block_size,
+        prefix_caching=given.enable_prefix_caching,
         deterministic=given.deterministic,
         threads=given.threads,
     )

@@ -131,7 +131,7 @@ class Response:
         counts = usage(len(self.call.prompt), [last.request])
         return {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": counts.get("prompt_tokens_details", {"cached_tokens": 0}),
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
