@@ -43,9 +43,9 @@ def invariant_attention(
 ) -> Tensor:
     """[N, H * E]. Keys and values of the new tokens are in the cache; their queries, rotated, are the first heads of `qkv_NX`.
 
-    Sequence b has `counts[b]` new tokens from position `starts[b]` on. Its rows begin at `first_rows[b]`, or at b * longest,
-    and its pages are `page_table[b]`; a flat table holds the slots of all rows of sequences that start at 0, one after the
-    other (page size 1). `longest`: of the counts; `reach`: no key lies at or beyond it.
+    Sequence b has `counts[b]` new tokens from position `starts[b]` on; what lies at a negative one sees nothing. Its rows begin
+    at `first_rows[b]`, or at b * longest, and its pages are `page_table[b]`; a flat table holds the slots of all rows of
+    sequences that start at 0 (page size 1). `longest`: of the counts; `reach`: no key lies at or beyond it.
     """
     arguments = (qkv_NX, keys_KSE, values_KSE, page_table, starts_B, counts_B, page_size)
     options = {"longest": longest, "reach": reach, "first_rows_B": first_rows_B, "window": window}
@@ -73,7 +73,7 @@ def invariant_attention_reference(
     first_rows = [b * longest for b in range(len(starts_B))] if first_rows_B is None else first_rows_B.tolist()
     for b, (first_row, start, count) in enumerate(zip(first_rows, starts_B.tolist(), counts_B.tolist(), strict=True)):
         table = page_table[first_row:] if page_table.dim() == 1 else page_table[b]
-        for token in range(count):
+        for token in range(max(-start, 0), count):
             position = start + token
             key = torch.arange(max(position + 1 - window, 0) if window else 0, position + 1, device=qkv_NX.device)
             slot = table.long()[key // page_size] * page_size + key % page_size
