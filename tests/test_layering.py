@@ -15,8 +15,8 @@ ALLOWED = {
     "speculation": {"models", "kernels"},
     "drafters": set(),
     "engine": {"speculation", "models", "kernels", "checkpoints", "drafters"},
-    "training": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
-    "drift": {"training", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+    "training": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+    "drift": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
     "bench": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters"},
     "serving": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
 }

@@ -34,7 +34,7 @@ def drift(
 
     from fledge.drift.lab import run_lab
     from fledge.drift.report import write_report
-    from fledge.drift.suites import Settings
+    from fledge.drift.settings import Settings
     from fledge.drift.words import in_words
     from fledge.errors import UserError
 

@@ -30,8 +30,14 @@ class AttentionFigures:
     entropy_MH: Tensor  # in nats
 
     @classmethod
-    def cat(cls, parts: list[AttentionFigures]) -> AttentionFigures:
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+    def cat(cls, parts: list[AttentionFigures], dim: int = 0) -> AttentionFigures:
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts], dim) for f in fields(cls)))
+
+    def unflatten(self, shape: tuple[int, int]) -> AttentionFigures:
+        return AttentionFigures(*(getattr(self, f.name).unflatten(0, shape) for f in fields(self)))
+
+    def where(self, wanted: Tensor) -> AttentionFigures:
+        return AttentionFigures(*(getattr(self, f.name)[wanted] for f in fields(self)))
 
 
 def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
@@ -41,10 +47,14 @@ def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum(pattern, grouped, keys.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
 
 
-def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int, prompt_length: int) -> AttentionFigures:
-    """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt."""
+def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> AttentionFigures:
+    """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt.
+
+    `sink` and `prompt_length` may be one for all rows or one for each.
+    """
     column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
     pivot = pivot_M[:, None]
+    sink, prompt_length = (x[:, None] if isinstance(x, Tensor) else x for x in (sink, prompt_length))
     is_own = column >= pivot
     is_sink = (column == sink) & ~is_own
     in_prompt = column < prompt_length

@@ -10,7 +10,7 @@ from typing import Any
 
 from fledge.bench.provenance import write_json
 from fledge.drift import plots
-from fledge.drift.words import in_words
+from fledge.drift.words import in_words, plus_minus, shown_depth
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
@@ -77,12 +77,16 @@ def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
 
 METHOD = """<p>The target answers each prompt greedily, once. One pass over prompt and answer gives its states; from every
 position of the answer each drafter then drafts with its own tokens, as when serving. As greedy acceptance depends on the
-target's text alone, this tells exactly what a speculative run accepts at every depth. Temperatures are measured with the
-serving engine.</p>
+target's text alone, this tells exactly what a speculative run accepts at every depth. At a temperature the target samples its
+answers, and a draft stands with probability min(1, q/p) of what it wrote: expectations over the drafts, exact for these
+texts.</p>
 <ul>
 <li><b>Acceptance length</b>: 1 + accepted drafts / steps over all texts together; the 1 is the token that the target itself
 adds. A token outside the draft vocabulary is a miss. In brackets: without answers that loop.</li>
-<li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the mean where there is none.</li>
+<li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the mean where there is none; question by
+question, so that only questions that both have count. Without loops: only those where neither answer loops.</li>
+<li><b>±</b>: standard error, texts (or pairs of them) being the independent samples. <b>steps</b>: verification passes behind
+the figure.</li>
 <li><b>RMS</b>: ‖x‖₂/√d of the state that a step gives to the next.</li>
 <li><b>Shares of attention</b>: on the sink, on the rest of the prompt, on the settled answer, and on the drafter's own tokens
 (the one it drafts from and those drafted since); they add up to one. Mean over rows, heads and layers. Read the slope over
@@ -151,7 +155,18 @@ def _target_states(figures: dict[str, Any]) -> str:
 
 def _suite_table(suite: dict[str, Any], name: str) -> str:
     depths = suite["depths"]
-    head = [f"{name}: acceptance length at depth", *map(str, depths), "kept", "tokens of the prompt", "looping"]
+    shown = shown_depth(suite)
+    head = [
+        f"{name}: acceptance length at depth",
+        *map(str, depths),
+        f"± at {shown}",
+        f"kept at {shown}",
+        "kept without loops",
+        "steps",
+        "answers",
+        "looping",
+        "tokens of the prompt",
+    ]
     rows, classes = [], []
     for condition in suite["conditions"]:
         one = condition["drafters"][name]
@@ -160,13 +175,24 @@ def _suite_table(suite: dict[str, Any], name: str) -> str:
         for depth in depths:
             length = f"{one['acceptance_length'][depth]:.2f}"
             cells.append(f"{length} ({without[depth]:.2f})" if without else length)
-        kept = one["retention"][min(depths, key=lambda d: abs(d - 5))]
+        kept, error = one["retention"][shown], (one.get("retention_error") or {}).get(shown)
         colour = "good" if kept >= GOOD else ("low" if kept < LOW else "")
-        looping = f"{one['looping_texts']} of {one['texts']}" if "texts" in one else "–"
         note = f" ({condition['note']})" if condition["note"] else ""
-        share = f"<span class='{colour}'>{kept:.0%}</span>"
-        size = _number(condition.get("prompt_tokens"), digits=0)
-        rows.append([condition["name"] + note, *cells, share, size, looping])
+        share = f"<span class='{colour}'>{kept:.0%}{f' ± {error:.0%}' if error is not None else ''}</span>"
+        calm = (one.get("retention_not_looping") or {}).get(shown)
+        rows.append(
+            [
+                condition["name"] + note,
+                *cells,
+                _number(one["standard_error"][shown]),
+                share,
+                f"{calm['value']:.0%}" if calm and one["pairs_not_looping"] else "–",
+                f"{one['steps'][shown]:.0f}",
+                str(one["texts"]),
+                str(one["looping_texts"]),
+                _number(condition.get("prompt_tokens"), digits=0),
+            ]
+        )
         classes.append("base" if condition["name"] == suite["baseline"] else "")
     return _table(head, rows, classes)
 
@@ -175,10 +201,11 @@ def _ratios(suite: dict[str, Any], names: list[str]) -> str:
     head = [f"acceptance length against {names[0]}", *(f"{name}, depth {d}" for name in names[1:] for d in suite["depths"])]
     rows = []
     for condition in suite["conditions"]:
-        first = condition["drafters"][names[0]]["acceptance_length"]
-        others = [condition["drafters"][name]["acceptance_length"] for name in names[1:]]
-        rows.append([condition["name"], *(f"{other[d] / first[d]:.2f}×" for other in others for d in suite["depths"])])
-    return _table(head, rows)
+        others = [condition["drafters"][name]["against_first"] for name in names[1:]]
+        rows.append([condition["name"], *(plus_minus(other[d]) for other in others for d in suite["depths"])])
+    overall = suite["overall_against_first"]
+    rows.append(["all together", *(plus_minus(overall[name][d]) for name in names[1:] for d in suite["depths"])])
+    return _table(head, rows, [*[""] * (len(rows) - 1), "base"])
 
 
 def _provenance(figures: dict[str, Any]) -> str:

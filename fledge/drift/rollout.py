@@ -1,13 +1,15 @@
-"""Drafts from every answer position of a known text, with the drafter's own tokens, as when serving; probed on the way.
+"""Drafts from every answer position of known texts, with the drafter's own tokens, as when serving; probed on the way.
 
 Greedy acceptance depends on the target's greedy text alone: one rollout from each of its positions tells what any
-speculative run over it accepts, at every depth up to the one rolled out (`acceptance.walk`).
+speculative run over it accepts, at every depth up to the one rolled out (`acceptance.walk`). Sampled acceptance depends on
+the target's sampled text alone, too: given that the target wrote y, a draft drawn from q was y and stood with probability
+min(1, q(y)/p(y)). A rollout at a temperature therefore follows the text and gives those probabilities.
 
     row t, step 0:  pair (x_{t+1}, g_t) at position t, drafts x_{t+2}
     row t, step j:  pair (own draft, fed-back state) at t+j; sees the step-0 keys of columns <= t and its own of steps 1…j
 
-Only the answer's rows are drafted from; the prompt passes once, to give its keys. A long prompt therefore costs one pass.
-Shapes: T tokens of the text, M rows, J draft steps, D hidden size, H heads.
+Only the answers' rows are drafted from; what stands before passes once, to give its keys. All texts roll out together.
+Shapes: B texts, T columns, R rows of a text (M: of all texts, flat), J draft steps, D hidden size, H heads.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fledge.drift.probes import AttentionFigures, attention_figures, attention_scores, cosine, rms
-from fledge.models.decoder import Decoder, causal_attend
+from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
+from fledge.drift.texts import SideBySide, TargetText
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 
@@ -29,33 +32,15 @@ HEAD_ROWS = 4096  # rows that the head is applied to at once
 
 
 @dataclass(frozen=True)
-class TargetText:
-    """A text whose answer the target wrote greedily, with the states that a drafter reads and one to compare with."""
-
-    tokens_T: Tensor
-    answer_start: int
-    taps: list[Tensor]  # one [T, D] per tapped layer
-    hidden_TD: Tensor | None = None  # what the target's head reads; None: not kept
-
-    @property
-    def rows_M(self) -> Tensor:
-        """Row t drafts x_{t+2}…: the first answer token comes from the target's own pass over the prompt."""
-        return torch.arange(self.answer_start - 1, max(self.answer_start - 1, len(self.tokens_T) - 2))
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, decoder: Decoder, tokens: Sequence[int], answer_start: int, taps: Sequence[int]) -> TargetText:
-        tokens_T = torch.tensor(list(tokens), device=decoder.norm.weight.device)
-        positions = torch.arange(len(tokens_T), device=tokens_T.device)
-        hidden, captured = decoder(tokens_T, positions, causal_attend(), taps, len(tokens_T))
-        return cls(tokens_T, answer_start, captured, hidden)
-
-
-@dataclass(frozen=True)
 class Rollout:
+    """M rows, those of the first text first."""
+
+    text_M: Tensor  # the text of each row
     drafted_MJ: Tensor  # target ids
-    hit_MJ: Tensor  # the draft is the target's token there; False past the text's end
-    inside_MJ: Tensor  # the text reaches that far
+    stands_MJ: (
+        Tensor  # probability that a draft is accepted once those before it were; greedy: 1 where it is the target's token
+    )
+    inside_MJ: Tensor  # the text reaches that far; nothing is accepted past its end
     rms_MJ: Tensor  # size of the state that each step gives to the next
     cosine_MJ: Tensor  # of that state with the fused target state it stands in for
     cosine_hidden_MJ: Tensor | None  # of what the drafter's head reads with what the target's reads there
@@ -63,139 +48,189 @@ class Rollout:
 
     @property
     def on_path_MJ(self) -> Tensor:
-        """The state of a step has seen only tokens that the target wrote: all drafts before it are hits."""
-        hits = self.hit_MJ.long().cumprod(1)
-        return torch.cat([torch.ones_like(hits[:, :1]), hits[:, :-1]], 1).bool()
+        """The state of a step has seen only tokens that the target wrote: all drafts before it stand."""
+        stood = (self.stands_MJ > 0).long().cumprod(1)
+        return torch.cat([torch.ones_like(stood[:, :1]), stood[:, :-1]], 1).bool()
 
     @property
     def matched_M(self) -> list[int]:
-        return self.hit_MJ.long().cumprod(1).sum(1).tolist()
+        """Greedy: how many drafts from each row are the target's next tokens."""
+        return self.stands_MJ.long().cumprod(1).sum(1).tolist()
 
 
 class RolloutAttention:
-    """The `attend` of one rollout: keeps the text's step-0 keys of each layer, and each row's own later ones."""
+    """The `attend` of one rollout: keeps the texts' step-0 keys of each layer, and each row's own later ones."""
 
-    def __init__(self, rows_M: Tensor, num_tokens: int, sink: int, prompt_length: int, probe: bool) -> None:
-        self.rows, self.sink, self.prompt_length, self.probe = rows_M, sink, prompt_length, probe
-        self.column = torch.arange(num_tokens, device=rows_M.device)
-        self.context: dict[int, tuple[Tensor, Tensor]] = {}
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys and values [M, steps, K, E]
+    def __init__(self, batch: SideBySide, sink: int, probe: bool) -> None:
+        self.batch, self.probe = batch, probe
+        self.sink_B = sink - batch.first_B
+        self.column = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+        self.context: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys and values [B, T, K, E]
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys and values [B, R, steps, K, E]
         self.figures: list[list[AttentionFigures]] = []  # per step, one per layer
 
     def at(self, step: int) -> Attend:
         self.figures.append([])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+            shape = self.batch.tokens_BT.shape if step == 0 else self.batch.row_BR.shape
+            q, k, v = (x.unflatten(0, shape) for x in (q, k, v))
             if step == 0:
                 self.context[layer] = (k, v)
                 if self.probe:
-                    self._rows(layer, q[self.rows], None, window, step)
-                return causal_attend()(layer, q, k, v, window)
-            new = [x[:, None] for x in (k, v)]
+                    self._rows(layer, self.batch.at(q, self.batch.row_BR), None, window, step)
+                return self._causal(q, k, v, window).flatten(0, 1)
+            new = [x[:, :, None] for x in (k, v)]
             if layer in self.own:
-                new = [torch.cat([kept, x], 1) for kept, x in zip(self.own[layer], new, strict=True)]
+                new = [torch.cat([kept, x], 2) for kept, x in zip(self.own[layer], new, strict=True)]
             self.own[layer] = (new[0], new[1])
-            return self._rows(layer, q, self.own[layer], window, step)
+            return self._rows(layer, q, self.own[layer], window, step).flatten(0, 1)
 
         return attend
 
-    def _rows(self, layer: int, q_MHE: Tensor, own: tuple[Tensor, Tensor] | None, window: int | None, step: int) -> Tensor:
+    def _causal(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
+        """Padding stands on the right, where no row of the text looks."""
+        mask = None
+        if window is not None and window < len(self.column):
+            ago = self.column[:, None] - self.column
+            mask = (ago >= 0) & (ago < window)
+        group = q_BTHE.shape[2] // k_BTKE.shape[2]
+        k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k_BTKE, v_BTKE))
+        out = F.scaled_dot_product_attention(q_BTHE.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
+        return out.transpose(1, 2)
+
+    def _rows(self, layer: int, q_BRHE: Tensor, own: tuple[Tensor, Tensor] | None, window: int | None, step: int) -> Tensor:
         """Attention of the drafting rows, from materialised probabilities; in pieces where they would be too many."""
-        keys, values = self.context[layer]
-        size = max(1, PROBABILITIES_AT_ONCE // (q_MHE.shape[1] * (len(self.column) + step)))
+        keys, values = (x.float() for x in self.context[layer])
+        num_texts, num_rows, num_heads, size = q_BRHE.shape
+        q = q_BRHE.unflatten(2, (keys.shape[2], -1)).float() * size**-0.5  # [B, R, K, G, E]
+        at_once = max(1, PROBABILITIES_AT_ONCE // (num_texts * num_heads * (len(self.column) + step)))
         outputs, figures = [], []
-        for at in range(0, len(q_MHE), size):
-            part = slice(at, at + size)
-            scores = attention_scores(q_MHE[part], keys)
+        for at in range(0, num_rows, at_once):
+            part = slice(at, at + at_once)
+            scores = torch.einsum("bmkge,btke->bmkgt", q[:, part], keys)
             if own is not None:
-                scores = torch.cat([scores, attention_scores(q_MHE[part], own[0][part])], -1)
-            p = scores.masked_fill(~self._seen(part, step, window)[:, None], -torch.inf).softmax(-1)
+                drafted = torch.einsum("bmkge,bmjke->bmkgj", q[:, part], own[0][:, part].float())
+                scores = torch.cat([scores, drafted], -1)
+            hidden = ~self._seen(part, step, window)[:, :, None, None]
+            p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
             if self.probe:
-                figures.append(attention_figures(p, self.rows[part], self.sink, self.prompt_length))
+                figures.append(self._probed(p.flatten(2, 3), part))
             if own is not None:
-                outputs.append(_weighted(p, values, own[1][part]).to(q_MHE.dtype))
+                out = torch.einsum("bmkgt,btke->bmkge", p[..., : len(self.column)], values)
+                out += torch.einsum("bmkgj,bmjke->bmkge", p[..., len(self.column) :], own[1][:, part].float())
+                outputs.append(out.flatten(2, 3).to(q_BRHE.dtype))
         if self.probe:
-            self.figures[step].append(AttentionFigures.cat(figures))
-        return torch.cat(outputs) if outputs else q_MHE
+            self.figures[step].append(AttentionFigures.cat(figures, 1).where(self.batch.is_row_BR))
+        return torch.cat(outputs, 1) if outputs else q_BRHE
+
+    def _probed(self, p_BRHS: Tensor, part: slice) -> AttentionFigures:
+        num_texts, num_rows = p_BRHS.shape[:2]
+        pivot = self.batch.row_BR[:, part]
+        sink, prompt = (x[:, None].expand_as(pivot).flatten() for x in (self.sink_B, self.batch.prompt_length_B))
+        found = attention_figures(p_BRHS.flatten(0, 1), pivot.flatten(), sink, prompt)
+        return found.unflatten((num_texts, num_rows))
 
     def _seen(self, part: slice, step: int, window: int | None) -> Tensor:
-        """Which keys each row sees, the text's and then its own: [M, T + step]."""
-        rows = self.rows[part, None]
-        own = rows + 1 + torch.arange(step, device=rows.device)
-        positions = torch.cat([self.column.expand(len(rows), -1), own], 1)
-        seen = positions <= rows + step
-        seen[:, : len(self.column)] = self.column <= rows
-        return seen if window is None else seen & (rows + step - positions < window)
-
-
-def _weighted(p_MHS: Tensor, values_TKE: Tensor, own_MJKE: Tensor) -> Tensor:
-    p = p_MHS.unflatten(1, (values_TKE.shape[1], -1))
-    num_context = len(values_TKE)
-    out = torch.einsum("mkgs,ske->mkge", p[..., :num_context], values_TKE.float())
-    return (out + torch.einsum("mkgj,mjke->mkge", p[..., num_context:], own_MJKE.float())).flatten(1, 2)
+        """Which keys each row sees, the text's and then its own: [B, R, T + step]."""
+        row = self.batch.row_BR[:, part, None]
+        seen = self.column <= row
+        own = torch.ones(*row.shape[:2], step, dtype=torch.bool, device=row.device)
+        if window is not None:
+            seen = seen & (row + step - self.column < window)
+            own = own & (step - 1 - torch.arange(step, device=row.device) < window)
+        return torch.cat([seen, own], -1)
 
 
 @torch.no_grad()
 def roll_out(
     drafter: EagleDrafter,
-    text: TargetText,
+    texts: TargetText | Sequence[TargetText],
     depth: int,
     *,
     sink: int = 0,
     noise: float = 0.0,
     seed: int = 0,
     probe: bool = True,
+    target_p: Tensor | None = None,
+    temperature: float = 0.0,
 ) -> Rollout:
     """`noise` α: each state that enters a draft step gets Gaussian noise of α times its own RMS; the context stays clean.
 
+    `temperature`: the texts were sampled at it, and `target_p` [M, J] is the probability that the target gave to the token
+    that each draft stands for (`sampled.target_probabilities`).
     The drafter must have been lent the target's embedding and head where it has none (`EagleDrafter.share`).
     """
-    tokens, device = text.tokens_T, text.tokens_T.device
-    rows, length = text.rows_M.to(device), len(tokens)
-    generator = torch.Generator().manual_seed(seed)
+    batch = SideBySide([texts] if isinstance(texts, TargetText) else texts, drafter)
+    device, is_row = batch.tokens_BT.device, batch.is_row_BR
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def noisy(state_MD: Tensor) -> Tensor:
+    def noisy(state: Tensor) -> Tensor:
         if not noise:
-            return state_MD
-        drawn = torch.randn(state_MD.shape, generator=generator).to(device)
-        return state_MD + (noise * rms(state_MD)[:, None] * drawn).to(state_MD.dtype)
+            return state
+        drawn = torch.randn(state.shape, generator=generator, device=device)
+        return state + (noise * rms(state)[..., None] * drawn).to(state.dtype)
 
-    fused = drafter.fuse(text.taps)
-    attention = RolloutAttention(rows, length, sink, text.answer_start, probe)
-    entering = fused
+    attention = RolloutAttention(batch, sink, probe)
+    entering = batch.fused_BTD
     if noise:
-        entering = fused.clone()
-        entering[rows] = noisy(fused[rows])
-    # The last token has no successor yet: its row is never drafted from.
-    paired = torch.cat([tokens[1:], tokens[-1:]])
-    output = drafter(paired, entering, torch.arange(length, device=device), attention.at(0), length)
-    hidden, state = output.hidden_ND[rows], output.feedback_ND[rows]
+        at_rows = torch.arange(len(entering), device=device)[:, None], batch.row_BR
+        entering = entering.index_put(at_rows, noisy(entering[at_rows]))
+    positions = batch.first_B[:, None] + torch.arange(entering.shape[1], device=device)
+    highest = batch.highest_position + depth
+    output = drafter(batch.paired_BT.flatten(), entering.flatten(0, 1), positions.flatten(), attention.at(0), highest)
+    at_columns = (x.unflatten(0, batch.tokens_BT.shape) for x in (output.hidden_ND, output.feedback_ND))
+    hidden, state = (batch.at(x, batch.row_BR).flatten(0, 1) for x in at_columns)
 
-    comparable = text.hidden_TD is not None and hidden.shape[-1] == text.hidden_TD.shape[-1]
-    padded_tokens = torch.cat([tokens, tokens.new_full((depth + 2,), -1)])
-    drafted, sizes, cosines, cosines_hidden = [], [], [], []
+    comparable = batch.hidden_BTD is not None and hidden.shape[-1] == batch.hidden_BTD.shape[-1]
+    row_positions = batch.first_B[:, None] + batch.row_BR
+    steps: list[dict[str, Tensor]] = []
+    token = batch.tokens_BT  # of the step before, as drafted or as written
     for step in range(depth):
         if step:
-            output = drafter(drafted[-1], noisy(state), rows + step, attention.at(step), length + depth)
+            output = drafter(token.flatten(), noisy(state), (row_positions + step).flatten(), attention.at(step), highest)
             hidden, state = output.hidden_ND, output.feedback_ND
-        best = [drafter.logits(part).argmax(-1) for part in hidden.split(HEAD_ROWS)]
-        drafted.append(drafter.target_ids(torch.cat(best)))
-        sizes.append(rms(state))
-        there = (rows + step + 1).clamp_max(length - 1)  # the position whose target state this step's output stands in for
-        cosines.append(cosine(state, fused[there]))
+        there = batch.row_BR + step + 1  # the column whose target state this step's output stands in for
+        wanted = batch.at(batch.tokens_BT, there + 1)
+        inside = there + 1 < batch.length_B[:, None]
+        best, probability = _drafts(drafter, hidden, wanted.flatten(), temperature)
+        drafted = best.view_as(wanted)
+        found = {"drafted": drafted, "inside": inside, "rms": rms(state).view_as(wanted)}
+        if temperature:
+            p = torch.zeros_like(inside, dtype=torch.float32).masked_scatter_(is_row, target_p[:, step])
+            found["stands"] = (probability.view_as(wanted) / p.clamp_min(1e-30)).clamp_max(1) * inside
+        else:
+            found["stands"] = (drafted == wanted) & inside
+        token = wanted if temperature else drafted
+        found["cosine"] = cosine(state, batch.at(batch.fused_BTD, there).flatten(0, 1)).view_as(wanted)
         if comparable:
-            cosines_hidden.append(cosine(hidden, text.hidden_TD[there]))
-    drafted_MJ = torch.stack(drafted, 1)
-    ahead = rows[:, None] + 2 + torch.arange(depth, device=device)
+            found["cosine_hidden"] = cosine(hidden, batch.at(batch.hidden_BTD, there).flatten(0, 1)).view_as(wanted)
+        steps.append(found)
+    stacked = {f"{name}_MJ": torch.stack([one[name][is_row] for one in steps], 1) for name in steps[0]}
     return Rollout(
-        drafted_MJ=drafted_MJ,
-        hit_MJ=drafted_MJ == padded_tokens[ahead.clamp_max(len(padded_tokens) - 1)],
-        inside_MJ=ahead < length,
-        rms_MJ=torch.stack(sizes, 1),
-        cosine_MJ=torch.stack(cosines, 1),
-        cosine_hidden_MJ=torch.stack(cosines_hidden, 1) if comparable else None,
+        text_M=torch.arange(len(is_row), device=device)[:, None].expand_as(is_row)[is_row],
+        cosine_hidden_MJ=stacked.pop("cosine_hidden_MJ", None),
         attention=[_mean_over_layers(layers) for layers in attention.figures] if probe else None,
+        **stacked,
     )
+
+
+def _drafts(drafter: EagleDrafter, hidden_MD: Tensor, wanted_M: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """The likeliest token of each row; and at a temperature, the probability of the wanted one (0 outside the vocabulary)."""
+    best, probabilities = [], []
+    lookup = None
+    for hidden, wanted in zip(hidden_MD.split(HEAD_ROWS), wanted_M.split(HEAD_ROWS), strict=True):
+        logits = drafter.logits(hidden)
+        best.append(drafter.target_ids(logits.argmax(-1)))
+        if temperature:
+            if lookup is None:
+                ids = drafter.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+                lookup = torch.full((drafter.config.vocab_size,), -1, device=logits.device)
+                lookup[ids] = torch.arange(len(ids), device=logits.device)
+            draft_id = lookup[wanted]
+            q = (logits.float() / temperature).softmax(-1).gather(1, draft_id.clamp_min(0)[:, None])[:, 0]
+            probabilities.append(q * (draft_id >= 0))
+    return torch.cat(best), torch.cat(probabilities) if temperature else None
 
 
 def _mean_over_layers(layers: list[AttentionFigures]) -> AttentionFigures:

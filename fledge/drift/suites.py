@@ -7,57 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from fledge.bench.datasets import Item
 from fledge.drift import templates
-from fledge.drift.documents import Document, excerpt
-from fledge.drift.system_prompts import QUICK, SYSTEM_PROMPTS
+from fledge.drift.system_prompts import SYSTEM_PROMPTS
 from fledge.errors import RequestError
 from fledge.tokenizer import Tokenizer
 
 TokenIds = tuple[int, ...]
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 6144, 8192, 16384, 32768, 65536, 131072)
-QUESTION = "Summarise the most important points of the text above."
-# Characters a token stands for, at most: how much text to cut a context from.
-CHARACTERS_A_TOKEN = 12
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much of everything. `quick` is made for two minutes on two CPU cores."""
-
-    max_tokens: int = 128  # of each answer
-    depth: int = 16  # drafted, on every suite
-    probe_depth: int = 16  # drafted, on the probes over all prompts
-    prompts: int = 24  # of each template and system prompt
-    prompts_per_category: int = 0  # 0: all
-    system_prompts: tuple[str, ...] = tuple(SYSTEM_PROMPTS)
-    lengths: tuple[int, ...] = LENGTHS
-    documents: int = 4  # of each length
-    noise: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    temperature_prompts: int = 16
-    temperature_depth: int = 5
-    conversations: int = 8
-
-    @classmethod
-    def quick(cls) -> Settings:
-        return cls(
-            max_tokens=32,
-            depth=7,
-            prompts=3,
-            prompts_per_category=1,
-            system_prompts=QUICK,
-            lengths=(256, 512, 1024),
-            documents=1,
-            noise=(0.25, 0.5),
-            temperature_prompts=3,
-            conversations=2,
-        )
-
 
 @dataclass(frozen=True)
 class Condition:
     name: str
-    prompts: tuple[TokenIds, ...]
+    prompts: dict[str, TokenIds]  # by what they ask: conditions of a suite are compared question by question
     note: str = ""
 
 
@@ -84,17 +44,17 @@ def chosen(items: Sequence[Item], count: int) -> list[Item]:
 
 def domains(tokenizer: Tokenizer, items: Sequence[Item]) -> Suite:
     conditions = [
-        Condition(category, tuple(_own(tokenizer, [user(item.turns[0])]) for item in items if item.category == category))
+        Condition(category, {item.id: _own(tokenizer, [user(item.turns[0])]) for item in items if item.category == category})
         for category in dict.fromkeys(item.category for item in items)
     ]
     return Suite("domains", "What the prompts are about; the target's own chat template.", conditions)
 
 
 def chat_templates(tokenizer: Tokenizer, items: Sequence[Item]) -> Suite:
-    rendered = [templates.all_templates(tokenizer, [user(item.turns[0])]) for item in items]
+    rendered = {item.id: templates.all_templates(tokenizer, [user(item.turns[0])]) for item in items}
     conditions = []
-    for name in rendered[0]:
-        prompts = tuple(tuple(one[name]) for one in rendered if one[name] is not None)
+    for name in next(iter(rendered.values())):
+        prompts = {key: tuple(one[name]) for key, one in rendered.items() if one[name] is not None}
         if prompts:
             conditions.append(Condition(name, prompts))
     explanation = "The same prompts in the target's own chat template, without it, and in those of other models."
@@ -107,39 +67,11 @@ def system_prompts(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[
         text = SYSTEM_PROMPTS[name]
         system = [] if text is None else [{"role": "system", "content": text}]
         try:
-            prompts = tuple(_own(tokenizer, [*system, user(item.turns[0])]) for item in items)
+            prompts = {item.id: _own(tokenizer, [*system, user(item.turns[0])]) for item in items}
         except RequestError:  # some templates refuse system prompts: they then lead the user's turn
-            prompts = tuple(_own(tokenizer, [user(f"{text}\n\n{item.turns[0]}")]) for item in items)
+            prompts = {item.id: _own(tokenizer, [user(f"{text}\n\n{item.turns[0]}")]) for item in items}
         conditions.append(Condition(name, prompts))
     return Suite("system prompts", "The same prompts after system prompts of many kinds.", conditions, "none")
-
-
-def lengths(
-    tokenizer: Tokenizer, documents: list[Document], sizes: Sequence[int], count: int, longest: int, source: str
-) -> Suite:
-    """`longest`: tokens a prompt may have. Where the model's limit lies between two sizes, it is measured as well."""
-    fitting = [size for size in sizes if size <= longest]
-    if len(fitting) < len(sizes) and sizes[0] <= longest and longest > 1.2 * fitting[-1]:
-        fitting.append(longest)
-    conditions = [
-        Condition(f"{size} tokens", tuple(_long_prompt(tokenizer, documents, number, size) for number in range(count)))
-        for size in fitting
-    ]
-    explanation = f"A question about a real text that fills the context. Texts: {source}."
-    return Suite("context length", explanation, conditions, conditions[0].name if conditions else None)
-
-
-def _long_prompt(tokenizer: Tokenizer, documents: list[Document], number: int, size: int) -> TokenIds:
-    text = excerpt(documents, number, size * CHARACTERS_A_TOKEN)[: size * CHARACTERS_A_TOKEN]
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    keep = size - len(_own(tokenizer, [user(f"\n\n{QUESTION}")]))
-    prompt: TokenIds = ()
-    while keep > 0:  # a cut in the middle of a word may take a token more
-        prompt = _own(tokenizer, [user(f"{tokenizer.decode(tokens[:keep])}\n\n{QUESTION}")])
-        if len(prompt) <= size:
-            break
-        keep -= len(prompt) - size
-    return prompt
 
 
 CONVERSATIONS: tuple[tuple[str, ...], ...] = (
@@ -190,7 +122,9 @@ def multi_turn(
         for number, tokens in zip(prompts, answer(list(prompts.values())), strict=True):
             text = tokenizer.decode([token for token in tokens if token not in end_ids])
             histories[number].append({"role": "assistant", "content": text})
-        conditions.append(Condition(f"turn {turn + 1}", tuple(prompts.values())))
+        conditions.append(
+            Condition(f"turn {turn + 1}", {f"conversation {number}": tokens for number, tokens in prompts.items()})
+        )
     return Suite("multi-turn", "Conversations with the target's own earlier answers in them.", conditions, "turn 1")
 
 
@@ -198,7 +132,7 @@ def within(suite: Suite, longest: int) -> Suite:
     """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes."""
     kept = []
     for condition in suite.conditions:
-        prompts = tuple(prompt for prompt in condition.prompts if 0 < len(prompt) <= longest)
+        prompts = {key: prompt for key, prompt in condition.prompts.items() if 0 < len(prompt) <= longest}
         dropped = len(condition.prompts) - len(prompts)
         note = f"{dropped} prompts too long for the model" if dropped else condition.note
         if prompts:

@@ -3,34 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.drift.acceptance import walk
-from fledge.drift.probes import AttentionFigures, rms, slope
-from fledge.drift.rollout import Rollout, TargetText
+from fledge.drift.acceptance import Count, acceptance_length, counted, expected_walk
+from fledge.drift.probes import rms, slope
+from fledge.drift.rollout import Rollout
+from fledge.drift.texts import TargetText
 from fledge.models.drafter import EagleDrafter
-from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
 
 SHARES = {"sink": "sink_MH", "prompt": "prompt_MH", "answer": "answer_MH", "own": "own_MH", "drafted": "drafted_MH"}
 
 
-class StepMeans:
-    """Means by draft step over all rows of all texts, each with its own count of rows."""
+@dataclass(frozen=True)
+class TextFigures:
+    """What one rollout says about one text."""
 
-    def __init__(self) -> None:
+    counts: dict[int, Count]  # by depth
+    sums: dict[str, tuple[Tensor, Tensor]]  # by name: totals over the rows, by step, and how many rows count
+
+
+def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled: bool = False) -> list[TextFigures]:
+    """Summed where the rollout lies, so that a device hands over a few numbers a text."""
+    inside, on_path = rollout.inside_MJ, rollout.inside_MJ & rollout.on_path_MJ
+    values: dict[str, tuple[Tensor, Tensor | None]] = {"rms": (rollout.rms_MJ, None), "cosine": (rollout.cosine_MJ, on_path)}
+    if not sampled:
+        right = rollout.stands_MJ
+        values["accuracy"] = (right, inside)
+        values["conditional_acceptance"] = (right, on_path)
+        values["joint_acceptance"] = (right.long().cumprod(1), inside)
+    if rollout.cosine_hidden_MJ is not None:
+        values["cosine_hidden"] = (rollout.cosine_hidden_MJ, on_path)
+    for name, attribute in {**SHARES, "entropy": "entropy_MH"}.items() if rollout.attention else ():
+        by_head = torch.stack([getattr(figures, attribute) for figures in rollout.attention], 1)  # [M, J, H]
+        values[f"{name}_by_head"] = (by_head, None)
+    sums = {name: _summed(*pair, rollout.text_M, num_texts) for name, pair in values.items()}
+    stands, of_text = rollout.stands_MJ.cpu(), rollout.text_M.cpu()
+    found = []
+    for number in range(num_texts):
+        mine = stands[of_text == number]
+        if sampled:
+            counts = {depth: expected_walk(mine.tolist(), depth) for depth in depths}
+        else:
+            matched = mine.long().cumprod(1).sum(1).tolist()
+            counts = {depth: counted(matched, depth) for depth in depths}
+        found.append(TextFigures(counts, {name: (t[number], c[number]) for name, (t, c) in sums.items()}))
+    return found
+
+
+def _summed(values_MJ: Tensor, counted_MJ: Tensor | None, text_M: Tensor, num_texts: int) -> tuple[Tensor, Tensor]:
+    """Totals and counts by text and step, on the CPU."""
+    values = values_MJ.double()
+    counted = torch.ones(values.shape[:2], device=values.device) if counted_MJ is None else counted_MJ
+    counted = counted.double().reshape(*counted.shape, *[1] * (values.dim() - 2))
+    total, count = (x.new_zeros(num_texts, *x.shape[1:]).index_add_(0, text_M, x).cpu() for x in (values * counted, counted))
+    return total, count
+
+
+class Tally:
+    def __init__(self, depths: Sequence[int]) -> None:
+        self.depths = tuple(depths)
+        self.texts: dict[str, dict[int, Count]] = {}  # by the text's name within its condition
+        self.looping: set[str] = set()
         self.totals: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def add(self, name: str, values_MJ: Tensor, counted_MJ: Tensor | None = None) -> None:
-        values = values_MJ.double()
-        counted = torch.ones(values.shape[:2], device=values.device) if counted_MJ is None else counted_MJ
-        counted = counted.double().reshape(*counted.shape, *[1] * (values.dim() - 2))
-        total, count = ((values * counted).sum(0).cpu(), counted.sum(0).cpu())
-        if name in self.totals:
-            total, count = total + self.totals[name][0], count + self.totals[name][1]
-        self.totals[name] = (total, count)
+    def add(self, name: str, figures: TextFigures, looping: bool = False) -> None:
+        self.texts[name] = figures.counts
+        if looping:
+            self.looping.add(name)
+        for key, (total, count) in figures.sums.items():
+            kept = self.totals.get(key)
+            self.totals[key] = (total, count) if kept is None else (kept[0] + total, kept[1] + count)
+
+    def counts(self, depth: int, names: Sequence[str] | None = None) -> list[Count]:
+        return [self.texts[name][depth] for name in (self.texts if names is None else names)]
 
     def means(self, name: str) -> list[Any]:
         """By step; None where no row counts."""
@@ -41,58 +90,37 @@ class StepMeans:
             return [float(t / c) if c else None for t, c in zip(total, count, strict=True)]
         return [(t / c).tolist() if c.any() else None for t, c in zip(total, count, strict=True)]
 
-
-class Tally:
-    def __init__(self, depths: Sequence[int]) -> None:
-        self.depths = tuple(depths)
-        self.steps = StepMeans()
-        self.walks: list[dict[int, AcceptanceStats]] = []  # per text
-        self.looping: list[bool] = []
-
-    def add(self, rollout: Rollout, looping: bool) -> None:
-        self.walks.append({depth: walk(rollout.matched_M, depth) for depth in self.depths})
-        self.looping.append(looping)
-        steps, inside, on_path = self.steps, rollout.inside_MJ, rollout.inside_MJ & rollout.on_path_MJ
-        steps.add("accuracy", rollout.hit_MJ, inside)
-        steps.add("conditional_acceptance", rollout.hit_MJ, on_path)
-        steps.add("joint_acceptance", rollout.hit_MJ.long().cumprod(1), inside)
-        steps.add("rms", rollout.rms_MJ)
-        steps.add("cosine", rollout.cosine_MJ, on_path)
-        if rollout.cosine_hidden_MJ is not None:
-            steps.add("cosine_hidden", rollout.cosine_hidden_MJ, on_path)
-        if rollout.attention:
-            self._add_attention(rollout.attention)
-
-    def _add_attention(self, attention: Sequence[AttentionFigures]) -> None:
-        for name, attribute in {**SHARES, "entropy": "entropy_MH"}.items():
-            by_head = torch.stack([getattr(figures, attribute) for figures in attention], 1)  # [M, J, H]
-            self.steps.add(f"{name}_by_head", by_head)
-
     def to_dict(self) -> dict[str, Any]:
-        plain = [walks for walks, loops in zip(self.walks, self.looping, strict=True) if not loops]
+        plain = [name for name in self.texts if name not in self.looping]
+        lengths = {depth: acceptance_length(self.counts(depth)) for depth in self.depths}
         figures: dict[str, Any] = {
-            "acceptance_length": self._lengths(self.walks),
-            "acceptance_length_macro": {
-                depth: macro_acceptance_length(walks[depth] for walks in self.walks) for depth in self.depths
-            },
-            "acceptance_length_not_looping": self._lengths(plain) if plain else None,
-            "steps": {depth: sum(walks[depth].steps for walks in self.walks) for depth in self.depths},
-            "texts": len(self.walks),
-            "looping_texts": sum(self.looping),
+            "acceptance_length": {depth: one.value for depth, one in lengths.items()},
+            "standard_error": {depth: one.error for depth, one in lengths.items()},
+            "acceptance_length_macro": {depth: self._macro(depth) for depth in self.depths},
+            "acceptance_length_not_looping": {
+                depth: acceptance_length(self.counts(depth, plain)).value for depth in self.depths
+            }
+            if plain
+            else None,
+            "steps": {depth: sum(one.steps for one in self.counts(depth)) for depth in self.depths},
+            "texts": len(self.texts),
+            "looping_texts": len(self.looping),
         }
         for name in ("accuracy", "conditional_acceptance", "joint_acceptance", "rms", "cosine", "cosine_hidden"):
-            if values := self.steps.means(name):
+            if values := self.means(name):
                 figures[name] = values
         for name in (*SHARES, "entropy"):
-            if by_head := self.steps.means(f"{name}_by_head"):
+            if by_head := self.means(f"{name}_by_head"):
                 key = name if name == "entropy" else f"{name}_share"
                 figures[key] = [None if heads is None else sum(heads) / len(heads) for heads in by_head]
                 figures[f"{key}_by_head"] = by_head
         figures.update(drift_summary(figures))
         return figures
 
-    def _lengths(self, walks: Sequence[dict[int, AcceptanceStats]]) -> dict[int, float]:
-        return {depth: AcceptanceStats.total(one[depth] for one in walks).acceptance_length for depth in self.depths}
+    def _macro(self, depth: int) -> float:
+        """Tokens a step of each text, then their mean."""
+        lengths = [1 + one.accepted / one.steps for one in self.counts(depth) if one.steps]
+        return sum(lengths) / len(lengths) if lengths else 1.0
 
 
 def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:

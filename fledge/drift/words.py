@@ -7,6 +7,7 @@ from typing import Any
 FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that is still flat, or only mild
 MOVED = 0.01  # change of an attention share a step from which it counts as moving
 WEAK = 0.85  # share of the baseline's acceptance length below which a condition is named
+VAGUE = 0.07  # standard error of such a share from which it says little
 USELESS = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
 
 
@@ -123,9 +124,15 @@ def _weakest(suite: dict[str, Any], name: str) -> str:
     share, condition = min(found, key=lambda pair: pair[0])
     if share >= WEAK:
         return ""
-    length = condition["drafters"][name]["acceptance_length"][depth]
+    one = condition["drafters"][name]
     base = suite["baseline"] or "the mean"
-    return f"{suite['name']}: “{condition['name']}” (acceptance length {length:.2f} at depth {depth}, {share:.0%} of {base})"
+    error = (one.get("retention_error") or {}).get(depth)
+    sure = "" if error is None else f" ± {error:.0%}"
+    few = "; too few answers to tell" if error is None or error > VAGUE else ""
+    return (
+        f"{suite['name']}: “{condition['name']}” (acceptance length {one['acceptance_length'][depth]:.2f} at depth {depth}, "
+        f"{share:.0%}{sure} of {base}{few})"
+    )
 
 
 def _together(figures: dict[str, Any]) -> list[str]:
@@ -140,22 +147,32 @@ def _together(figures: dict[str, Any]) -> list[str]:
     slopes = {name: probes[name].get("sink_share_slope") for name in names}
     if all(value is not None for value in slopes.values()):
         sentences.append("Sink share a step: " + ", ".join(f"{name} {value:+.4f}" for name, value in slopes.items()) + ".")
-    first = names[0]
     for name in names[1:]:
-        by_condition = [
-            (
-                c["drafters"][name]["acceptance_length"][d] / c["drafters"][first]["acceptance_length"][d],
-                suite["name"],
-                c["name"],
-            )
-            for suite in figures["suites"]
-            for d in [shown_depth(suite)]
-            for c in suite["conditions"]
-        ]
-        best, worst = max(by_condition), min(by_condition)
-        ahead = sum(ratio > 1 for ratio, *_ in by_condition)
-        sentences.append(
-            f"Against {first}, {name} accepts longer in {ahead} of {len(by_condition)} conditions; at best {best[0]:.2f}× "
-            f"({best[1]}: {best[2]}), at worst {worst[0]:.2f}× ({worst[1]}: {worst[2]})."
-        )
+        sentences += _against(name, names[0], figures)
     return sentences
+
+
+def _against(name: str, first: str, figures: dict[str, Any]) -> list[str]:
+    by_condition = [
+        (c["drafters"][name]["against_first"][shown_depth(suite)], f"{suite['name']}: {c['name']}")
+        for suite in figures["suites"]
+        for c in suite["conditions"]
+    ]
+    best, worst = (which(by_condition, key=lambda pair: pair[0]["value"]) for which in (max, min))
+    ahead = sum(ratio["value"] > 1 for ratio, _ in by_condition)
+    clear = sum(ratio["error"] is not None and ratio["value"] - 1 > 2 * ratio["error"] for ratio, _ in by_condition)
+    behind = sum(ratio["error"] is not None and 1 - ratio["value"] > 2 * ratio["error"] for ratio, _ in by_condition)
+    sentence = (
+        f"Against {first}, {name} accepts longer in {ahead} of {len(by_condition)} conditions ({clear} by more than two "
+        f"standard errors; {behind} are shorter by as much); at best {plus_minus(best[0])} ({best[1]}), at worst "
+        f"{plus_minus(worst[0])} ({worst[1]})."
+    )
+    overall = [
+        f"{suite['name']} {plus_minus(suite['overall_against_first'][name][shown_depth(suite)])}" for suite in figures["suites"]
+    ]
+    return [sentence, f"All conditions of a suite together, {name} over {first}: {', '.join(overall)}."]
+
+
+def plus_minus(ratio: dict[str, float | None]) -> str:
+    error = "" if ratio["error"] is None else f" ± {ratio['error']:.2f}"
+    return f"{ratio['value']:.2f}{error}×"

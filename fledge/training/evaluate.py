@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.drift.rollout import roll_out
+from fledge.drift.tally import Tally, by_text
+from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.training.attention import BLOCK, document_starts
-from fledge.training.rollout import roll_out
 from fledge.training.target import DecoderTarget, Target, TargetStates
 from fledge.training.ttt import TrainBatch
+
+TOKENS_AT_ONCE = 1 << 15  # of texts that are drafted over together
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,13 @@ class HeldOut:
             [answers[i] for i in range(len(texts))],
         )
 
+    @property
+    def texts(self) -> list[TargetText]:
+        """Each text with answer tokens to draft, for itself."""
+        flat, taps = self.tokens_BT.flatten(), self.states.taps
+        spans = [(slice(first, first + size), start) for first, start, size in self.answers]
+        return [TargetText(flat[span], start, [tap[span] for tap in taps]) for span, start in spans]
+
     def to(self, device: torch.device | str) -> HeldOut:
         states = TargetStates([x.to(device) for x in self.states.taps], self.states.hidden_ND.to(device))
         moved = {name: getattr(self, name).to(device) for name in ("tokens_BT", "positions_BT", "start_BT")}
@@ -77,71 +88,26 @@ class HeldOut:
 def evaluate(
     drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int = 0, per_text: bool = False
 ) -> dict[str, Any]:
-    """Figures of greedy chain drafting over the held-out texts.
+    """Figures of greedy chain drafting over the held-out texts, with the drift lab's own probes.
 
-    acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro)
+    acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it
     accuracy            by draft step, whatever became of the steps before; out-of-vocabulary tokens are misses
-    rms, sink_share, own_share   by draft step (see `rollout.Rollout`)
+    rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.tally`)
     """
-    depth = max(depths)
-    device = held_out.tokens_BT.device
-    # Row t drafts x_{t+2}…: the first answer token comes from the target's own prefill.
-    spans = [(first + start - 1, first + size) for first, start, size in held_out.answers]
-    rows = torch.cat([torch.arange(begin, max(begin, end - 2)) for begin, end in spans]).to(device)
-    result = roll_out(
-        drafter,
-        held_out.states.taps,
-        held_out.tokens_BT,
-        held_out.positions_BT,
-        held_out.start_BT,
-        rows,
-        depth,
-        sink_column,
-    )
-    flat = torch.cat([held_out.tokens_BT.flatten(), torch.full((depth + 2,), -1, device=device)])
-    ahead = rows[:, None] + 2 + torch.arange(depth, device=device)
-    ends = torch.cat([torch.full((max(0, end - 2 - begin),), end) for begin, end in spans]).to(device)
-    inside = ahead < ends[:, None]
-    hit = (result.drafted_MJ == flat[ahead]) & inside
-    matched = hit.long().cumprod(1).sum(1).cpu().tolist()
-
-    walks = []  # for each text: {depth: (accepted, steps)}
-    at = 0
-    for begin, end in spans:
-        num_rows = max(0, end - 2 - begin)
-        walks.append({d: walk(matched[at : at + num_rows], d) for d in depths})
-        at += num_rows
-    lengths = {}
-    for d in depths:
-        accepted, steps = (sum(w[d][i] for w in walks) for i in (0, 1))
-        lengths[d] = 1 + accepted / max(1, steps)
-    counted = inside.sum(0).clamp_min(1)
-    figures: dict[str, Any] = {
-        "acceptance_length": lengths,
-        "accuracy": (hit.sum(0) / counted).tolist(),
-        "rms": result.rms_MJ.mean(0).tolist(),
-        "sink_share": result.sink_MJ.mean(0).tolist(),
-        "own_share": result.own_MJ.mean(0).tolist(),
-        "tokens": len(rows),
-    }
+    texts = held_out.texts
+    tally = Tally(sorted(depths))
+    for group in in_groups([len(text.tokens_T) for text in texts], TOKENS_AT_ONCE):
+        rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink_column)
+        for index, figures in zip(group, by_text(rollout, len(group), tally.depths), strict=True):
+            tally.add(str(index), figures)
+    whole = tally.to_dict()
+    names = ("acceptance_length", "standard_error", "accuracy", "rms", "sink_share", "own_share", "entropy", "cosine")
+    figures = {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
     if per_text:
-        figures["texts"] = [{d: {"accepted": a, "steps": s} for d, (a, s) in w.items()} for w in walks]
+        figures["texts"] = [
+            {depth: count._asdict() for depth, count in tally.texts[str(index)].items()} for index in range(len(texts))
+        ]
     return figures
-
-
-def walk(matched: Sequence[int], depth: int) -> tuple[int, int]:
-    """(accepted, steps) of a speculative run over one answer.
-
-    `matched[i]`: how many drafts from row i are the target's next tokens. A step accepts up to `depth` of them and adds the
-    target's own next token; the answer ends where the rows end.
-    """
-    accepted = steps = at = 0
-    while at < len(matched):
-        taken = min(matched[at], depth)
-        accepted += taken
-        steps += 1
-        at += taken + 1
-    return accepted, steps
 
 
 def acceptance(

@@ -13,9 +13,11 @@ from fledge.bench.datasets import Item, load_items
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drift import templates
+from fledge.drift.contexts import OPENING, lengths
 from fledge.drift.documents import Document, load_documents
 from fledge.drift.lab import run_lab
-from fledge.drift.suites import Settings, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.settings import Settings
+from fledge.drift.suites import chat_templates, chosen, multi_turn
 from fledge.drift.tally import Tally
 from fledge.drift.words import in_words
 from fledge.engine.build import Speculation, build_engine
@@ -31,6 +33,7 @@ SETTINGS = replace(
     probe_depth=9,
     depth=5,
     prompts=2,
+    questions=2,
     system_prompts=("none", "short", "German"),
     lengths=(128, 256, 4096),
     noise=(1.0,),
@@ -75,7 +78,11 @@ def test_lengths_reach_the_models_limit(figures):
     tokens = [one["prompt_tokens"] for one in conditions]
     assert [one["name"] for one in conditions] == ["128 tokens", "256 tokens", "1488 tokens"]
     for name, size in zip((128, 256, 1488), tokens, strict=True):
-        assert name - 8 <= size <= name
+        assert name - 8 - OPENING <= size <= name
+    assert [one["prompts"] for one in conditions] == [2, 2, 2]
+    assert conditions[0]["drafters"]["three"]["retention"][5] == pytest.approx(1)
+    assert conditions[0]["drafters"]["three"]["retention_error"][5] == pytest.approx(0)
+    assert conditions[2]["drafters"]["three"]["pairs"] == 2
 
 
 def test_probes_by_step_and_head(figures):
@@ -94,8 +101,8 @@ def test_acceptance_is_that_of_the_engine(figures, folders):
     """The templates suite's figure, served: the same prompts, the same drafter, the same depth."""
     tokenizer = Tokenizer(folders / "model")
     few = chosen(load_items("builtin", limit=1), 2)
-    prompts = next(c for c in chat_templates(tokenizer, few).conditions if c.name == "Alpaca").prompts
-    engine = build_engine(str(folders / "model"), Speculation(str(folders / "three-one"), 3))
+    prompts = list(next(c for c in chat_templates(tokenizer, few).conditions if c.name == "Alpaca").prompts.values())
+    engine = build_engine(str(folders / "model"), Speculation(str(folders / "three-one"), 3).as_asked())
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished():
@@ -167,7 +174,7 @@ def test_later_turns_hold_the_targets_answers(folders):
         return [[*answer, 2] for _ in prompts]
 
     made = multi_turn(tokenizer, [Item("a", "b", ("one", "two"))], 1, answers, 1000, (2,))
-    text = tokenizer.decode(made.conditions[1].prompts[0], skip_special_tokens=False)
+    text = tokenizer.decode(made.conditions[1].prompts["conversation 0"], skip_special_tokens=False)
     assert "the lazy dog<|im_end|>" in text
     assert "east" in text
 
@@ -180,6 +187,28 @@ def test_documents(tmp_path, folders):
         load_documents(tmp_path)
     (tmp_path / "a.txt").write_text("A real text. " * 400)
     documents, _ = load_documents(tmp_path)
-    made = lengths(Tokenizer(folders / "model"), documents, (200,), 2, 1000, "mine")
-    assert all(195 <= len(prompt) <= 200 for prompt in made.conditions[0].prompts)
     assert isinstance(documents[0], Document)
+
+
+def test_answers_at_every_length_begin_alike(folders):
+    tokenizer, asked = Tokenizer(folders / "model"), []
+    document = Document("cats", "the lazy dog sees the cat. " * 400)
+
+    def answer(prompts):
+        asked.extend(prompts)
+        return [[number + 3] * (80 if number else 8) for number in range(len(prompts))]  # the first is short
+
+    item = Item("a", "b", ("Is it late?",))
+    made = lengths(tokenizer, [document], [item], (200, 400, 4000), 2, 2, answer, 1000, "mine")
+    assert [condition.name for condition in made.conditions] == ["200 tokens", "400 tokens", "1000 tokens"]
+    assert len(asked) == 4
+    names = [list(condition.prompts) for condition in made.conditions]
+    assert names[0] == names[1] == names[2]
+    assert len(names[0]) == 4
+    for condition, size in zip(made.conditions, (200, 400, 1000), strict=True):
+        for number, prompt in enumerate(condition.prompts.values()):
+            common = OPENING if number else 2
+            assert size - 8 - OPENING + common <= len(prompt) <= size
+            assert prompt[-common:] == (number + 3,) * common
+    texts = [tokenizer.decode(prompt) for prompt in made.conditions[1].prompts.values()]
+    assert sum("Is it late?" in text for text in texts) == 2

@@ -16,7 +16,7 @@ DEPTH = 4
 
 
 def serve(decoder, drafter, every, tree=None):
-    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree))
+    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree).as_asked())
     probe = LiveProbe(engine.drafter, every=every, sink=1) if every else None
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fledge.drift.probes import attention_figures, rms, slope
-from fledge.drift.rollout import TargetText, roll_out
+from fledge.drift.rollout import roll_out
 from fledge.drift.sinks import find_sink
+from fledge.drift.texts import TargetText
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 LENGTH, ANSWER, DEPTH, SINK = 20, 8, 6, 1

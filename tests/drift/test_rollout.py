@@ -1,19 +1,18 @@
-"""The rollout of one text against the serving engine's own count, and against training's rollout over packed texts."""
+"""The rollout of known texts against the serving engine's own count, together and one by one, greedy and sampled."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fledge.drift.acceptance import walk
-from fledge.drift.rollout import TargetText, roll_out
-from fledge.drift.tally import Tally
+from fledge.drift.acceptance import Count, acceptance_length, counted, expected_walk, length_ratio, walk
+from fledge.drift.rollout import Rollout, roll_out
+from fledge.drift.sampled import target_probabilities
+from fledge.drift.tally import by_text
+from fledge.drift.texts import TargetText, in_groups
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
-from fledge.training.attention import document_starts
-from fledge.training.evaluate import acceptance as training_acceptance
-from fledge.training.rollout import roll_out as packed_roll_out
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 VOCABULARY = 5  # so small that a random drafter is right now and then
@@ -34,7 +33,7 @@ def pair(**flags):
 
 
 def served(decoder, drafter, depth):
-    engine = build_engine(decoder, Speculation(drafter, depth), EngineConfig(dtype="float32"))
+    engine = build_engine(decoder, Speculation(drafter, depth).as_asked(), EngineConfig(dtype="float32"))
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
     while engine.has_unfinished():
@@ -55,37 +54,52 @@ def test_counts_what_the_engine_counts(flags):
     assert accepted >= 5
 
 
+def texts_of(decoder, drafter, depth=3):
+    return [
+        TargetText.of(decoder, one.tokens, len(one.prompt), drafter.config.aux_layer_ids)
+        for one in served(decoder, drafter, depth)
+    ]
+
+
+def assert_same(ours: Rollout, theirs: list[Rollout], skip: list[int] | None = None) -> None:
+    """Up to rounding, which may turn a tie between two drafts: rows that drafted otherwise are few, and left out."""
+    skip = skip or [0] * len(theirs)
+
+    def joined(name):
+        return torch.cat([getattr(one, name)[rows:] for one, rows in zip(theirs, skip, strict=True)])
+
+    same = (ours.drafted_MJ == joined("drafted_MJ")).all(1)
+    assert same.float().mean() > 0.95
+    for name in ("stands_MJ", "inside_MJ", "rms_MJ", "cosine_MJ", "cosine_hidden_MJ"):
+        torch.testing.assert_close(getattr(ours, name)[same], joined(name)[same], rtol=1e-3, atol=1e-3)
+    for step, figures in enumerate(ours.attention):
+        for name in ("sink_MH", "own_MH", "drafted_MH", "entropy_MH"):
+            expected = torch.cat([getattr(one.attention[step], name)[rows:] for one, rows in zip(theirs, skip, strict=True)])
+            torch.testing.assert_close(getattr(figures, name)[same], expected[same], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_probes_are_those_of_training(flags):
+def test_texts_roll_out_together_as_alone(flags):
     decoder, drafter = pair(**flags)
-    tokens = served(decoder, drafter, 3)[1].tokens
-    text = TargetText.of(decoder, tokens, len(PROMPTS[1]), drafter.config.aux_layer_ids)
-    ours = roll_out(drafter, text, 6, sink=1)
-    positions = torch.arange(len(tokens))[None]
-    start = document_starts(torch.ones(1, len(tokens)))
-    theirs = packed_roll_out(drafter, text.taps, text.tokens_T[None], positions, start, text.rows_M, 6, sink_column=1)
-    assert ours.drafted_MJ.tolist() == theirs.drafted_MJ.tolist()
-    torch.testing.assert_close(ours.rms_MJ, theirs.rms_MJ, rtol=1e-4, atol=1e-4)
-    own = torch.stack([figures.own_MH.mean(1) for figures in ours.attention], 1)
-    torch.testing.assert_close(own, theirs.own_MJ, rtol=1e-3, atol=1e-4)
-    if not flags.get("window"):  # packed rows count a sink outside the window as if it were visible
-        sink = torch.stack([figures.sink_MH.mean(1) for figures in ours.attention], 1)
-        torch.testing.assert_close(sink, theirs.sink_MJ, rtol=1e-3, atol=1e-4)
+    texts = texts_of(decoder, drafter)
+    together = roll_out(drafter, texts, 6, sink=1)
+    assert together.text_M.tolist() == [number for number, text in enumerate(texts) for _ in range(text.num_rows)]
+    assert_same(together, [roll_out(drafter, text, 6, sink=1) for text in texts])
 
 
-def test_a_tally_gives_what_training_reports():
-    decoder, drafter = pair(fc_norm=True)
-    requests = served(decoder, drafter, 3)
-    texts, starts = [one.tokens for one in requests], [len(one.prompt) for one in requests]
-    expected = training_acceptance(drafter, decoder, texts, starts, depths=(2, 5))
-    tally = Tally((2, 5))
-    for tokens, start in zip(texts, starts, strict=True):
-        whole = TargetText.of(decoder, tokens, start, drafter.config.aux_layer_ids)
-        tally.add(roll_out(drafter, TargetText(whole.tokens_T, start, whole.taps), 5), looping=False)
-    figures = tally.to_dict()
-    assert figures["acceptance_length"] == pytest.approx(expected["acceptance_length"])
-    for name in ("accuracy", "rms", "sink_share", "own_share"):
-        assert figures[name] == pytest.approx(expected[name], rel=1e-3), name
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_a_window_hides_makes_no_difference(layers):
+    """Columns that no row can see are left out; with rows from the first token on, none are."""
+    decoder, drafter = pair(window=3, num_layers=layers)
+    text = texts_of(decoder, drafter)[1]
+    assert text.answer_start > 3 * layers
+    early = TargetText(text.tokens_T, 1, text.taps, text.hidden_TD)
+    assert_same(roll_out(drafter, text, 6, sink=1), [roll_out(drafter, early, 6, sink=1)], [text.answer_start - 1])
+
+
+def test_texts_of_like_length_go_together():
+    groups = list(in_groups([5, 90, 6, 200, 7], room=100))
+    assert groups == [[0, 2, 4], [1], [3]]
 
 
 def test_pieces_of_rows_make_no_difference(monkeypatch):
@@ -100,8 +114,92 @@ def test_pieces_of_rows_make_no_difference(monkeypatch):
         torch.testing.assert_close(one.entropy_MH, other.entropy_MH)
 
 
+@pytest.mark.parametrize("flags", VARIANTS[1:3], ids=str)
+def test_sampled_acceptance_is_that_of_the_engine(flags):
+    """The engine's rejection sampling, many times over, against the expectation over what the target writes by itself."""
+    decoder, drafter = pair(**flags)
+    temperature, depth, count, size = 0.7, 3, 300, 8
+
+    def run(speculation):
+        engine = build_engine(decoder, speculation, EngineConfig(dtype="float32", max_num_seqs=64))
+        for seed in range(count):
+            params = SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True, seed=seed)
+            requests.append(engine.add_request(PROMPTS[1], params))
+        while engine.has_unfinished():
+            engine.step()
+
+    requests: list = []
+    run(Speculation(drafter, depth).as_asked())
+    served_counts = [Count(one.stats.accepted, one.stats.steps) for one in requests]
+    requests.clear()
+    run(Speculation(None))
+    texts = [TargetText.of(decoder, one.tokens, len(one.prompt), drafter.config.aux_layer_ids) for one in requests]
+    p = target_probabilities(decoder, texts, depth, temperature)
+    rollout = roll_out(drafter, texts, depth, temperature=temperature, target_p=p, probe=False)
+    expected_counts = [one.counts[depth] for one in by_text(rollout, len(texts), [depth], sampled=True)]
+    ours, theirs = acceptance_length(expected_counts), acceptance_length(served_counts)
+    assert ours.value > 1.1
+    assert abs(ours.value - theirs.value) < 4.5 * (ours.error**2 + theirs.error**2) ** 0.5
+    assert ours.error < theirs.error  # chance in the drafts is gone
+
+
+def test_target_probabilities_are_those_of_its_head():
+    decoder, drafter = pair()
+    text = texts_of(decoder, drafter)[1]
+    p = target_probabilities(decoder, [text, text], 3, 0.5)
+    assert p.shape == (2 * text.num_rows, 3)
+    row, step = 4, 2
+    at = int(text.rows_M[row]) + step + 1
+    probabilities = (decoder.logits(text.hidden_TD[at]) / 0.5).softmax(-1)
+    assert float(p[text.num_rows + row, step]) == pytest.approx(float(probabilities[text.tokens_T[at + 1]]), rel=1e-4)
+    assert p[text.num_rows - 1, 1:].tolist() == [1, 1]
+
+
+def test_expected_walk_follows_every_path():
+    """By hand, depth 2, three rows. From row 0: none stand (1/2) -> row 1; one (1/4) -> row 2; both (1/4) -> the end."""
+    stands = [[0.5, 0.5], [0.0, 0.0], [0.25, 0.0]]
+    count = expected_walk(stands, 2)
+    assert count.steps == pytest.approx(1 + 0.5 + (0.25 + 0.5))
+    assert count.accepted == pytest.approx(0.5 + 0.25 + 0.75 * 0.25)
+
+
+def test_expected_walk_of_certain_drafts_is_the_walk():
+    generator = torch.Generator().manual_seed(5)
+    stands = torch.rand(40, 4, generator=generator) < 0.6
+    matched = stands.long().cumprod(1).sum(1).tolist()
+    for depth in (1, 2, 4):
+        whole = walk(matched, depth)
+        assert expected_walk(stands.double().tolist(), depth) == pytest.approx((whole.accepted, whole.steps))
+        assert counted(matched, depth) == (whole.accepted, whole.steps)
+
+
+def test_standard_errors():
+    counts = [Count(2, 1), Count(0, 1), Count(2, 1), Count(0, 1)]
+    estimate = acceptance_length(counts)
+    assert estimate.value == 2
+    assert estimate.error == pytest.approx((4 / 3 * 4 * (1 / 4) ** 2) ** 0.5)  # that of a mean of 2, 0, 2, 0
+    doubled = [Count(3, 1), Count(1, 1), Count(3, 1), Count(1, 1)]
+    assert length_ratio(counts, counts) == (1, 0)  # a pair's own ups and downs drop out
+    assert length_ratio(doubled, counts).value == pytest.approx(3 / 2)
+    assert length_ratio(doubled, counts).error < length_ratio(doubled, counts[::-1]).error * 1.01
+    assert acceptance_length(counts[:1]).error is None
+
+
 def test_walk_counts_positions():
     #              row: 0  1  2  3  4  5
     stats = walk([2, 9, 9, 0, 1, 0], depth=5)  # accepts 2, then 0, then 1
     assert (stats.accepted, stats.steps, stats.emitted) == (3, 3, 6)
     assert stats.accepted_at == [2, 1, 0, 0, 0]
+    assert counted([2, 9, 9, 0, 1, 0], depth=1) == (3, 3)  # one each from rows 0, 2 and 4
+    assert counted([0, 3, 0, 0, 0], depth=2) == (2, 3)  # from row 0 none, from row 1 two, from row 4 none
+    assert counted([], depth=3) == (0, 0)
+
+
+def test_a_text_without_rows_gives_nothing():
+    decoder, drafter = pair(fc_norm=True)
+    texts = texts_of(decoder, drafter)
+    short = TargetText.of(decoder, [1, 2, 3], 2, drafter.config.aux_layer_ids)
+    assert len(roll_out(drafter, short, 3).drafted_MJ) == 0
+    both = by_text(roll_out(drafter, [short, texts[0]], 3), 2, [3])
+    assert both[0].counts[3] == (0, 0)
+    assert both[1].counts == by_text(roll_out(drafter, texts[0], 3), 1, [3])[0].counts

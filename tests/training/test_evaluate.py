@@ -8,20 +8,11 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
 from fledge.training.continuations import continuations
-from fledge.training.evaluate import acceptance, walk
-from fledge.training.rollout import attention_shares
+from fledge.training.evaluate import acceptance
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 PROMPTS = [[5, 9, 77, 3], [1, 2, 3, 4, 5, 6, 7], [100, 50, 20], [64, 8], [11, 12, 13, 14, 15]]
 NEW_TOKENS = 24
-
-
-def test_walk_counts_steps_and_accepted_tokens():
-    #        row: 0  1  2  3  4  5
-    assert walk([2, 9, 9, 0, 1, 0], depth=5) == (3, 3)  # accepts 2, then 0, then 1
-    assert walk([2, 9, 9, 0, 1, 0], depth=1) == (3, 3)  # one each from rows 0, 2 and 4
-    assert walk([0, 3, 0, 0, 0], depth=2) == (2, 3)  # from row 0 none, from row 1 two, from row 4 none
-    assert walk([], depth=3) == (0, 0)
 
 
 def good_drafter(decoder, **flags):
@@ -42,7 +33,7 @@ def test_equals_what_the_engine_counts(flags):
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     figures = acceptance(drafter, decoder, texts, [len(prompt) for prompt in PROMPTS], depths=(2, 4))
     for depth in (2, 4):
-        engine = build_engine(decoder, Speculation(drafter, depth))
+        engine = build_engine(decoder, Speculation(drafter, depth).as_asked())
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
         requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
         while engine.has_unfinished():
@@ -52,17 +43,6 @@ def test_equals_what_the_engine_counts(flags):
             assert (request.stats.accepted, request.stats.steps) == (text[depth]["accepted"], text[depth]["steps"])
         assert figures["acceptance_length"][depth] == pytest.approx(engine.stats.acceptance_length)
     assert len(figures["accuracy"]) == len(figures["rms"]) == 4
-
-
-def test_shares_are_those_of_the_softmax():
-    torch.manual_seed(0)
-    q, context, own = torch.randn(1, 2, 8), torch.randn(6, 1, 8), torch.randn(1, 1, 3, 8)
-    scores = torch.cat([context[:, 0], own[0, 0]]) @ q[0].T / 8**0.5  # keys, heads
-    expected = scores.softmax(0)
-    lse = scores[:6].logsumexp(0)[None]
-    sink, mine = attention_shares(q, lse, context[5:6], context[0:1], own)
-    torch.testing.assert_close(sink, expected[0].mean()[None])
-    torch.testing.assert_close(mine, expected[5:].sum(0).mean()[None])
 
 
 def test_continuations_stop_at_the_stop_token():

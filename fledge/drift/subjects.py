@@ -1,0 +1,71 @@
+"""The drafters under study."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.engine.build import Speculation, fit
+from fledge.engine.config import EngineConfig
+from fledge.errors import ModelError, UserError
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+
+
+@dataclass
+class Subject:
+    """One drafter under study."""
+
+    name: str
+    network: EagleDrafter
+    parameters: int  # its own, before packing
+    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        config = self.network.config
+        return {
+            "name": self.name,
+            "version": config.version,
+            "config": asdict(config),
+            "parameters": self.parameters,
+            "trained": self.trained,
+        }
+
+
+def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: EngineConfig) -> list[Subject]:
+    subjects: list[Subject] = []
+    for name in names:
+        label, equals, where = name.partition("=")
+        found = Speculation(where if equals else name).resolve_drafter(model)
+        if found is None or found == "ngram":
+            raise ModelError(f"drafter {name!r} is no EAGLE drafter, so it has no states to look at; name a drafter's folder")
+        network = load_drafter(found, decoder.config)
+        size = sum(parameter.numel() for parameter in network.parameters())
+        label = label if equals else _label(Path(found), {subject.name for subject in subjects})
+        if label in {subject.name for subject in subjects}:
+            raise UserError(f"two drafters are called {label!r}; give them other names")
+        subjects.append(Subject(label, fit(network, config), size, _training_of(Path(found))))
+    return subjects
+
+
+def _training_of(folder: Path) -> dict[str, Any]:
+    """Longest text and draft steps that a drafter was trained with, where it says so."""
+    try:
+        recipe = json.loads((folder / "provenance.json").read_text())["recipe"]
+        return {"sequence_length": recipe["data"]["sequence_length"], "ttt_steps": recipe["objective"]["ttt_steps"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _label(folder: Path, taken: set[str]) -> str:
+    """The folder's name, or as much more of its path as sets it apart."""
+    label = folder.resolve().name
+    for parent in folder.resolve().parents:
+        if label not in taken:
+            break
+        label = f"{parent.name}/{label}"
+    return label

@@ -1,0 +1,106 @@
+"""Texts that the target wrote, with the states a drafter reads; and many of them side by side, for one pass over all.
+
+Shapes: T tokens of a text (of the longest, where texts lie side by side), B texts, R rows (answer positions) of a text,
+D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fledge.models.decoder import Decoder, causal_attend
+from fledge.models.drafter import EagleDrafter
+
+
+@dataclass(frozen=True)
+class TargetText:
+    """A text whose answer the target wrote, with the states that a drafter reads and one to compare with."""
+
+    tokens_T: Tensor
+    answer_start: int
+    taps: list[Tensor]  # one [T, D] per tapped layer
+    hidden_TD: Tensor | None = None  # what the target's head reads; None: not kept
+
+    @property
+    def num_rows(self) -> int:
+        """Row t drafts x_{t+2}…: the first answer token comes from the target's own pass over the prompt."""
+        return max(0, len(self.tokens_T) - 1 - self.answer_start)
+
+    @property
+    def rows_M(self) -> Tensor:
+        return torch.arange(self.answer_start - 1, self.answer_start - 1 + self.num_rows)
+
+    @classmethod
+    def of(cls, decoder: Decoder, tokens: Sequence[int], answer_start: int, taps: Sequence[int]) -> TargetText:
+        return read_texts(decoder, [(tokens, answer_start)], taps)[0]
+
+
+@torch.no_grad()
+def read_texts(decoder: Decoder, texts: Sequence[tuple[Sequence[int], int]], taps: Sequence[int]) -> list[TargetText]:
+    """One pass of the target over all of them (tokens, answer start)."""
+    device, lengths = decoder.norm.weight.device, [len(tokens) for tokens, _ in texts]
+    flat = torch.tensor([token for tokens, _ in texts for token in tokens], device=device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    hidden, captured = decoder(flat, positions, causal_attend(lengths), taps, max(lengths))
+    split = zip(flat.split(lengths), hidden.split(lengths), *(tap.split(lengths) for tap in captured), strict=True)
+    return [
+        TargetText(tokens, start, list(mine), states) for (_, start), (tokens, states, *mine) in zip(texts, split, strict=True)
+    ]
+
+
+def in_groups(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Indexes of texts of like length, at most `room` tokens a group with padding counted (a longer one goes alone)."""
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if group and lengths[index] * (len(group) + 1) > room:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+class SideBySide:
+    """Texts in the rows of one batch, each from the first column that its drafts can see, padded on the right.
+
+    With a window, what lies further back than it reaches (through all layers) makes no difference and is left out: a text
+    of 8,000 tokens then costs no more than one of 600.
+    """
+
+    def __init__(self, texts: Sequence[TargetText], drafter: EagleDrafter) -> None:
+        config, device = drafter.config, texts[0].tokens_T.device
+        reach = None if config.window is None else config.window * config.num_layers
+        cuts = [0 if reach is None else max(0, text.answer_start - reach) for text in texts]
+
+        def padded(parts: Sequence[Tensor]) -> Tensor:
+            return pad_sequence([part[cut:] for part, cut in zip(parts, cuts, strict=True)], batch_first=True)
+
+        self.tokens_BT = padded([text.tokens_T for text in texts])
+        # Each token's successor; the last has none yet, and its row is never drafted from.
+        self.paired_BT = padded([torch.cat([text.tokens_T[1:], text.tokens_T[-1:]]) for text in texts])
+        taps = [padded(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
+        self.fused_BTD = drafter.fuse([tap.flatten(0, 1) for tap in taps]).unflatten(0, self.tokens_BT.shape)
+        kept = all(text.hidden_TD is not None for text in texts)
+        self.hidden_BTD = padded([text.hidden_TD for text in texts]) if kept else None
+
+        def by_text(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        self.first_B = by_text(cuts)  # position of column 0
+        self.length_B = by_text([len(text.tokens_T) for text in texts]) - self.first_B
+        self.prompt_length_B = by_text([text.answer_start for text in texts]) - self.first_B
+        self.num_rows_B = by_text([text.num_rows for text in texts])
+        row = torch.arange(max(1, *(text.num_rows for text in texts)), device=device)  # one at least, if only to be left out
+        self.is_row_BR = row < self.num_rows_B[:, None]
+        self.row_BR = torch.minimum(self.prompt_length_B[:, None] - 1 + row, self.length_B[:, None] - 1)  # as columns
+        self.highest_position = max(cuts) + self.tokens_BT.shape[1]
+
+    def at(self, values: Tensor, column_BR: Tensor) -> Tensor:
+        """`values` [B, T, …] at columns of each text; past its end: at its last column."""
+        column = torch.minimum(column_BR, self.length_B[:, None] - 1)
+        return values[torch.arange(len(values), device=values.device)[:, None], column]
