@@ -22,7 +22,7 @@ PROMPT = "Explain how a sailing boat can move against the wind, step by step, an
 
 
 def fledge_runner(dtype: str, tokens: int) -> Callable[[], tuple[float, list[int]]]:
-    llm = LLM("smollm2-135m", "none", dtype=dtype)
+    llm = LLM("smollm2-135m", "none", dtype=dtype, prefix_caching=False)
     prompt = llm.chat_prompt([{"role": "user", "content": PROMPT}])
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 

@@ -106,6 +106,7 @@ class Bench:
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
             kv_cache_tokens=rows * (self.args.max_model_len if rows <= 256 else 768),
+            prefix_caching=False,  # the prompts come again in every run
         )
         return config.resolve(self.decoder.config)
 

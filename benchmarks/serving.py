@@ -149,6 +149,7 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
         server.signal(signal.SIGSTOP)
         return server
 
+    # Without prefix caching: the prompts come again in every round.
     for dtype in options.dtypes:
         words = [
             sys.executable,
@@ -162,7 +163,7 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
             *longest,
         ]
         words += ["--speculative-config", json.dumps(speculative), "--uvicorn-log-level", "warning"]
-        server = launch([*words, "--disable-uvicorn-access-log"], {})
+        server = launch([*words, "--disable-uvicorn-access-log", "--no-enable-prefix-caching"], {})
         contestants += [Contestant(f"Fledge {dtype}, {way}", server, way == "EAGLE 3.1") for way in ("EAGLE 3.1", "plain")]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": options.vllm_threads}
@@ -177,7 +178,7 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
             dtype,
             *longest,
         ]
-        words += ["--served-model-name", options.model, "--no-enable-prefix-caching"]  # the prompts come again in every round
+        words += ["--served-model-name", options.model, "--no-enable-prefix-caching"]
         words += [] if options.vllm_compiled else ["--enforce-eager"]
         for way in ("EAGLE 3.1", "plain"):
             extra = ["--speculative-config", json.dumps(speculative)] if way == "EAGLE 3.1" else []
@@ -260,7 +261,7 @@ def _write_markdown(path: Path, content: dict[str, Any], runs: list[tuple[str, l
         f"{settings['model']} with its EAGLE 3.1 drafter at depth {settings['depth']}, greedy, up to {settings['max_tokens']}",
         "tokens an answer, stops honoured. The same client (that of `fledge bench-serve`) asks every server;",
         f"the median of {settings['rounds']} alternating rounds counts (the lower of two). vLLM {content['vllm']}, {mode},",
-        f"threads `{settings['vllm_threads']}`, without prefix caching, as the prompts come again in every round.",
+        f"threads `{settings['vllm_threads']}`, all without prefix caching, as the prompts come again in every round.",
         "Fledge's float16 (its default on CPU) is packed weights; arithmetic is fp32.",
         "",
         f"{where['device']}; commit {where['commit']}. Turns in which other processes had more than {DISTURBED:.0%} of the",

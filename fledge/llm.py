@@ -86,6 +86,7 @@ class LLM:
         kv_cache_tokens: int = 0,
         max_batched_tokens: int = 0,
         threads: int = 0,
+        prefix_caching: bool = True,
     ) -> None:
         config = EngineConfig(
             device=device,
@@ -95,6 +96,7 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
             max_batched_tokens=max_batched_tokens,
             threads=threads,
+            prefix_caching=prefix_caching,
         )
         shape = TreeShape() if tree is True else (tree or None)
         self.engine = build_engine(model, Speculation(drafter, depth, shape), config)

@@ -59,7 +59,13 @@ def bench(
     ]
     console = Console()
     with Console(stderr=True).status("loading the target") as status:
-        config = EngineConfig(device=device, dtype=dtype, max_num_seqs=max(at_once), deterministic=deterministic)
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max(at_once),
+            prefix_caching=False,  # the prompts come again in every run
+            deterministic=deterministic,
+        )
         loaded = Bench(model, config, items, max_tokens, raw=raw)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         figures = run_bench(

@@ -31,7 +31,8 @@ def demo(
     from fledge.sampling import SamplingParams
 
     console = Console()
-    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device)
+    # Each prompt is decoded twice: the second time should be as much work as the first.
+    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device, prefix_caching=False)
     described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
     console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.dtype}; drafter: {described}\n")
     params = SamplingParams(max_tokens=max_tokens, temperature=0)

@@ -44,7 +44,7 @@ def load(
     tree_nodes: int = 12,
     dtype: str = "auto",
     device: str = "auto",
-    **config: int,
+    **config: int | bool,
 ) -> LLM:
     from fledge.llm import LLM
     from fledge.speculation.depth import TreeShape

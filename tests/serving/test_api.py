@@ -293,6 +293,33 @@ def test_a_final_message_is_continued(in_process) -> None:
     run(in_process, test, "--chat-template", "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
 
 
+def test_usage_says_how_much_of_the_prompt_was_cached(in_process) -> None:
+    messages = [{"role": "user", "content": "the cat sat on the mat and " * 8}]
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        first = await ask(client, messages=messages, temperature=0, max_tokens=8)
+        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        answer = first["choices"][0]["message"]
+        longer = [*messages, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "why"}]
+        second = await ask(client, messages=longer, temperature=0, max_tokens=8, n=2)
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert first["usage"]["prompt_tokens"] - 32 < cached < second["usage"]["prompt_tokens"]
+        chunks = await stream(client, messages=longer, max_tokens=2, stream_options={"include_usage": True})
+        assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
+        pool = service.engine.engine.pool
+        assert (await client.get("/metrics")).text.count(
+            f'vllm:prefix_cache_hits_total{{engine="0",model_name="tiny"}} {pool.num_found:.1f}'
+        ) == 1
+        assert pool.num_found >= 3 * cached
+
+    async def without(client: httpx.AsyncClient, _: Service) -> None:
+        for _ in range(2):
+            assert "prompt_tokens_details" not in (await ask(client, messages=messages, max_tokens=2))["usage"]
+
+    run(in_process, test)
+    run(in_process, without, "--no-enable-prefix-caching")
+
+
 def test_figures_bear_vllms_names(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         await ask(client, temperature=0, max_tokens=60, ignore_eos=True)
@@ -304,6 +331,8 @@ def test_figures_bear_vllms_names(in_process) -> None:
         assert lines[f"vllm:e2e_request_latency_seconds_count{labels}"] == 1
         assert lines[f"vllm:request_queue_time_seconds_count{labels}"] == 1
         assert lines[f"vllm:kv_cache_usage_perc{labels}"] == 0
+        assert lines[f"vllm:prefix_cache_queries_total{labels}"] == lines[f"vllm:prompt_tokens_total{labels}"] > 0
+        assert lines[f"vllm:prefix_cache_hits_total{labels}"] == 0
         assert lines['vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'] == 1
         drafts = lines[f"vllm:spec_decode_num_drafts_total{labels}"]
         assert drafts > 0

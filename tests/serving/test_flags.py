@@ -78,6 +78,13 @@ def test_refusals_name_the_flag_and_the_way_out(arguments: list[str], words: lis
         assert word in str(caught.value)
 
 
+def test_prefix_caching_is_on_unless_switched_off() -> None:
+    assert parse(["m"]).engine_config.prefix_caching
+    assert parse(["m", "--enable-prefix-caching", "--enable-prompt-tokens-details"]).engine_config.prefix_caching
+    assert not parse(["m", "--no-enable-prefix-caching"]).engine_config.prefix_caching
+    assert not parse(["m", "--no_enable_prefix_caching"]).engine_config.prefix_caching
+
+
 def test_every_refusal_gives_a_reason() -> None:
     for flag, reason in REFUSED.items():
         with pytest.raises(UserError, match="does not apply here: "):
