@@ -4,11 +4,13 @@ prompts are cut, whether pages were taken away meanwhile, or what was drafted.""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import GREEDY, DeviceBatch
@@ -24,8 +26,8 @@ SCALE = 0.06
 SETTINGS = EngineConfig(
     device="cpu", dtype="float32", max_model_len=160, max_num_seqs=8, kv_cache_tokens=2048, deterministic=True
 )
-# By the native layers where they serve; else, and always on this path, row by row in torch.
-PATHS = ["native", "torch"]
+# Through the native layers where there are any, with weights of these kinds; or row by row in torch.
+PATHS = ["float16", "float32", "int8", "int4", "torch"]
 WAYS = {
     "alone": {"max_num_seqs": 1},
     "three at once": {"max_num_seqs": 3},
@@ -50,20 +52,21 @@ def networks():
 
 
 @pytest.fixture(params=PATHS)
-def path(request, monkeypatch) -> str:
+def path(request, monkeypatch) -> Iterator[str]:
+    if request.param != "torch" and native.library() is None:
+        pytest.skip("needs a C compiler")
     if request.param == "torch":
         monkeypatch.setenv("FLEDGE_NATIVE", "0")
         native.library.cache_clear()
-        yield request.param
-        monkeypatch.delenv("FLEDGE_NATIVE")
-        native.library.cache_clear()
-    else:
-        yield request.param
+    yield request.param
+    monkeypatch.undo()
+    native.library.cache_clear()
 
 
 def settings(path: str, **changes) -> EngineConfig:
-    packed = path == "native" and native.library() is not None
-    return replace(SETTINGS, dtype="float16" if packed else "float32", **changes)
+    if path.startswith("int"):
+        return replace(SETTINGS, quantization=path, **changes)
+    return replace(SETTINGS, dtype="float32" if path == "torch" else path, **changes)
 
 
 def answers(config: EngineConfig, texts, params: SamplingParams, speculation: str = "none") -> list[tuple]:
@@ -100,30 +103,49 @@ def test_answers_do_not_depend_on_speculation(path, params, speculation):
         assert answers(settings(path, **changes), texts, params, speculation) == wanted
 
 
-def test_the_captured_cycle_run_eagerly():
-    """Its own kernels' references: whole prompts, prompts in pieces, chains and single rows give the same states."""
+def keys_of(batch: DeviceBatch, row: int, length: int) -> torch.Tensor:
+    size, place = batch.config.page_size, torch.arange(length)
+    slot = batch.slots.page_table[row].long()[place // size] * size + place % size
+    return batch.cache.keys[:, :, slot].clone()
+
+
+@pytest.mark.parametrize("reading", ["in one pass", "in pieces", "behind what is cached"])
+@pytest.mark.parametrize(("rows", "depth"), [(6, 0), (1, 0), (6, 3)])
+def test_the_captured_cycle_run_eagerly(reading, rows, depth, monkeypatch):
+    """With its kernels' references: however prompts are read, in chains or token by token, the cache holds the same bits."""
+    monkeypatch.setattr(device_batch, "PIECE", 8)
     decoder, drafter = networks()
-    texts = prompts(6)
-    config = replace(SETTINGS, max_num_seqs=8, page_size=16).resolve(decoder.config)
-    states: list[dict[int, torch.Tensor]] = []
-    for rows, depth in ((6, 0), (1, 0), (6, 3)):
-        found: dict[int, torch.Tensor] = {}
-        for first in range(0, 6, rows):
-            batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
-            some = texts[first : first + rows]
-            batch.read_prompts(entries(batch, some, limit=20))
-            for _ in range(20):
-                batch.step(len(some), depth, GREEDY)
-            for row in range(len(some)):
-                length = len(some[row]) + 10
-                pages = batch.slots.page_table[row].long()
-                slot = torch.arange(length)
-                slot = pages[slot // 16] * 16 + slot % 16
-                found[first + row] = batch.cache.keys[:, :, slot].clone()
-        states.append(found)
-    for other in states[1:]:
-        for row, keys in states[0].items():
-            assert torch.equal(keys, other[row])
+    texts = [text for text in prompts(8) if len(text) > 17][:6]
+    config = replace(SETTINGS, dtype="float32").resolve(decoder.config)
+    wanted = plainly_said(decoder, config, texts)
+    for first in range(0, len(texts), rows):
+        batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
+        some = entries(batch, texts[first : first + rows], limit=16)
+        if reading != "in pieces":
+            batch.read_prompts(some)
+        if reading == "behind what is cached":
+            batch.read_prompts([replace(entry, cached=16) for entry in some])
+        if reading == "in pieces":
+            for entry in some:
+                read = 0
+                while read < len(entry.prompt):
+                    read = batch.read_piece(entry, read)
+        for _ in range(10):
+            batch.step(len(some), depth, GREEDY)
+        for row, keys in enumerate(wanted[first : first + rows]):
+            assert torch.equal(keys_of(batch, row, keys.shape[2]), keys)
+
+
+def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
+    """The keys of each text and ten tokens of its answer, one text at a time."""
+    found = []
+    for text in texts:
+        batch = DeviceBatch(decoder, config, capture=False)
+        batch.read_prompts(entries(batch, [text], limit=16))
+        for _ in range(10):
+            batch.step(1, 0, GREEDY)
+        found.append(keys_of(batch, 0, len(text) + 10))
+    return found
 
 
 def test_trees_are_refused():
