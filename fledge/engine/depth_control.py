@@ -37,7 +37,8 @@ class DepthControl:
         self.limit = drafter.depth.limit if drafter is not None else 0
         self.guard = DriftGuard(self.limit) if guard and self.limit else None
         self.outside: OutsideShare = getattr(drafter, "outside", None) or OutsideShare(None)
-        self.by_load, self.clock = by_load and self.limit > 0, clock
+        self.is_adaptive, self.clock = by_load, clock
+        self.by_load = by_load and self.limit > 0
         self.tree: TreeShape | None = getattr(drafter, "tree", None) or None
         self.load = LoadDepth(self.limit, margin=1.0)
         self.verifying = CostTable()  # all of a step but drafting, by rows of the pass

@@ -41,6 +41,8 @@ from fledge.speculation.stats import AcceptanceStats
 # With so many rows, and nobody about to enter, so many cycles are launched together.
 MANY_ROWS = 96
 CYCLES_TOGETHER = 4
+# The drift guard looks at about so many rows a cycle.
+ROWS_WATCHED = 16
 
 
 def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
@@ -101,6 +103,7 @@ class DeviceEngine:
         self.engine, self.config, self.model = engine, engine.config, engine.model
         self.drafter, self.tokenizer, self.pool = engine.drafter, engine.tokenizer, engine.pool
         self.runner, self.requests, self.stats = engine.runner, engine.requests, engine.stats
+        self.depth_control = engine.depth_control  # its guard watches the rows too
         network: EagleDrafter | None = None
         drafter_cache = None
         self.depths = LoadDepth(0)
@@ -120,6 +123,7 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.snapshots: deque[_Snapshot] = deque()
+        self.readings = 0
 
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
@@ -238,7 +242,7 @@ class DeviceEngine:
         size = size_for(self.rows.sizes, max(running) + 1)
         how = max(self.how(request.params) for request in running.values())
         drafted_for = [row for row, request in running.items() if request.speculate and request.id not in self.behind]
-        depth = self.depths.choose(len(drafted_for) / len(running), lambda depth: self.seconds(size, depth, how))
+        depth = self.choose_depth(size, how, running, drafted_for)
         if drafted_for and not depth:
             self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
             self.behind |= {running[row].id for row in drafted_for}
@@ -248,6 +252,16 @@ class DeviceEngine:
             self.rows.graphs.run(size, depth, how)
             self.snap(running, depth)
         return cycles
+
+    def choose_depth(self, size: int, how: int, running: dict[int, Request], drafted_for: list[int]) -> int:
+        """A cycle drafts equally deep for all its rows: where the guard has shortened some, it weighs that they gain less.
+
+        Their rows' own limits stay: what was drafted and verified anyway may as well stand.
+        """
+        guard, is_adaptive = self.depth_control.guard, self.depth_control.is_adaptive
+        allowed = [guard.depth(running[row]) for row in drafted_for] if guard is not None and guard.counts.shortened else ()
+        seconds = (lambda depth: self.seconds(size, depth, how)) if is_adaptive else (lambda depth: None)
+        return self.depths.choose(len(drafted_for) / len(running), seconds, allowed)
 
     def seconds(self, size: int, depth: int, how: int) -> float | None:
         """What a cycle costs; None where nothing is captured. Recorded and measured on first use."""
@@ -271,6 +285,7 @@ class DeviceEngine:
                 if count:
                     said.setdefault(request, []).append((snapshot.depth, tokens[:count]))
         deltas, seen = [], Counter()
+        watches = self.watches_now(len(said))
         for request, passes in said.items():
             if request.finished:  # by the host meanwhile
                 continue
@@ -280,6 +295,8 @@ class DeviceEngine:
             )
             if request.speculate and request.id not in self.behind:
                 seen.update(self.counted(request, passes, deltas[-1]))
+                if watches:
+                    self.watch(request, passes, deltas[-1])
         for (depth, accepted, emitted), times in seen.items():
             self.depths.saw(depth, accepted, times)
             at = [times] * accepted + [0] * (depth - accepted)
@@ -299,6 +316,24 @@ class DeviceEngine:
                 request.stats.add_step(depth, *found[-1])
         return found
 
+    def watches_now(self, num_rows: int) -> bool:
+        """With many rows the guard looks at one reading in several, so that it takes the host no longer than with a few."""
+        self.readings += 1
+        return self.depth_control.guard is not None and self.readings % (1 + num_rows // ROWS_WATCHED) == 0
+
+    def watch(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> None:
+        """Tells the guard what became of each draft, and which misses it could not have helped."""
+        guard, outside, first = self.depth_control.guard, self.depth_control.outside, 0
+        outside.saw(delta.tokens)
+        for depth, tokens in passes:
+            end = first + len(tokens)
+            drafted = delta.drafted[first:end]
+            if depth and drafted:
+                stood = sum(drafted)
+                missed = stood < min(depth, len(drafted))
+                guard.saw(request, stood + missed, stood, nameable=outside.holds(delta.tokens[first + len(drafted) - 1]))
+            first = end
+
     @property
     def max_len(self) -> int:
         return self.config.max_model_len
@@ -315,6 +350,7 @@ class DeviceEngine:
                 # All but what the last cycle said: where it ended the answer, the drafter was not synchronised with it.
                 self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.rows.lookahead)
             self.behind.discard(request.id)
+            self.depth_control.forget(request)
             self.pool.release(request.pages)
             heapq.heappush(self.free_rows, row)
             self.requests.pop(request.id, None)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 # A cost that was seen n times is taken to be lower by this share of 1/n: what is little known gets tried again.
-OPTIMISM = 0.3
+OPTIMISM = 0.15
 NEWEST = 0.1  # share of the latest measurement, once there are some
 STEADY = 3  # measurements after which one is no longer believed to be twice or half of what it was
 LIFETIME = 2000  # measurements after which a cost that did not come up again is forgotten: the machine may be another by then
@@ -28,7 +28,7 @@ class _Cost:
 class CostTable:
     """Means of sizes that lie close together, with straight lines between them.
 
-    Beyond what was seen it errs towards cheap: fewer rows cost in proportion, more rows go on as the last ones did.
+    Beyond what was seen it errs towards cheap: fewer rows cost in proportion, more rows go on as those that were seen do.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class CostTable:
         if after == 0:
             return costs[0].expected * min(rows / costs[0].rows, 1.0)
         if after == len(costs):
-            if after == 1:
-                return costs[0].expected
-            after -= 1
+            first, last = costs[0], costs[-1]
+            slope = max(last.seconds - first.seconds, 0.0) / max(last.rows - first.rows, 1e-9)
+            return last.expected + slope * (rows - last.rows)
         low, high = costs[after - 1], costs[after]
         slope = max(high.expected - low.expected, 0.0) / max(high.rows - low.rows, 1e-9)
         return low.expected + slope * (rows - low.rows)
