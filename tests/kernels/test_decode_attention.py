@@ -65,6 +65,30 @@ def test_causal(kernel, num_new, heads, head_dim, page_size, window, splits):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("page_size", "splits", "window"), [(128, 8, None), (16, 1, None), (128, 1, 20)])
+def test_blocks_that_start_late(kernel, page_size, splits, window):
+    """With fewer keys than new tokens the last of these are the sequence; the others do not matter to them."""
+    device, num_new = "cpu" if kernel == "reference" else device_of_kernels(), 64
+    kv_lens = [5, 0, 63, 64, 150]
+    keys, values, table = scattered_cache(kv_lens, page_size, 1, 16, device)
+    q = torch.randn(len(kv_lens), num_new, 2, 16, device=device)
+    lengths = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    positions = (lengths[:, None] - num_new + torch.arange(num_new, device=device)).clamp(min=0)
+    arguments = (q, keys, values, table, lengths, page_size)
+    if kernel == "reference":
+        out = decode_attention_reference(*arguments, positions_BT=positions, window=window)
+    else:
+        out = decode_attention_triton(*arguments, positions_BT=positions, window=window, splits=splits)
+        assert out.isfinite().all()
+    for row, kv_len in enumerate(kv_lens):
+        count = min(kv_len, num_new)
+        key, query = torch.arange(kv_len)[None, :], torch.arange(kv_len - count, kv_len)[:, None]
+        seen = (key <= query) & (key > query - (window or kv_len + 1))
+        expected = plain_attention(q[row, num_new - count :], keys, values, table[row], kv_len, page_size, seen)
+        torch.testing.assert_close(out[row, num_new - count :], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("num_new", "tail", "splits", "window"), [(12, 12, 1, None), (4, 13, 2, None), (64, 64, 2, 50)])
 def test_tree(kernel, num_new, tail, splits, window):
     """Each new token sees the settled text and its own ancestors among the last `tail` keys."""
