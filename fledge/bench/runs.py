@@ -15,6 +15,7 @@ from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels.packed_linear import PackedLinear
 from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.quantization import QuantizedLinear
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import EagleSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
@@ -170,8 +171,8 @@ def network_bytes(network: torch.nn.Module) -> int:
 
 
 def _module_bytes(module: torch.nn.Module) -> int:
-    if isinstance(module, PackedLinear):
-        return module.bits // 8 * module.in_features * module.out_features
+    if isinstance(module, (PackedLinear, QuantizedLinear)):
+        return module.num_bytes
     return module.weight.numel() * module.weight.element_size() if isinstance(module, torch.nn.Linear) else 0
 
 

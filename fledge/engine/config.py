@@ -68,8 +68,8 @@ class EngineConfig:
     def _check_quantization(self, kind: str) -> None:
         if self.quantization not in QUANTIZATIONS:
             raise UserError(
-                f"quantization {self.quantization!r} is not supported; use int8 or int4 (made here from the model's weights), gguf "
-                "(what a GGUF file has, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+                f"quantization {self.quantization!r} is not supported; use int8 or int4 (made from the weights as they are "
+                "loaded), gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read"
             )
         if kind == "cpu" and self.quantization != "none" and native.library() is None:
             raise UserError(

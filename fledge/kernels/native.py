@@ -150,6 +150,11 @@ class NativeLinear:
         self.pointer = ctypes.addressof(self.arguments)
 
     @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], of linears that are not quantised."""
+        return self.panels.transpose(1, 2).flatten(0, 1)[: self.arguments.outputs]
+
+    @property
     def num_bytes(self) -> int:
         return self.panels.numel() * self.panels.element_size()
 

@@ -1,8 +1,9 @@
-"""Linear layers with fp16 weights packed for the CPU: fp32 in and out, fp32 accumulation.
+"""Linear layers packed for the CPU: weights of 32, 16, 8 or 4 bits between fp32 activations.
 
 At 1 to 16 rows a linear is bound by reading its weights, so half the bytes is near half the time; PyTorch's fp32 `F.linear`
 is slower still for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over the linears of SmolLM2-135M, 1 and 6 rows:
-fp32 42 and 57 ms, FBGEMM's fp16 7.9 and 9.6 ms, ours (`cpu/linear.h`, where there is a C compiler) 6.8 and 9.0 ms.
+`F.linear` 42 and 57 ms, FBGEMM's fp16 7.9 and 9.6 ms, ours (`cpu/linear.h`, where there is a C compiler) 6.8 and 9.0 ms.
+On one core fp16 takes 10.7 and 19 ms, 8 bits 6.2 and 10 ms, 4 bits (the head in 8) 4.5 and 10 ms.
 """
 
 from __future__ import annotations
@@ -11,31 +12,42 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels import native
+from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, quantize
 
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
 
 
 class PackedLinear(nn.Module):
-    """`bits` 8 where C code serves: half the bytes again, for a drafter, whose tokens are verified anyway."""
+    """From a plain linear in 32, 16 or 8 bits, or from a quantised one as it is. Without C code 16 bits is all there is."""
 
-    def __init__(self, linear: nn.Linear, bits: int = 16) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, bits: int = 16) -> None:
         super().__init__()
-        self.bits = bits if native.library() is not None else 16
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.native = self.packed = None
         if native.library() is not None:
-            self.native = native.NativeLinear(linear.weight.detach(), bias, bits)
+            self.native = native.NativeLinear(_as_bits(linear, bits), self.bias)
+            self.bits, self.num_bytes = self.native.arguments.bits, self.native.num_bytes
         else:
-            self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), bias)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.in_features * self.out_features * self.bits // 8
+            self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), self.bias)
+            self.bits, self.num_bytes = 16, 2 * linear.weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
         return _linear(x, self.packed) if self.native is None else self.native(x)
+
+    @property
+    def weight(self) -> Tensor:
+        """Unpacked anew at every call: for what reads weights themselves."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.native is None else self.native.weight
+
+
+def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | QuantizedWeight:
+    if isinstance(linear, QuantizedLinear):
+        return linear.quantized
+    if bits == 8 and linear.in_features % GROUP_SIZE == 0:
+        return quantize(linear.weight, 8)
+    return linear.weight.detach().to(torch.float32 if bits == 32 else torch.float16)
 
 
 def packing_supported() -> bool:
@@ -49,10 +61,12 @@ FP16_MAX = 65504.0
 
 
 def pack_linears(module: nn.Module, bits: int = 16) -> None:
-    """Replaces every linear that fp16 can hold by a packed one, in place."""
+    """Replaces every linear that fits so many bits by a packed one, in place; quantised ones keep theirs."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
-            if child.weight.abs().max() <= FP16_MAX:
+        if isinstance(child, QuantizedLinear):
+            setattr(module, name, PackedLinear(child))
+        elif isinstance(child, nn.Linear):
+            if bits == 32 or child.weight.abs().max() <= FP16_MAX:
                 setattr(module, name, PackedLinear(child, bits))
         else:
             pack_linears(child, bits)

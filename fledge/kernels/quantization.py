@@ -9,8 +9,8 @@ A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G
                                         None:  value = (nibble - 8) * scale
                                         given: value = nibble * scale + offset
 
-All contiguous. Values are defined in fp32; a kernel may round them to the activations' type or apply the scale to a group's fp32
-sum. These are the groups of GGUF: at G = 32, Q8_0 is `8 bits`, Q4_0 `4 bits, no offsets` and Q4_1 `4 bits, offsets`, bit for bit.
+All contiguous. Values are defined in fp32; a kernel may round them to the activations' type or apply the scale to a group's
+fp32 sum. These are GGUF's groups: at G = 32, Q8_0 is `8 bits`, Q4_0 `4 bits, no offsets`, Q4_1 `4 bits, offsets`, bit for bit.
 Rows may be permuted and concatenated freely, since groups lie within a row.
 """
 
@@ -27,8 +27,8 @@ from fledge.errors import UserError
 
 # Inputs a scale, as in GGUF: 8.5 bits a weight, or 5.0 with offsets.
 GROUP_SIZE = 32
-# The options' names, and the bits of the layers' linears and of the head. The head chooses the token and is sensitive to rounding,
-# so it is always read in 8 bits, as a copy of its own: a tied embedding stays what it is, for rows are looked up in it.
+# The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
+# copy of its own: a tied embedding stays what it is, for rows are looked up in it.
 BITS = {"int8": (8, 8), "int4": (4, 8)}
 QUANTIZATIONS = ("none", *BITS, "gguf")
 
@@ -59,7 +59,7 @@ def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offs
         scales = _fp16((groups.amax(-1) - lowest) / 15)
         codes = _codes(groups - lowest.float()[..., None], scales, 0, 15)
     else:
-        # The number furthest from zero takes -8, whatever its sign: with seven steps on that side it would cost the others more.
+        # The number furthest from zero takes -8, whatever its sign: all sixteen codes then have a use.
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
         lowest, scales = None, _fp16(furthest / -8)
         codes = _codes(groups, scales, -8, 7) + 8
@@ -127,6 +127,10 @@ class QuantizedLinear(nn.Module):
     def quantized(self) -> QuantizedWeight:
         return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.quantized.num_bytes
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, dequantize(self.quantized, x.dtype), self.bias)
 
@@ -145,7 +149,8 @@ def quantize_linears(network: nn.Module, quantization: str, device: str | torch.
     for name, linear in [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]:
         if linear.in_features % GROUP_SIZE:
             raise UserError(
-                f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has {linear.in_features}; leave it out"
+                f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
+                f"{linear.in_features}; leave it out"
             )
         weight = linear.weight.to(device)
         is_head = name == "lm_head"
