@@ -72,7 +72,8 @@ def settings(path: str, **changes) -> EngineConfig:
 def answers(config: EngineConfig, texts, params: SamplingParams, speculation: str = "none") -> list[tuple]:
     """Tokens and, to the last bit, the log-probabilities of the best ones."""
     decoder, drafter = networks()
-    engine = build_engine(decoder, Speculation(drafter if speculation == "eagle" else speculation, 3), config)
+    asked = Speculation(drafter if speculation == "eagle" else speculation, 3).as_asked()
+    engine = build_engine(decoder, asked, config)
     requests = [engine.add_request(text, params) for text in texts]
     while engine.has_unfinished():
         engine.step()
