@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fledge.drift.live import watch_drafts
 from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Delta, Request, TokenLogprob
@@ -87,7 +88,10 @@ class LLM:
         max_batched_tokens: int = 0,
         threads: int = 0,
         prefix_caching: bool = True,
+        adaptive: bool = True,
+        drift_guard: bool = True,
     ) -> None:
+        """`adaptive`, `drift_guard`: draft less deeply than `depth` under load, or for a request that fares badly."""
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -99,7 +103,9 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         shape = TreeShape() if tree is True else (tree or None)
-        self.engine = build_engine(model, Speculation(drafter, depth, shape), config)
+        self.engine = build_engine(model, Speculation(drafter, depth, shape, adaptive, drift_guard), config)
+        if self.engine.depth_control.guard is not None:
+            watch_drafts(self.engine)
 
     @property
     def tokenizer(self):

@@ -99,7 +99,7 @@ class AcceptanceMeter:
         brief: bool = False,
     ) -> Trial:
         """`brief`: a sixth of the text, to choose among many."""
-        engine = build_engine(self.decoder, Speculation(network, DEPTH), self.config, tokenizer=self.tokenizer)
+        engine = build_engine(self.decoder, Speculation(network, DEPTH).as_asked(), self.config, tokenizer=self.tokenizer)
         prompts = self.formats[prompt_format or self.served]
         for prompt in prompts[::3] if brief else prompts:
             num_tokens = max(8, self.max_tokens // 2) if brief else self.max_tokens

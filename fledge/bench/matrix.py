@@ -34,12 +34,13 @@ class Case:
     drafter: str
     depth: int | str
     tree: TreeShape | None = None
+    adaptive: bool = False  # the depth is the most, as in serving; else it is always that
 
     @property
     def label(self) -> str:
         name = self.drafter if self.drafter in ("auto", "ngram") else Path(self.drafter).name
         shape = f"tree {self.tree.nodes}" if self.tree else "chain"
-        return f"{name}, depth {self.depth}, {shape}"
+        return f"{name}, depth {'up to ' if self.adaptive else ''}{self.depth}, {shape}"
 
 
 class Bench:
@@ -70,6 +71,7 @@ class Bench:
         found = Speculation(case.drafter, case.depth, case.tree).resolve_drafter(self.model)
         drafter = load_drafter(found, self.decoder.config) if isinstance(found, Path) else found
         speculation = Speculation(drafter, case.depth, case.tree)
+        speculation = speculation if case.adaptive else speculation.as_asked()
         return build_engine(self.decoder, speculation, self.config, tokenizer=self.tokenizer)
 
 
@@ -204,6 +206,7 @@ def _compared(
         "label": case.label,
         "drafter": engine.drafter.description if engine.drafter is not None else "none",
         "depth": case.depth,
+        "adaptive": case.adaptive,
         "tree": None if case.tree is None else {"width": case.tree.width, "nodes": case.tree.nodes},
         **_speed(run, bandwidth),
         "speed_up": speed_up,

@@ -18,6 +18,9 @@ def bench(
     limit: Annotated[int, typer.Option(help="At most so many conversations of each category; 0: all.")] = 0,
     concurrency: Annotated[str, typer.Option(help="Conversations at once: a list such as 1,4,16.")] = "1",
     depth: Annotated[str, typer.Option(help="Tokens drafted a step: a list such as 3,5 (or auto).")] = "5",
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Depths are the most, as in serving: less under load. Default: always that deep.")
+    ] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Measure draft trees as well as chains.")] = False,
     tree_width: options.TreeWidth = 4,
     tree_nodes: options.TreeNodes = 12,
@@ -51,7 +54,7 @@ def bench(
     items = load_items(data, limit=limit, categories=category or ())
     shapes = [None, TreeShape(tree_width, tree_nodes)] if tree else [None]
     cases = [
-        Case(name, one, shape)
+        Case(name, one, shape, adaptive)
         for name in drafter or ["auto"]
         for one in depths
         for shape in shapes

@@ -14,6 +14,10 @@ DrafterName = Annotated[
     str, typer.Option("--drafter", "-d", help="auto, none, ngram, a shipped drafter's name, a folder or a hub id.")
 ]
 Depth = Annotated[str, typer.Option(help="Tokens drafted a step: a number, or 'auto' to stop when confidence falls.")]
+DriftGuard = Annotated[
+    bool,
+    typer.Option("--drift-guard/--no-drift-guard", help="Draft less deeply while drafts fare clearly worse than usual."),
+]
 Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a chain.")]
 TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expanded a level.")]
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]

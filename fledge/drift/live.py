@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.engine import Engine
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
 from fledge.speculation.drafting import DraftedSequence, EagleSpeculator, Settled
 from fledge.speculation.verification import Draft
@@ -95,6 +97,17 @@ class LiveProbe:
         if len(by_step) <= self.step_index:
             by_step.append(0.0)
         by_step[self.step_index] += total
+
+
+def watch_drafts(engine: Engine | DeviceEngine, every: int = EVERY) -> LiveProbe | None:
+    """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
+
+    Captured cycles draft on the device and are not looked at: there the guard goes by acceptance alone.
+    """
+    if not isinstance(engine.drafter, EagleSpeculator):
+        return None
+    guard = engine.depth_control.guard
+    return LiveProbe(engine.drafter, every=every, listener=None if guard is None else guard.probed)
 
 
 class _ProbedAttend:

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,6 +78,9 @@ class SpeculativeConfig:
             raise UserError("--speculative-config: prompt_lookup_min and _max belong to method 'ngram'")
         speculation = Speculation("ngram" if method == "ngram" else model, depth or DEFAULT_DEPTH, tree)
         return cls(speculation, longest, shortest)
+
+    def with_depth_rules(self, adaptive: bool, drift_guard: bool) -> SpeculativeConfig:
+        return replace(self, speculation=replace(self.speculation, adaptive=adaptive, drift_guard=drift_guard))
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,18 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--depth", help=f"tokens drafted a step, or auto (default {DEFAULT_DEPTH})")
     own.add_argument("--tree-width", type=int, help="draft a tree with so many candidates a node")
     own.add_argument("--tree-nodes", type=int, help="and so many nodes")
+    own.add_argument(
+        "--adaptive-depth",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draft less deeply, down to not at all, under load that makes drafting slower than plain decoding",
+    )
+    own.add_argument(
+        "--drift-guard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draft less deeply for a request whose drafts fare clearly worse than usual",
+    )
     own.add_argument("--device", default="auto", help="auto, cpu or cuda")
     own.add_argument(
         "--deterministic",
@@ -256,7 +271,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         chat_template=read_template(given.chat_template),
         override_generation_config=_json_object("--override-generation-config", given.override_generation_config),
         engine_config=config,
-        speculative_config=_speculative_config(given, model),
+        speculative_config=_speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard),
         **{name: getattr(given, name) for name in same},
     )
 

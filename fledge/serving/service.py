@@ -16,7 +16,7 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints.hf import load_config
-from fledge.drift.live import LiveProbe
+from fledge.drift.live import EVERY, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine
@@ -76,10 +76,10 @@ class Service:
                     cache.take_memory()
         if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
             engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
-        if flags.drift_probe_every:
-            if not isinstance(engine.drafter, EagleSpeculator):
-                raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
-            self.metrics.probe = LiveProbe(engine.drafter, every=flags.drift_probe_every)
+        if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
+            raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
+        if flags.drift_probe_every or engine.depth_control.guard is not None:
+            self.metrics.probe = watch_drafts(engine, flags.drift_probe_every or EVERY)
         return engine
 
     @property
