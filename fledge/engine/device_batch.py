@@ -94,7 +94,7 @@ class DeviceBatch:
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
-        self.prompts = PromptPass(self.fused, self.drafter, self.device, capture=capture)
+        self.prompts = PromptPass(self.fused, self.drafter, self.device, max_pages=self.max_pages, capture=capture)
 
     def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
         size, dtype = self.config.page_size, self.config.activation_dtype

@@ -29,7 +29,7 @@ from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entr
 from fledge.engine.engine import Engine
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
-from fledge.engine.prompt_pass import LONGEST, TOKENS
+from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
 from fledge.kernels.accept import DRAFTED
@@ -381,7 +381,8 @@ class DeviceEngine:
         shapes = [(size, depth, how) for size in self.rows.sizes[::-1] for how in (SAMPLED, GREEDY) for depth in depths[::-1]]
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
-        self.rows.prompts.record(product((size for size in TOKENS[::-1] if size <= PIECE), (4, 1), LONGEST[::-1]))
+        longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
+        self.rows.prompts.record(product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest))
         say(f"recorded in {time.perf_counter() - started:.0f} s")
 
     def check_integrity(self) -> None:

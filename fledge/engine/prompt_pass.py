@@ -34,6 +34,7 @@ from fledge.kernels.paged_attention import PagedKV
 TOKENS = sorted({64 << k for k in range(8)} | {768 << k for k in range(4)})
 PROMPTS = [1, 4, 16, 64, 256]
 LONGEST = [256, 1024]
+OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one length
 
 
 @dataclass
@@ -73,11 +74,10 @@ class Rests(Prompts):
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        # Blocks are all of one length, so the longest does not matter.
         wanted = (len(self.tokens) + 1, len(self.lengths))
         if wanted[0] > TOKENS[-1] or wanted[1] > PROMPTS[-1]:
             return None
-        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), 0)
+        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), OVER_CACHE)
 
     def padded(self, num_tokens: int, num_prompts: int) -> Rests:
         more = num_prompts - len(self.lengths)
@@ -120,8 +120,11 @@ class _Buffers:
 
 
 class PromptPass:
-    def __init__(self, fused: FusedDecoder, drafter: FusedDrafter | None, device: torch.device, *, capture: bool) -> None:
-        self.fused, self.drafter, self.device = fused, drafter, device
+    def __init__(
+        self, fused: FusedDecoder, drafter: FusedDrafter | None, device: torch.device, *, max_pages: int, capture: bool
+    ) -> None:
+        """`max_pages`: of one prompt's page table."""
+        self.fused, self.drafter, self.device, self.max_pages = fused, drafter, device, max_pages
         self.taps = drafter.taps if drafter is not None else ()
         self.buffers: dict[tuple[int, int, int], _Buffers] = {}
         self.current: _Buffers | None = None
@@ -147,7 +150,10 @@ class PromptPass:
         nothing = np.zeros(0, dtype=np.int64)
         for shape in shapes if self.graphs.capture else ():
             if shape not in self.buffers:
-                self.buffers[shape] = self._filled(Prompts(nothing, nothing, nothing, []).padded(*shape[:2]), None)
+                empty = Prompts(nothing, nothing, nothing, [])
+                if shape[-1] == OVER_CACHE:
+                    empty = Rests(nothing, nothing, nothing, [], [], np.zeros((0, self.max_pages), dtype=np.int32))
+                self.buffers[shape] = self._filled(empty.padded(*shape[:2]), None)
                 self.graphs.record([("target", *shape)])
                 if self.drafter is not None:
                     self.graphs.record([("drafter", *shape)])

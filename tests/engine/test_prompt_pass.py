@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.engine.prompt_pass import LONGEST, PROMPTS, TOKENS, Prompts
+from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -47,3 +47,21 @@ def test_padding_changes_nothing(count, windows):
     for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].drafter.cache, batches[0].drafter.cache)):
         torch.testing.assert_close(mine.keys, theirs.keys)  # padding is stored nowhere
         torch.testing.assert_close(mine.values, theirs.values)
+
+
+def test_recording_ahead_makes_the_buffers_that_are_used():
+    """Of whole prompts and of rests; without a device the recorded step is simply run."""
+    batch = device_batch(tiny_decoder(), tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)), 8)
+    passes = batch.prompts
+    passes.pads = True
+    passes.graphs.capture, passes.graphs.record = True, lambda shapes: [passes._run(*shape) for shape in shapes]
+    passes.record([(64, 4, 256), (64, 4, OVER_CACHE)])
+    passes.graphs.capture = False
+    before = dict(passes.buffers)
+    made = entries(batch, [list(range(20)), list(range(40, 47))])
+    batch.read_prompts(made)
+    for entry, cached in zip(made, (16, 0), strict=True):
+        entry.cached = cached
+    batch.read_prompts(made)
+    assert {shape: id(buffers) for shape, buffers in passes.buffers.items()} == {k: id(v) for k, v in before.items()}
+    assert len(before) == 2
