@@ -76,6 +76,20 @@ def test_a_row_does_not_depend_on_the_others():
                 assert torch.equal(linear(x[first : first + rows]), together[first : first + rows])
 
 
+def test_more_threads_than_cores():
+    """Threads that wake late meet a round that is over, or the next one."""
+    linears, x = [native.NativeLinear(torch.randn(outputs, 32), None) for outputs in (70, 2000, 300)], torch.randn(1, 32)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = [linear(x) for linear in linears]
+        for turn in range(600):
+            torch.set_num_threads(2 + turn % 7)
+            assert torch.equal(linears[turn % 3](x), expected[turn % 3])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rms_norm_into_columns():
     x, weight, wide = torch.randn(5, 37), torch.rand(37), torch.zeros(5, 80)
     native.rms_norm(x, weight, 1e-5, wide[:, 40:77])

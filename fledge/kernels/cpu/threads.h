@@ -23,37 +23,52 @@ static struct {
     pid_t owner;           /* threads do not survive a fork */
     int num_threads;       /* started, besides the caller */
     atomic_int sleepers;
-    atomic_long round;     /* a new value: there is work */
-    atomic_long next;      /* item to take */
-    long stretch;          /* items taken at a time: neighbours, for their memory is read in one go */
-    atomic_int working;    /* threads that have not seen the round through; all of them, for they read what follows */
-    int helpers;           /* threads that take items */
-    Work work;
-    const void *task;
-    long num_items;
+    atomic_ulong ticket;   /* round << 32 | stretches left to take: a new round means that there is work */
+    atomic_long unfinished;/* stretches not done: only those that were taken are waited for, not threads that got no core */
+    /* Of the round; they stay as they are while any of its stretches is unfinished. */
+    atomic_int helpers;    /* threads that take items */
+    atomic_long num_items;
+    atomic_long stretch;   /* items taken at a time: neighbours, for their memory is read in one go */
+    _Atomic(Work) work;
+    _Atomic(const void *) task;
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
+#define READ(field) atomic_load_explicit(&pool.field, memory_order_relaxed)
+#define WRITE(field, value) atomic_store_explicit(&pool.field, value, memory_order_relaxed)
+
+/* A stretch is taken by exchanging the whole ticket. A thread that comes late, with a ticket of a round that has ended, fails
+   to; so what it read of the round is used only if the round was on all the while. */
 static void take_items(void) {
-    long item, stretch = pool.stretch, num_items = pool.num_items;
-    while ((item = atomic_fetch_add_explicit(&pool.next, stretch, memory_order_relaxed)) < num_items)
-        for (long end = item + stretch < num_items ? item + stretch : num_items; item < end; item++) pool.work(pool.task, item);
+    unsigned long ticket = atomic_load(&pool.ticket), left;
+    while ((left = ticket & 0xffffffffUL)) {
+        long stretch = READ(stretch), num_items = READ(num_items);
+        Work work = READ(work);
+        const void *task = READ(task);
+        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
+        long item = ((num_items + stretch - 1) / stretch - (long)left) * stretch;
+        for (long end = item + stretch < num_items ? item + stretch : num_items; item < end; item++) work(task, item);
+        atomic_fetch_sub_explicit(&pool.unfinished, 1, memory_order_release);
+        ticket = atomic_load(&pool.ticket);
+    }
 }
 
+static unsigned long current_round(void) { return atomic_load(&pool.ticket) >> 32; }
+
 static void *helper(void *argument) {
-    long index = (long)argument, seen = 0;
+    long index = (long)argument;
+    unsigned long seen = 0;
     for (;;) {
-        for (int spins = 0; atomic_load_explicit(&pool.round, memory_order_acquire) == seen; spins++) {
+        for (int spins = 0; current_round() == seen; spins++) {
             PAUSE();
             if (spins < SPINS) continue;
             pthread_mutex_lock(&pool.sleep);
             atomic_fetch_add(&pool.sleepers, 1);
-            while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
+            while (current_round() == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
             atomic_fetch_sub(&pool.sleepers, 1);
             pthread_mutex_unlock(&pool.sleep);
         }
-        seen = atomic_load_explicit(&pool.round, memory_order_acquire);
-        if (index < pool.helpers) take_items();
-        atomic_fetch_sub_explicit(&pool.working, 1, memory_order_release);
+        seen = current_round();
+        if (index < READ(helpers)) take_items();
     }
     return NULL;
 }
@@ -63,7 +78,7 @@ static void start_threads(int wanted) {
         pool.owner = getpid();
         pool.num_threads = 0;
         atomic_store(&pool.sleepers, 0);
-        atomic_store(&pool.round, 0);
+        atomic_store(&pool.ticket, 0);
     }
     while (pool.num_threads < wanted && pool.num_threads < MAX_THREADS) {
         pthread_t thread;
@@ -84,17 +99,17 @@ static void parallel(Work work, const void *task, long num_items, int num_thread
         for (long item = 0; item < num_items; item++) work(task, item);
         return;
     }
-    pool.work = work, pool.task = task, pool.num_items = num_items, pool.helpers = helpers;
-    pool.stretch = (num_items + STRETCHES * (helpers + 1) - 1) / (STRETCHES * (helpers + 1));
-    atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
-    atomic_store_explicit(&pool.working, pool.num_threads, memory_order_relaxed);
-    atomic_fetch_add(&pool.round, 1);
+    long stretch = (num_items + STRETCHES * (helpers + 1) - 1) / (STRETCHES * (helpers + 1));
+    long stretches = (num_items + stretch - 1) / stretch;
+    WRITE(work, work), WRITE(task, task), WRITE(num_items, num_items), WRITE(stretch, stretch), WRITE(helpers, helpers);
+    WRITE(unfinished, stretches);
+    atomic_store(&pool.ticket, (current_round() + 1) << 32 | stretches);
     if (atomic_load(&pool.sleepers)) {
         pthread_mutex_lock(&pool.sleep);
         pthread_cond_broadcast(&pool.wake);
         pthread_mutex_unlock(&pool.sleep);
     }
     take_items();
-    for (long spins = 0; atomic_load_explicit(&pool.working, memory_order_acquire); spins++)
+    for (long spins = 0; atomic_load_explicit(&pool.unfinished, memory_order_acquire); spins++)
         if (spins < SPINS) PAUSE(); else sched_yield();
 }
