@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+from array import array
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
@@ -42,15 +43,11 @@ class LayerArguments(Structure):
     ]
 
 
-class RunArguments(Structure):
-    _fields_ = [("end", c_long), ("shift", c_long)]
-
-
 class SequenceArguments(Structure):
     _fields_ = [
         ("query_len", c_long),
         ("kv_len", c_long),
-        ("runs", POINTER(RunArguments)),
+        ("runs", c_void_p),
         ("tail_mask", c_void_p),
         ("tail", c_long),
     ]
@@ -198,10 +195,10 @@ class NativeBatch:
         layouts = attend.layouts
         self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
         runs = [layout.runs(attend.cache.page_size) for layout in layouts]
-        self.runs = [(RunArguments * len(some))(*some) for some in runs]
+        self.runs = [array("l", [number for run in some for number in run]) for some in runs]
         self.sequences = (SequenceArguments * len(layouts))(
             *(
-                (layout.query_len, layout.kv_len, some, _address(mask), 0 if mask is None else mask.shape[1])
+                (layout.query_len, layout.kv_len, some.buffer_info()[0], _address(mask), 0 if mask is None else mask.shape[1])
                 for layout, some, mask in zip(layouts, self.runs, self.masks, strict=True)
             )
         )

@@ -69,13 +69,9 @@ class SequenceLayout:
         used = self.pages[: -(-self.kv_len // page_size)]
         if used == list(range(used[0], used[0] + len(used))):
             return [(self.kv_len, used[0] * page_size)]
-        runs = []
-        for index, page in enumerate(used):
-            shift = (page - index) * page_size
-            if runs and runs[-1][1] == shift:
-                runs.pop()
-            runs.append(((index + 1) * page_size, shift))
-        return [*runs[:-1], (self.kv_len, runs[-1][1])]
+        firsts = [0, *(index for index in range(1, len(used)) if used[index] != used[index - 1] + 1)]
+        ends = [*(first * page_size for first in firsts[1:]), self.kv_len]
+        return [(end, (used[first] - first) * page_size) for end, first in zip(ends, firsts, strict=True)]
 
 
 class PagedAttend:
