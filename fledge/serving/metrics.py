@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from fledge.drift.live import LiveProbe
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta, Request
+from fledge.speculation.guard import DriftGuard, GuardCounts
 from fledge.speculation.stats import AcceptanceStats
 
 log = logging.getLogger("fledge.serving")
@@ -27,6 +28,14 @@ DRIFT = {
     "sink_share": "Share of the drafter's attention on the sink, by draft step.",
     "own_share": "Share of the drafter's attention on its own draft, by draft step.",
     "entropy": "Entropy of the drafter's attention by draft step.",
+}
+GUARD = {
+    "requests_shortened": "Requests that the drift guard drafted for less deeply at some time.",
+    "recoveries": "Times that such a request came back to the full depth.",
+    "short_steps": "Speculative steps of requests that were shortened at the time.",
+    "shortened": "Requests that are shortened now.",
+    "shortenings": "Times that a request's depth was halved, by what left the usual band: acceptance, rms or sink.",
+    "outside_vocabulary_share": "Share of the target's recent tokens that the drafter's vocabulary does not hold.",
 }
 
 
@@ -141,6 +150,30 @@ class Metrics:
         yield gauge("fledge:acceptance_length", "Tokens a verification pass since the start.", stats.acceptance_length)
         if self.probe is not None:
             yield from self._drift(self.probe.snapshot())
+        if self.guard is not None:
+            yield from self._guard(self.guard.counts)
+
+    @property
+    def guard(self) -> DriftGuard | None:
+        return self.engine.depth_control.guard if self.engine is not None else None
+
+    def _guard(self, counts: GuardCounts) -> Iterable[Metric]:
+        def family(kind: type[Metric], name: str, text: str, value: float) -> Metric:
+            metric = kind(f"fledge:drift_guard_{name}", text, labels=LABELS)
+            metric.add_metric(self.labels, value)
+            return metric
+
+        yield family(CounterMetricFamily, "requests_shortened", GUARD["requests_shortened"], counts.requests)
+        yield family(CounterMetricFamily, "recoveries", GUARD["recoveries"], counts.recoveries)
+        yield family(CounterMetricFamily, "short_steps", GUARD["short_steps"], counts.short_steps)
+        yield family(GaugeMetricFamily, "shortened", GUARD["shortened"], counts.shortened)
+        name = "shortenings"
+        by_reason = CounterMetricFamily(f"fledge:drift_guard_{name}", GUARD[name], labels=(*LABELS, "reason"))
+        for reason, count in counts.shortenings.items():
+            by_reason.add_metric((*self.labels, reason), count)
+        yield by_reason
+        share, text = self.engine.depth_control.outside.share, GUARD["outside_vocabulary_share"]
+        yield family(GaugeMetricFamily, "outside_vocabulary_share", text, share)
 
     def _drift(self, figures: dict[str, Any]) -> Iterable[Metric]:
         probed = CounterMetricFamily("fledge:drift_drafts_probed", "Drafts that the drift probe looked at.", labels=LABELS)
@@ -172,9 +205,10 @@ class Metrics:
                 log.info(self._line(before, after, now - then))
             before, then = after, now
 
-    def _snapshot(self) -> tuple[int, int, int, int, list[int]]:
+    def _snapshot(self) -> tuple[int, int, int, int, list[int], int]:
         stats = self.engine.stats if self.engine is not None else AcceptanceStats()
-        return self.tokens_in, self.tokens_out, stats.steps, stats.accepted, list(stats.accepted_at)
+        shortenings = sum(self.guard.counts.shortenings.values()) if self.guard is not None else 0
+        return self.tokens_in, self.tokens_out, stats.steps, stats.accepted, list(stats.accepted_at), shortenings
 
     def _line(self, before: tuple, after: tuple, seconds: float) -> str:
         running, waiting = self.queue_lengths()
@@ -188,4 +222,6 @@ class Metrics:
             earlier = [*before[4], *[0] * (len(after[4]) - len(before[4]))]
             rates = " ".join(f"{(new - old) / steps:.2f}" for new, old in zip(after[4], earlier, strict=True))
             line += f", acceptance length {1 + (after[3] - before[3]) / steps:.2f}, by position {rates}"
+        if after[5] > before[5]:
+            line += f"; drift guard: {after[5] - before[5]} shortened, {self.guard.counts.shortened} now short"
         return line

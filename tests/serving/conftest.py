@@ -16,6 +16,7 @@ from tests.serving.model_folder import make_model
 from tests.serving.processes import ServerProcess, wait_until_ready
 
 TINY_FLAGS = [
+    "--no-adaptive-depth",  # how much is drafted does not depend on the time it takes
     "--served-model-name",
     "tiny",
     "--drafter",

@@ -12,7 +12,7 @@ from tests.tiny import tiny_decoder, tiny_drafter
 
 def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened() -> None:
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
-    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), config)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3).as_asked(), config)
     metrics = Metrics("tiny")
     metrics.watch(engine)
     metrics.probe = LiveProbe(engine.drafter, every=2)

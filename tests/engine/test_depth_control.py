@@ -1,0 +1,288 @@
+"""Depth by load and by the drift guard in the engines: who is drafted for how deeply, and that no answer changes by it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fledge.engine import backlog as backlog_module
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.depth_control import LOOK_AGAIN, DepthControl
+from fledge.engine.engine import Engine
+from fledge.kernels.sample import Choice
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from fledge.speculation.guard import DriftGuard
+from tests.engine.test_device_engine import device_engine, drafter
+from tests.engine.test_lossless import drafted_from_scratch, random_prompts
+from tests.oracle import CPU, OracleSpeculator, engine_with, run
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+ROOMY = replace(CPU, max_model_len=480, kv_cache_tokens=8192)
+BAD = range(120, 240)  # where one text's drafts are worthless, by length
+DEPTH = 4
+
+
+def usual_reach(place: int) -> int:
+    """Two to four, the same in every run, without a period that a text could fall into step with."""
+    return 2 + random.Random(place).randrange(3)
+
+
+class DriftingOracle(OracleSpeculator):
+    """Right for two to four tokens, but for one prompt and a stretch of its text."""
+
+    def __init__(self, answers, drifting: list[int], *, tree: bool = False) -> None:
+        super().__init__(answers, DEPTH, tree=tree)
+        self.drifting = tuple(drifting)
+
+    def draft_one(self, item):
+        length = len(item.sequence.tokens)
+        is_bad = tuple(item.sequence.prompt) == self.drifting and length in BAD
+        self.reach = lambda _: 0 if is_bad else usual_reach(length)
+        return super().draft_one(item)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    return random_prompts(4, longest=20)
+
+
+@pytest.fixture(scope="module")
+def plain(texts) -> list[list[int]]:
+    return run(engine_with(tiny_decoder(), Speculation("none"), ROOMY), texts, LONG)
+
+
+def watch_depths(engine, requests) -> dict:
+    """Runs to the end; for each request, its length and allowed depth after every step."""
+    depths = {request: [] for request in requests}
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+        for request in requests:
+            if not request.finished:
+                depths[request].append((len(request.tokens), engine.depth_control.guard.depth(request)))
+    return depths
+
+
+def check_drift(depths: dict, drifting, counts, limit: int) -> None:
+    for request, seen in depths.items():
+        if request is not drifting:
+            assert {depth for _, depth in seen} == {limit}
+    before = {depth for length, depth in depths[drifting] if length <= BAD.start}
+    late = {depth for length, depth in depths[drifting] if BAD.start + 60 <= length <= BAD.stop}
+    assert before == {limit}
+    assert late == {1}
+    assert depths[drifting][-1][1] == limit, "it recovers"
+    assert counts.requests == counts.recoveries == 1
+    assert counts.shortenings["acceptance"] >= 2
+    assert counts.shortened == 0
+    assert counts.short_steps > 20
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_the_request_whose_drafts_collapse_is_shortened_and_recovers(texts, plain, tree):
+    answers = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
+    oracle = DriftingOracle(answers, texts[1], tree=tree)
+    control = DepthControl(oracle, guard=True)
+    control.guard = DriftGuard(DEPTH, calibration_steps=60)
+    decoder = tiny_decoder()
+    engine = Engine(decoder, ROOMY.resolve(decoder.config), drafter=oracle, depth_control=control)
+    requests = [engine.add_request(text, LONG) for text in texts]
+    depths = watch_depths(engine, requests)
+    assert [request.answer for request in requests] == plain
+    check_drift(depths, requests[1], control.guard.counts, DEPTH)
+    assert not control.guard.watched
+
+
+def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(texts, plain):
+    """The same in the rows. All rows of a cycle are drafted for equally deep, so that it is shortened for its last one."""
+    engine = device_engine(tiny_decoder(), Speculation(drafter(), DEPTH), max_model_len=480, kv_cache_tokens=8192)
+    engine.depth_control.guard = DriftGuard(DEPTH, calibration_steps=60)
+    truth = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
+    cycles: list[tuple[int, int]] = []
+
+    def oracle(batch: int, depth: int, *, sampled: bool) -> Choice:
+        state, drafts = engine.rows.slots.state, engine.rows.slots.drafts
+        cycles.append((int(state.active.sum()), depth))
+        for row, request in engine.scheduler.owners.items():
+            said = int(state.answered[row])
+            right = 0 if request is requests[1] and len(request.prompt) + said in BAD else usual_reach(said)
+            coming = truth[tuple(request.prompt)][said : said + depth]
+            for place, token in enumerate(coming):
+                drafts[row, place] = token if place < right else (token + 1) % 128
+        return Choice(torch.zeros(batch, 1), drafts[:batch, depth - 1 : depth].int())
+
+    engine.rows.drafter.draft = oracle
+    others = [replace(LONG, max_tokens=90), LONG, replace(LONG, max_tokens=120), replace(LONG, max_tokens=130)]
+    requests = [engine.add_request(text, params) for text, params in zip(texts, others, strict=True)]
+    depths = watch_depths(engine, requests)
+    assert [request.answer for request in requests] == [plain[0][:90], plain[1], plain[2][:120], plain[3][:130]]
+    check_drift(depths, requests[1], engine.depth_control.guard.counts, DEPTH)
+    assert {depth for rows, depth in cycles if rows > 1} == {DEPTH}
+    assert {depth for rows, depth in cycles if rows == 1} == {1, 2, DEPTH}
+
+
+# Depth by load, with a clock that only passes move on
+
+
+class Costs:
+    """A machine on which a pass costs `fixed` and then `each` for every row beyond `free`, and a draft step a tenth."""
+
+    def __init__(self, fixed: float = 1.0, each: float = 0.5, free: int = 6) -> None:
+        self.now, self.fixed, self.each, self.free = 0.0, fixed, each, free
+
+    def __call__(self) -> float:
+        return self.now
+
+    def attach(self, engine: Engine) -> None:
+        verify, draft = engine.runner.verify, engine.drafter.draft
+
+        def timed_verify(batch):
+            rows = sum(item.num_rows for item in batch)
+            self.now += self.fixed + self.each * max(0, rows - self.free)
+            return verify(batch)
+
+        def timed_draft(settled, taps):
+            drafts = draft(settled, taps)
+            self.now += 0.1 * max([draft.depth for draft in drafts], default=0)
+            return drafts
+
+        engine.runner.verify, engine.drafter.draft = timed_verify, timed_draft
+
+
+def adaptive_engine(oracle, costs: Costs, config=CPU) -> Engine:
+    control = DepthControl(oracle, by_load=True, clock=costs)
+    decoder = tiny_decoder()
+    engine = Engine(decoder, config.resolve(decoder.config), drafter=oracle, depth_control=control)
+    costs.attach(engine)
+    return engine
+
+
+def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
+    prompts = random_prompts(13, longest=20)
+    short, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (60, 200))
+    wanted = run(engine_with(tiny_decoder(), Speculation("none")), prompts, long)
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, wanted, strict=True)}
+    costs = Costs()
+    engine = adaptive_engine(OracleSpeculator(answers, 4, reach=usual_reach), costs)
+
+    def steps(count: int) -> list[int]:
+        seen = []
+        for _ in range(count):
+            if engine.has_unfinished():
+                engine.step()
+                seen.append(engine.depth_control.now)
+        return seen
+
+    first = engine.add_request(prompts[0], long)
+    alone = steps(12)
+    assert alone.count(4) >= len(alone) - 3, "one plain step or two to know what it costs"
+    crowd = [engine.add_request(prompt, short) for prompt in prompts[1:]]
+    crowded = steps(40)
+    assert crowded.count(0) >= 0.8 * len(crowded)
+    assert set(crowded[20:]) == {0}
+    while any(not request.finished for request in crowd):
+        engine.step()
+    after = steps(10)
+    assert after[-3:] == [4, 4, 4], "speculation comes back"
+    before = first.stats.steps
+    while not first.finished:
+        engine.step()
+    assert first.stats.steps > before
+    assert [request.answer for request in (first, *crowd)] == [wanted[0], *(answer[:60] for answer in wanted[1:])]
+
+
+def test_a_poor_stretch_is_not_held_against_speculation_for_ever():
+    """Nothing is accepted at first, so that nothing is drafted; now and then one draft looks whether that has changed."""
+    prompt = random_prompts(1, longest=20)[0]
+    params = replace(LONG, max_tokens=440)
+    wanted = run(engine_with(tiny_decoder(), Speculation("none"), ROOMY), [prompt], params)[0]
+    oracle = OracleSpeculator({tuple(prompt): wanted}, 4, reach=lambda length: 0 if length < 150 else 4)
+    engine = adaptive_engine(oracle, Costs(each=0.5, free=1), ROOMY)
+    engine.depth_control.load.saw(4, 0, times=3000)
+    request = engine.add_request(prompt, params)
+    drafts = []
+    while not request.finished:
+        drafts.append((len(request.tokens), request.draft.depth))
+        engine.step()
+    assert request.answer == wanted
+    early = [depth for length, depth in drafts if length < 150]
+    assert 1 <= sum(depth > 0 for depth in early) <= 1 + 2 * len(early) // LOOK_AGAIN + 4
+    assert any(depth == 4 for length, depth in drafts if length >= 150)
+
+
+@pytest.mark.parametrize("tree", [None, TreeShape(2, 6)], ids=["chain", "tree"])
+@pytest.mark.parametrize("longest_lag", [512, 12])
+def test_a_drafter_that_lagged_behind_drafts_as_if_it_had_not(longest_lag, tree, monkeypatch):
+    """Depths come and go: what is drafted after catching up is what a drafter from scratch drafts; too long a lag is left."""
+    monkeypatch.setattr(backlog_module, "LONGEST_LAG", longest_lag)
+    decoder = tiny_decoder()
+    network = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)).share(decoder.embed_tokens, decoder.lm_head)
+    prompts = random_prompts(6, longest=40)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    wanted = run(engine_with(decoder, Speculation("none")), prompts, params)
+    config = replace(CPU, kv_cache_tokens=320, max_batched_tokens=32, page_size=8)
+    engine = build_engine(decoder, Speculation(network, 3, tree, drift_guard=False), config)
+    control, count = engine.depth_control, 0
+
+    def plan(running):
+        nonlocal count
+        count += 1
+        control.now = 3 if count % 40 < 8 else (1 if count % 40 == 20 else 0)
+
+    control.plan = plan
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    checked = plain_steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+        for request in engine.scheduler.running:
+            plain_steps += not len(request.draft)
+            if len(request.draft) and tree is None:
+                drafted = drafted_from_scratch(decoder, network, request.tokens, len(request.draft))
+                assert request.draft.tokens == drafted
+                checked += 1
+    assert [request.answer for request in requests] == wanted
+    assert engine.scheduler.num_preemptions > 0
+    assert plain_steps > 50
+    assert checked > 20 or tree is not None
+    assert not control.backlog.lags
+    assert not control.backlog.left
+    assert not control.given
+
+
+def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
+    monkeypatch.setattr(backlog_module, "LONGEST_LAG", 5)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
+    control = engine.depth_control
+    control.plan = lambda running: None
+    control.now = 0
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    assert control.backlog.lag(request) == 3, "the prompt is taken in at once"
+    for _ in range(4):
+        engine.step()
+    assert request in control.backlog.left
+    control.now = 3
+    while not request.finished:
+        engine.step()
+        assert not len(request.draft)
+    assert not control.backlog.left
+
+
+def test_a_seeded_answer_does_not_depend_on_load_or_guard():
+    prompts, network = random_prompts(4), tiny_drafter()
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=3, ignore_eos=True)
+    results = []
+    for adaptive in (False, True):
+        engine = build_engine(tiny_decoder(), Speculation(network, 3, None, adaptive, adaptive), CPU)
+        engine.depth_control.plan = lambda running: None
+        engine.depth_control.now = 0 if adaptive else 3
+        results.append(run(engine, prompts, params))
+        assert engine.stats.steps > 0
+    assert results[0] == results[1]

@@ -1,0 +1,157 @@
+"""The drift guard's policy: who is shortened, who recovers, and what is not held against a request."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from fledge.speculation.guard import FIRST_WAIT, REASONS, DriftGuard
+
+USUAL = (0.8, 0.75, 0.7, 0.65, 0.6)
+
+
+def accepted(depth: int, rates, rng: random.Random) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda place: rng.random() < rates[place], range(depth)))
+
+
+def calibrated(limit: int = 5, **settings) -> tuple[DriftGuard, random.Random]:
+    guard, rng = DriftGuard(limit, **settings), random.Random(3)
+    for step in range(300):
+        guard.saw(f"early {step % 10}", limit, accepted(limit, USUAL, rng))
+    for name in list(guard.watched):
+        guard.forget(name)
+    assert guard.counts == DriftGuard(limit).counts
+    return guard, rng
+
+
+def run(guard: DriftGuard, name: str, steps: int, rates, rng: random.Random) -> list[int]:
+    """The depths that a request was drafted at."""
+    depths = []
+    for _ in range(steps):
+        depths.append(guard.depth(name))
+        guard.saw(name, depths[-1], accepted(depths[-1], rates, rng))
+    return depths
+
+
+def changes(depths: list[int]) -> list[int]:
+    return [depth for depth, _ in itertools.groupby(depths)]
+
+
+def test_a_request_that_leaves_the_band_is_shortened_step_by_step_and_comes_back():
+    guard, rng = calibrated()
+    run(guard, "good", 50, USUAL, rng)
+    depths = run(guard, "drifting", 40, USUAL, rng)
+    assert set(depths) == {5}
+    depths = run(guard, "drifting", 100, (0.1,) * 5, rng)
+    assert changes(depths) == [5, 2, 1]
+    assert depths.index(1) < 40
+    assert guard.depth("drifting") == 1, "never 0: it could not be seen to recover"
+    assert guard.depth("good") == 5
+    assert guard.counts.shortened == guard.counts.requests == 1
+    assert guard.counts.shortenings == {"acceptance": 2, "rms": 0, "sink": 0}
+    assert guard.counts.short_steps == sum(depth < 5 for depth in depths)
+    depths = run(guard, "drifting", 150, USUAL, rng)
+    assert changes(depths) == [1, 2, 4, 5]
+    assert (guard.counts.recoveries, guard.counts.shortened, guard.counts.requests) == (1, 0, 1)
+
+
+def test_nothing_is_judged_before_the_warm_up_is_over():
+    guard, rng = DriftGuard(4, calibration_steps=200), random.Random(0)
+    run(guard, "good", 100, (1.0,) * 4, rng)
+    assert set(run(guard, "bad", 100, (0.0,) * 4, rng)) == {4}
+    assert changes(run(guard, "bad", 30, (0.0,) * 4, rng))[-1] == 1
+
+
+def test_usual_variation_is_seldom_taken_for_drift():
+    guard, rng = calibrated()
+    for number in range(100):
+        run(guard, f"{number}", 100, USUAL, rng)
+        guard.forget(f"{number}")
+    assert guard.counts.requests <= 5
+    assert guard.counts.shortened == 0
+
+
+def test_a_drafter_that_never_accepts_is_in_its_band():
+    guard, rng = DriftGuard(4, calibration_steps=50), random.Random(0)
+    assert set(run(guard, "one", 400, (0.02,) * 4, rng)) == {4}
+
+
+def test_it_does_not_flap():
+    """Good at first, hopeless deeper down: each return to depth is tried half as often as the one before."""
+    guard, rng = calibrated()
+    depths = run(guard, "shallow", 1500, (0.9, 0.9, 0.0, 0.0, 0.0), rng)
+    assert guard.counts.requests == 1
+    assert 2 <= sum(guard.counts.shortenings.values()) <= 10
+    runs = [len(list(same)) for depth, same in itertools.groupby(depths) if depth <= 2]
+    assert min(runs[:-1]) >= FIRST_WAIT
+    assert max(runs) > 8 * FIRST_WAIT
+
+
+def test_a_miss_on_a_token_that_the_drafter_cannot_name_is_not_held_against_it():
+    guard, _ = calibrated()
+    for _ in range(200):
+        guard.saw("rare words", 5, 0, nameable=False)
+    assert guard.depth("rare words") == 5
+    for _ in range(200):
+        guard.saw("plain words", 5, 0)
+    assert guard.depth("plain words") == 1
+    before = list(guard.usual.tried)
+    guard.saw("rare words", 5, 2, nameable=False)
+    assert [new > old for new, old in zip(guard.usual.tried, before, strict=True)] == [True, True, False, False, False]
+
+
+def test_a_draft_that_was_accepted_whole_has_no_miss():
+    guard, _ = calibrated(limit=3)
+    for _ in range(100):
+        guard.saw("perfect", 3, 3, nameable=False)
+    assert [rate > 0.99 for rate in (guard.watched["perfect"].rates.rate(place) for place in range(3))] == [True] * 3
+
+
+@pytest.mark.parametrize(("name", "reason", "strange"), [("rms", "rms", 4.0), ("rms", "rms", 0.2), ("sink_share", "sink", 0.9)])
+def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(name, reason, strange):
+    guard, rng = calibrated(calibration_looks=10)
+
+    def figures(**other) -> dict[str, list[float]]:
+        return {
+            "rms": [rng.gauss(1.0, 0.05) for _ in range(5)],
+            "sink_share": [rng.gauss(0.3, 0.03) for _ in range(5)],
+            "entropy": [2.0] * 5,
+        } | other
+
+    for look in range(30):
+        guard.probed(f"{look % 3}", figures())
+    assert not guard.counts.requests
+    guard.probed("drifting", figures(**{name: [1.0 if name == "rms" else 0.3] * 3 + [strange] * 2}))
+    assert guard.depth("drifting") == 2
+    assert guard.counts.shortenings == dict.fromkeys(REASONS, 0) | {reason: 1}
+    assert set(run(guard, "drifting", 100, USUAL, rng)) == {2}, "good acceptance does not make up for it"
+    guard.probed("drifting", figures(**{name: figures()[name][:2]}))
+    assert changes(run(guard, "drifting", 100, USUAL, rng)) == [2, 4, 5]
+    assert guard.counts.recoveries == 1
+    assert guard.depth("0") == 5
+
+
+def test_one_look_at_a_strange_draft_does_not_widen_the_band():
+    guard = DriftGuard(2, calibration_looks=10)
+    for _ in range(40):
+        guard.probed("usual", {"rms": [1.0, 1.0]})
+    for _ in range(3):
+        guard.probed("strange", {"rms": [50.0, 50.0]})
+    assert guard.bands["rms"][0].mean < 1.1
+    assert guard.depth("strange") == 1
+
+
+def test_depth_1_stays_and_a_finished_request_is_forgotten():
+    guard, rng = calibrated(limit=1)
+    assert set(run(guard, "one", 100, (0.0,), rng)) == {1}
+    assert not guard.counts.requests
+    guard, rng = calibrated()
+    run(guard, "gone", 100, (0.0,) * 5, rng)
+    assert guard.counts.shortened == 1
+    guard.forget("gone")
+    guard.forget("gone")
+    assert guard.counts.shortened == 0
+    assert not guard.watched
+    assert guard.depth("gone") == 5
