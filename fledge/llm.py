@@ -82,6 +82,8 @@ class LLM:
         tree: TreeShape | bool | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        quantization: str = "none",
+        deterministic: bool = False,
         max_model_len: int = 0,
         max_num_seqs: int = 0,
         kv_cache_tokens: int = 0,
@@ -95,6 +97,8 @@ class LLM:
         config = EngineConfig(
             device=device,
             dtype=dtype,
+            quantization=quantization,
+            deterministic=deterministic,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_tokens=kv_cache_tokens,

@@ -118,6 +118,7 @@ def run_bench(
         "model": bench.model,
         "device": bench.config.device,
         "dtype": bench.config.dtype,
+        "quantization": bench.config.quantization,
         "copy_bandwidth_bytes_per_second": bandwidth,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -18,6 +18,8 @@ LEGEND = "AL: 1 + accepted / steps; o: tokens a pass / speed-up - 1; bus: share 
 
 def table(figures: dict[str, Any]) -> Table:
     where = f"{figures['model']} on {figures['device']}, {figures['dtype']}"
+    if figures.get("quantization", "none") != "none":
+        where += f", target {figures['quantization']}"
     title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
     shown = Table(title=title, caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:

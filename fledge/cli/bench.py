@@ -35,6 +35,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and plots.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "none",
     deterministic: options.Deterministic = False,
 ) -> None:
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
@@ -65,6 +66,7 @@ def bench(
         config = EngineConfig(
             device=device,
             dtype=dtype,
+            quantization=quantization,
             max_num_seqs=max(at_once),
             prefix_caching=False,  # the prompts come again in every run
             deterministic=deterministic,

@@ -18,6 +18,7 @@ def chat(
     tree: options.Tree = False,
     system: options.System = None,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "none",
     device: options.Device = "auto",
 ) -> None:
     """Talk with the model. /reset starts over, /quit (or Ctrl-D) leaves; Ctrl-C stops an answer."""
@@ -26,7 +27,7 @@ def chat(
     from fledge.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device)
+    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device, quantization=quantization)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:

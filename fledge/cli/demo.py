@@ -17,6 +17,7 @@ def demo(
     tree: options.Tree = False,
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "none",
     device: options.Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
@@ -32,9 +33,10 @@ def demo(
 
     console = Console()
     # Each prompt is decoded twice: the second time should be as much work as the first.
-    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device, prefix_caching=False)
+    settings = {"dtype": dtype, "quantization": quantization, "device": device, "prefix_caching": False}
+    llm = options.load(model, drafter, depth, tree=tree, **settings)
     described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
-    console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.dtype}; drafter: {described}\n")
+    console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}\n")
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     console.print(f"[bold]{DEMO[0].text}[/]  [dim](accepted draft tokens in [/][green]green[/][dim])[/]\n")
     completion = llm.chat([{"role": "user", "content": DEMO[0].text}], params, on_delta=print_delta)
@@ -79,6 +81,7 @@ def demo(
                 "depth": depth,
                 "tree": tree,
                 "dtype": llm.engine.config.dtype,
+                "quantization": quantization,
                 "summary": whole.to_dict(),
                 "prompts": [result.to_dict() for result in results],
                 "provenance": provenance([prompt.text for prompt in DEMO]),

@@ -33,6 +33,7 @@ def generate(
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "none",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -67,6 +68,7 @@ def generate(
         tree_nodes=tree_nodes,
         drift_guard=drift_guard,
         dtype=dtype,
+        quantization=quantization,
         device=device,
         deterministic=deterministic,
     )
@@ -77,6 +79,7 @@ def generate(
     completion = llm.generate([tokens], params, on_delta=None if as_json else print_delta)[0]
     if as_json:
         settings = {"model": model, "drafter": drafter, "depth": depth, "tree": tree, "dtype": llm.engine.config.dtype}
+        settings["quantization"] = quantization
         print(json.dumps(completion.to_dict() | settings, ensure_ascii=False))
     else:
         print()

@@ -22,6 +22,7 @@ Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a ch
 TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expanded a level.")]
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
+Quantization = Annotated[str, typer.Option(help="The target's weights: none, int8, int4, or gguf (as a GGUF file has them).")]
 Deterministic = Annotated[
     bool,
     typer.Option(
@@ -48,7 +49,7 @@ def load(
     tree_nodes: int = 12,
     dtype: str = "auto",
     device: str = "auto",
-    **config: int | bool,
+    **config: int | bool | str,
 ) -> LLM:
     from fledge.llm import LLM
     from fledge.speculation.depth import TreeShape

@@ -12,7 +12,7 @@ from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.packed_linear import packing_supported
 from fledge.kernels.paged_attention import PagedKV
-from fledge.kernels.quantization import QUANTIZATIONS
+from fledge.kernels.quantization import check_name
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -48,7 +48,11 @@ class EngineConfig:
             raise UserError("bfloat16 is not supported on CPU; use --dtype float16 (packed weights) or float32")
         if kind == "cpu" and dtype == "float16" and not packing_supported():
             raise UserError("float16 needs packed CPU weights, which this machine lacks; use --dtype float32")
-        self._check_quantization(kind)
+        if check_name(self.quantization) != "none" and kind == "cpu" and native.library() is None:
+            raise UserError(
+                f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
+                "install one, or leave it out"
+            )
         longest = self.max_model_len or model.max_positions
         if longest > model.max_positions:
             raise UserError(
@@ -65,21 +69,14 @@ class EngineConfig:
         )
         return replace(resolved, kv_cache_tokens=self.kv_cache_tokens or resolved._cache_tokens(model))
 
-    def _check_quantization(self, kind: str) -> None:
-        if self.quantization not in QUANTIZATIONS:
-            raise UserError(
-                f"quantization {self.quantization!r} is not supported; use int8 or int4 (made from the weights as they are "
-                "loaded), gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read"
-            )
-        if kind == "cpu" and self.quantization != "none" and native.library() is None:
-            raise UserError(
-                f"quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
-                "install one, or leave --quantization out"
-            )
-
     @property
     def weight_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def weights(self) -> str:
+        """In words."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, target {self.quantization}"
 
     @property
     def activation_dtype(self) -> torch.dtype:

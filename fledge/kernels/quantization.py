@@ -33,6 +33,15 @@ BITS = {"int8": (8, 8), "int4": (4, 8)}
 QUANTIZATIONS = ("none", *BITS, "gguf")
 
 
+def check_name(quantization: str) -> str:
+    if quantization not in QUANTIZATIONS:
+        raise UserError(
+            f"--quantization {quantization}: not supported; use int8 or int4 (made from the weights as they are loaded), "
+            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+        )
+    return quantization
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     codes: Tensor

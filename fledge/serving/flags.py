@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from fledge.engine.build import DEFAULT_DEPTH, Speculation
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
+from fledge.kernels.quantization import check_name
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
@@ -170,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     engine = top.add_argument_group("engine")
     engine.add_argument("--speculative-config", "-sc", metavar="JSON", help="method, model, num_speculative_tokens, …")
     engine.add_argument("--dtype", choices=("auto", "half", "float16", "bfloat16", "float", "float32"), default="auto")
+    engine.add_argument("--quantization", "-q", default="none", help="int8, int4, or gguf (as a GGUF file has them)")
     engine.add_argument("--max-model-len", type=human_int, default=0)
     engine.add_argument("--max-num-seqs", type=int, default=0)
     engine.add_argument("--max-num-batched-tokens", type=human_int, default=0)
@@ -241,6 +243,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     config = EngineConfig(
         device=given.device,
         dtype=DTYPES.get(given.dtype, given.dtype),
+        quantization=check_name("none" if given.quantization in ("null", "None") else given.quantization),
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
         max_batched_tokens=given.max_num_batched_tokens,

@@ -54,7 +54,7 @@ def test_keys_of_json_flags_may_be_dotted() -> None:
     [
         (["--tensor-parallel-size", "4"], ["--tensor-parallel-size", "--engine vllm"]),
         (["-tp=2"], ["--engine vllm"]),
-        (["--quantization", "awq"], ["--quantization", "float16"]),
+        (["--quantization", "awq"], ["--quantization", "awq", "int8"]),
         (["--enable-lora"], ["merge", "--engine vllm"]),
         (["--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
         (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
@@ -117,3 +117,11 @@ def test_the_engine_is_known_before_foreign_flags_are_judged() -> None:
     assert chosen_engine(["m", "--tensor-parallel-size", "4", "--engine", "vllm"]) == "vllm"
     assert chosen_engine(["m", "--engine=vllm"]) == "vllm"
     assert chosen_engine(["m"]) == "fledge"
+
+
+def test_depth_rules_are_on_unless_switched_off():
+    for words in (["m", "--drafter", "ngram"], ["m", "--speculative-config", '{"method": "ngram"}']):
+        speculation = parse(words).speculative_config.speculation
+        assert (speculation.adaptive, speculation.drift_guard) == (True, True)
+        speculation = parse([*words, "--no-drift-guard", "--no-adaptive-depth"]).speculative_config.speculation
+        assert (speculation.adaptive, speculation.drift_guard) == (False, False)
