@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import GREEDY, SAMPLED, TOP_P, DeviceBatch
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.offline import DeviceAnswers
+from fledge.engine.prompt_pass import OVER_CACHE
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, entries, prompts
@@ -160,3 +163,42 @@ def test_nothing_is_recorded_after_warming_up():
     while engine.has_unfinished():
         engine.step()
     assert (len(engine.rows.graphs.graphs), len(engine.rows.prompts.graphs.graphs)) == before
+
+
+def test_rows_that_find_their_prompts_in_the_cache_answer_the_same():
+    decoder, drafter = networks()
+    answers = []
+    for caching in (True, False):
+        config = replace(settings(decoder, 8), max_model_len=512, kv_cache_tokens=8192, prefix_caching=caching)
+        engine = build_engine(decoder, Speculation(drafter, 3), config)
+        base = [number * 7 % 128 for number in range(200)]
+        texts = [base, *([*base[: 130 + 20 * index], *prompts(1, seed=index)[0]] for index in range(4))]
+        for text in texts:
+            request = engine.add_request(text, SamplingParams(max_tokens=20, temperature=0))
+            while engine.has_unfinished():
+                engine.step()
+                engine.check_integrity()
+            answers.append(request.answer)
+            assert request.num_cached == (None if not caching else 0 if text is base else 128)
+    assert answers[:5] == answers[5:]
+
+
+def test_recorded_passes_over_the_cache_equal_eager_ones():
+    decoder, drafter = (network.to(torch.bfloat16) for network in networks())
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=8, kv_cache_tokens=8192, page_size=64
+    ).resolve(decoder.config)
+    found = []
+    for capture in (True, False):
+        batch = DeviceBatch(decoder, config, drafter=drafter, capture=capture)
+        made = entries(batch, [[(number * 7 + seed) % 128 for number in range(100 + 40 * seed)] for seed in range(5)])
+        batch.read_prompts(made)
+        for entry in made:
+            entry.cached = 64
+        batch.read_prompts(made)
+        shapes = {shape[1:] for shape in batch.prompts.graphs.graphs}
+        assert ((768, 16, OVER_CACHE) in shapes) == capture
+        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5].tolist()))
+    scale = found[1][0].abs().max().item()
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
+    assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may fall the other way
