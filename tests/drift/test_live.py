@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.live import LiveProbe
+from fledge.drift.live import LiveProbe, watch_drafts
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
@@ -69,3 +69,25 @@ def test_trees_are_left_alone_and_detaching_ends_it():
     assert probe.snapshot() == {"drafts": 0, "rms": [], "sink_share": [], "own_share": [], "entropy": []}
     probe.detach()
     assert probe.speculator.step.__self__ is probe.speculator
+
+
+def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
+    decoder, drafter = pair(fc_norm=True, norm_output=True)
+    engine = build_engine(decoder, Speculation(drafter, DEPTH, adaptive=False))
+    probe = watch_drafts(engine, every=1)
+    heard, tell = [], probe.listener
+    probe.listener = lambda sequence, figures: (heard.append((sequence, figures)), tell(sequence, figures))
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    while engine.has_unfinished():
+        engine.step()
+    assert {sequence for sequence, _ in heard} == set(requests)
+    assert len(heard) == probe.looked_at
+    means = probe.snapshot()
+    for name in ("rms", "sink_share", "own_share", "entropy"):
+        for step in range(DEPTH):
+            values = [figures[name][step] for _, figures in heard if len(figures[name]) > step]
+            assert sum(values) / len(values) == pytest.approx(means[name][step])
+    bands = engine.depth_control.guard.bands
+    assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts
+    assert watch_drafts(build_engine(decoder, Speculation("ngram", 3))) is None

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from fledge.engine.load_depth import LoadDepth
+from fledge.engine.step_costs import LIFETIME, CostTable
 
 
 def costs(step: float, each: float):
@@ -50,3 +55,92 @@ def test_what_many_rows_saw_counts_as_often():
         one.saw(3, 1)
     many.saw(3, 1, times=5)
     assert abs(one.tokens(3) - many.tokens(3)) < 0.01
+
+
+def test_rows_that_may_not_be_drafted_for_so_deep_gain_nothing_from_depth():
+    depths, cost = LoadDepth(5), costs(1.0, 0.1)
+    assert depths.choose(1.0, cost) == 5
+    assert depths.choose(1.0, cost, [5, 5, 5, 5]) == 5
+    assert depths.choose(1.0, cost, [1, 1, 1, 5]) < 5
+    assert depths.choose(1.0, cost, [1, 1]) == 1
+    assert depths.choose(1.0, cost, [4, 1]) <= 5, "4 is not among the depths: the next one above it is the most"
+    assert depths.choose(1.0, lambda depth: None, [2, 1]) == 2
+    assert depths.choose(1.0, lambda depth: None, [4]) == 5
+
+
+def test_drafts_that_stop_early_are_expected_to():
+    depths = LoadDepth(4)
+    assert depths.nodes(4) == 4
+    for number in range(4000):
+        depths.saw(4, min(number % 2, 1), drafted=1 + number % 2)
+    assert depths.nodes(4) == pytest.approx(1.5, abs=0.1)
+    assert depths.tokens(4) == pytest.approx(1.5, abs=0.1)
+
+
+# What passes cost, as learnt from those that are run
+
+
+def true_cost(rows: float) -> float:
+    return 10 + 3 * max(0.0, rows - 4)
+
+
+def test_costs_are_learnt_from_few_noisy_passes():
+    table, rng = CostTable(), random.Random(0)
+    assert table.seconds(3) is None
+    for _ in range(40):
+        for rows in (1, 6, 16, 40, 96):
+            slow = 20.0 if rng.random() < 0.05 else 1.0  # something else had the machine
+            table.saw(rows, true_cost(rows) * rng.uniform(0.9, 1.1) * slow)
+    for rows in (1, 6, 10, 16, 30, 40, 70, 96, 128):
+        assert table.seconds(rows) == pytest.approx(true_cost(rows), rel=0.2)
+
+
+def test_what_is_not_known_is_taken_to_be_cheap():
+    table = CostTable()
+    table.saw(24, 60.0)
+    assert table.seconds(4) <= 10.0
+    assert table.seconds(24) == table.seconds(48) < 60.0
+    table.saw(4, 20.0)
+    assert 20.0 < table.seconds(14) < 60.0
+    assert table.seconds(44) == pytest.approx(table.seconds(24) + 40.0)
+    for _ in range(100):
+        table.saw(24, 60.0)
+    assert table.seconds(24) == pytest.approx(60.0, rel=0.01)
+
+
+def test_a_cost_that_has_not_come_up_for_long_is_forgotten():
+    table = CostTable()
+    table.saw(64, 1e9)
+    for _ in range(LIFETIME + 64):
+        table.saw(1, 10.0)
+    assert table.seconds(64) == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_machine_that_becomes_slower_is_followed():
+    table = CostTable()
+    for seconds in (10.0, 40.0):
+        for _ in range(40):
+            table.saw(4, seconds)
+        assert table.seconds(4) == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_depth_is_found_from_real_steps_alone(seed):
+    """Steps are measured as they are run: after a few dozen the choice is within a few hundredths of the best there is."""
+    rng, depths, table = random.Random(seed), LoadDepth(5, margin=1.0), CostTable()
+    for _ in range(300):
+        depths.saw(5, sum(1 for _ in range(5) if rng.random() < 0.6))
+
+    def seconds(batch: int, depth: int, of) -> float | None:
+        cost = of(batch * (1 + depth))
+        return None if cost is None else cost + 0.5 * depth
+
+    for batch in (1, 16, 4, 1):
+        lost = 0.0
+        speeds = {depth: depths.tokens(depth) / seconds(batch, depth, true_cost) for depth in (0, 1, 2, 3, 5)}
+        for _ in range(100):
+            chosen = depths.choose(1.0, lambda depth, batch=batch: seconds(batch, depth, table.seconds))
+            rows = batch * (1 + chosen)
+            table.saw(rows, true_cost(rows) * rng.uniform(0.95, 1.05))
+            lost += 1 - speeds[chosen] / max(speeds.values())
+        assert lost / 100 < 0.05, batch

@@ -7,7 +7,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
 from fledge.serving.metrics import DRIFT, Metrics
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
 def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened() -> None:
@@ -31,3 +31,32 @@ def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened
     assert "prompt 2.0 tokens/s, generation 12.0 tokens/s" in line
     assert f"acceptance length {engine.stats.acceptance_length:.2f}" in line
     assert len(line.split("by position ")[1].split()) == 3
+
+
+def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() -> None:
+    config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(tiny_drafter_config(draft_vocab_size=64)), 4), config)
+    metrics = Metrics("tiny")
+    metrics.watch(engine)
+    before = metrics._snapshot()
+    assert "drift guard" not in metrics._line(before, metrics._snapshot(), 1.0)
+    guard = engine.depth_control.guard
+    for step in range(400):
+        guard.saw("good", 4, 4)
+        guard.saw("bad", 4, 4 if step < 200 else 0)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if line[0] != "#")
+    labels = 'engine="0",model_name="tiny"'
+
+    def value(name: str, more: str = "") -> float:
+        return float(lines[f"fledge:drift_guard_{name}{{{labels}{more}}}"])
+
+    assert value("requests_shortened_total") == value("shortened") == 1
+    assert value("shortenings_total", ',reason="acceptance"') == 2
+    assert value("shortenings_total", ',reason="rms"') == value("shortenings_total", ',reason="sink"') == 0
+    assert value("recoveries_total") == 0
+    assert value("short_steps_total") == guard.counts.short_steps > 100
+    assert value("outside_vocabulary_share") == engine.drafter.outside.share > 0
+    assert "drift guard: 2 shortened, 1 now short" in metrics._line(before, metrics._snapshot(), 1.0)
+    plain = Metrics("plain")
+    plain.watch(build_engine(tiny_decoder(), Speculation("none"), config))
+    assert b"drift_guard" not in plain.render()
