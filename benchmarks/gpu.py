@@ -12,6 +12,7 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
              depth that was fastest, and how fast the engine is when it chooses itself
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
+  modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
   long       131,072 tokens: the model with its rotary embedding stretched (YaRN); time of the prompt, time a token by context,
              memory against the formula
@@ -37,6 +38,7 @@ from pathlib import Path
 import torch
 from gpu_kernels import attention_times, event_time, left_out, linear_times
 from gpu_long import long_context
+from gpu_modes import compare_modes
 from torch import Tensor
 
 from fledge.bench.baselines import run_baseline
@@ -57,7 +59,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = ("checks", "plain", "spec", "settings", "parts", "attention", "linears", "profile", "offline", "long", "vllm")
+STAGES = ("checks", "plain", "spec", "settings", "parts", "attention", "linears", "profile", "modes", "offline", "long", "vllm")
 # Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
 TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
@@ -97,6 +99,7 @@ class Bench:
     drafter: EagleDrafter | None
     prompts: list[list[int]]
     results: dict[str, object] = field(default_factory=dict)
+    deterministic: bool = False
 
     def config(self, rows: int) -> EngineConfig:
         config = EngineConfig(
@@ -106,6 +109,7 @@ class Bench:
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
             kv_cache_tokens=rows * (self.args.max_model_len if rows <= 256 else 768),
+            deterministic=self.deterministic,
             prefix_caching=False,  # the prompts come again in every run
         )
         return config.resolve(self.decoder.config)
@@ -345,6 +349,11 @@ def parts(bench: Bench) -> dict[str, object]:
     rows.graphs.graphs.clear()
     show("parts: microseconds a step without …", found)
     return found
+
+
+def modes(bench: Bench) -> dict[str, object]:
+    print("\n== modes")
+    return compare_modes(bench, speed, shown)
 
 
 def long(bench: Bench) -> dict[str, object]:

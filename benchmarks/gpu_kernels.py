@@ -86,8 +86,10 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
     def no_head(x: torch.Tensor, chosen: slice, num_new: int, how: int) -> Choice:
         return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
 
-    def no_mlp(layer: torch.nn.Module, residual: torch.Tensor, attended: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        return fused_decoder.linear(layer.self_attn.o_proj, attended, residual_MO=residual, in_place=in_place)
+    def no_mlp(
+        layer: torch.nn.Module, residual: torch.Tensor, attended: torch.Tensor, *, in_place: bool, linear: Callable
+    ) -> torch.Tensor:
+        return linear(layer.self_attn.o_proj, attended, residual_MO=residual, in_place=in_place)
 
     return {
         "nothing": nullcontext,
