@@ -80,7 +80,7 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
         values = (figures["probes"][name].get(key) for name in names)
         table.add_row(label, *("–" if value is None else form.format(value) for value in values))
     for suite in figures["suites"]:
-        depth = shown_depth(suite)
+        depth = shown_depth(suite["depths"])
         cells = []
         for name in names:
             lengths = {c["name"]: c["drafters"][name]["acceptance_length"][depth] for c in suite["conditions"]}

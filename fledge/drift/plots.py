@@ -78,7 +78,7 @@ def by_head(figures: dict[str, Any], share: str) -> bytes:
 def suite(figures: dict[str, Any], result: dict[str, Any]) -> bytes:
     """Acceptance length of every condition (over depth where there is only one)."""
     names = [one["name"] for one in figures["drafters"]]
-    conditions, depth = result["conditions"], shown_depth(result)
+    conditions, depth = result["conditions"], shown_depth(result["depths"])
     if len(conditions) == 1:
         return _over_depth(figures, result)
     height = max(2.2, 0.34 * len(conditions) * max(1, 0.6 * len(names)))

@@ -155,7 +155,7 @@ def _target_states(figures: dict[str, Any]) -> str:
 
 def _suite_table(suite: dict[str, Any], name: str) -> str:
     depths = suite["depths"]
-    shown = shown_depth(suite)
+    shown = shown_depth(suite["depths"])
     head = [
         f"{name}: acceptance length at depth",
         *map(str, depths),

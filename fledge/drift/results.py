@@ -8,6 +8,7 @@ from typing import Any
 
 from fledge.drift.acceptance import Estimate, length_ratio
 from fledge.drift.tally import Tally
+from fledge.drift.words import shown_depth
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ def suite_result(
     name: str, explanation: str, baseline: str | None, depths: Sequence[int], conditions: Sequence[Measured]
 ) -> dict[str, Any]:
     base = next((one for one in conditions if one.name == baseline), None)
+    shown = shown_depth(depths)
     described = []
     for condition in conditions:
         drafters = {}
@@ -35,6 +37,7 @@ def suite_result(
             figures |= (
                 _shares(tally, base.tallies[drafter], depths) if base else _of_mean(drafter, condition, conditions, depths)
             )
+            figures["counts"] = {name: list(tally.texts[name][shown]) for name in tally.texts}  # accepted, steps at depth 5
             figures["against_first"] = _plain({depth: _ratio(tally, first, depth) for depth in depths})
             drafters[drafter] = figures
         described.append({**condition.facts, "drafters": drafters})

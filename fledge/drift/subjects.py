@@ -23,7 +23,7 @@ class Subject:
     name: str
     network: EagleDrafter
     parameters: int  # its own, before packing
-    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps
+    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps, augmented
 
     def to_dict(self) -> dict[str, Any]:
         config = self.network.config
@@ -53,10 +53,15 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
 
 
 def _training_of(folder: Path) -> dict[str, Any]:
-    """Longest text and draft steps that a drafter was trained with, where it says so."""
+    """Longest text and draft steps that a drafter was trained with, and whether under other templates, where it says so."""
     try:
         recipe = json.loads((folder / "provenance.json").read_text())["recipe"]
-        return {"sequence_length": recipe["data"]["sequence_length"], "ttt_steps": recipe["objective"]["ttt_steps"]}
+        augmentation = recipe["data"].get("augmentation") or {}
+        return {
+            "sequence_length": recipe["data"]["sequence_length"],
+            "ttt_steps": recipe["objective"]["ttt_steps"],
+            "augmented": any(value for name, value in augmentation.items() if name.endswith("_probability")),
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -41,10 +41,9 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
         by_head = torch.stack([getattr(figures, attribute) for figures in rollout.attention], 1)  # [M, J, H]
         values[f"{name}_by_head"] = (by_head, None)
     sums = {name: _summed(*pair, rollout.text_M, num_texts) for name, pair in values.items()}
-    stands, of_text = rollout.stands_MJ.cpu(), rollout.text_M.cpu()
+    rows_of_text = torch.bincount(rollout.text_M, minlength=num_texts).tolist()
     found = []
-    for number in range(num_texts):
-        mine = stands[of_text == number]
+    for number, mine in enumerate(rollout.stands_MJ.cpu().split(rows_of_text)):
         if sampled:
             counts = {depth: expected_walk(mine.tolist(), depth) for depth in depths}
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that is still flat, or only mild
@@ -19,9 +20,9 @@ def in_words(figures: dict[str, Any]) -> dict[str, list[str]]:
     return words
 
 
-def shown_depth(suite: dict[str, Any]) -> int:
+def shown_depth(depths: Sequence[int]) -> int:
     """The depth that sentences and charts speak of: 5, or the nearest there is."""
-    return min(suite["depths"], key=lambda depth: (abs(depth - 5), depth))
+    return min(depths, key=lambda depth: (abs(depth - 5), depth))
 
 
 def _one(name: str, figures: dict[str, Any]) -> list[str]:
@@ -117,7 +118,7 @@ def _inputs(states: dict[str, Any], figures: dict[str, Any], name: str) -> str:
 
 def _weakest(suite: dict[str, Any], name: str) -> str:
     """The condition with the lowest share of the baseline, if it is low enough to speak of."""
-    depth = shown_depth(suite)
+    depth = shown_depth(suite["depths"])
     found = [(c["drafters"][name]["retention"][depth], c) for c in suite["conditions"] if c["name"] != suite["baseline"]]
     if not found:
         return ""
@@ -154,7 +155,7 @@ def _together(figures: dict[str, Any]) -> list[str]:
 
 def _against(name: str, first: str, figures: dict[str, Any]) -> list[str]:
     by_condition = [
-        (c["drafters"][name]["against_first"][shown_depth(suite)], f"{suite['name']}: {c['name']}")
+        (c["drafters"][name]["against_first"][shown_depth(suite["depths"])], f"{suite['name']}: {c['name']}")
         for suite in figures["suites"]
         for c in suite["conditions"]
     ]
@@ -167,10 +168,9 @@ def _against(name: str, first: str, figures: dict[str, Any]) -> list[str]:
         f"standard errors; {behind} are shorter by as much); at best {plus_minus(best[0])} ({best[1]}), at worst "
         f"{plus_minus(worst[0])} ({worst[1]})."
     )
-    overall = [
-        f"{suite['name']} {plus_minus(suite['overall_against_first'][name][shown_depth(suite)])}" for suite in figures["suites"]
-    ]
-    return [sentence, f"All conditions of a suite together, {name} over {first}: {', '.join(overall)}."]
+    overall = {suite["name"]: suite["overall_against_first"][name][shown_depth(suite["depths"])] for suite in figures["suites"]}
+    listed = ", ".join(f"{suite} {plus_minus(ratio)}" for suite, ratio in overall.items())
+    return [sentence, f"All conditions of a suite together, {name} over {first}: {listed}."]
 
 
 def plus_minus(ratio: dict[str, float | None]) -> str:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from fledge.bench.datasets import Item, load_items
-from fledge.checkpoints.eagle3 import save_drafter
-from fledge.checkpoints.hf import load_decoder
 from fledge.drift import templates
 from fledge.drift.contexts import OPENING, lengths
 from fledge.drift.documents import Document, load_documents
 from fledge.drift.lab import run_lab
-from fledge.drift.settings import Settings
 from fledge.drift.suites import chat_templates, chosen, multi_turn
 from fledge.drift.tally import Tally
 from fledge.drift.words import in_words
@@ -24,38 +20,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
-from tests.serving.model_folder import make_model
-from tests.tiny import tiny_drafter, tiny_drafter_config
-
-SETTINGS = replace(
-    Settings.quick(),
-    max_tokens=12,
-    probe_depth=9,
-    depth=5,
-    prompts=2,
-    questions=2,
-    system_prompts=("none", "short", "German"),
-    lengths=(128, 256, 4096),
-    noise=(1.0,),
-    temperatures=(0.0, 1.0),
-)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("lab")
-    model = make_model(root / "model", max_positions=1500)
-    decoder = load_decoder(model)
-    for name, flags in (("three", {}), ("three-one", {"fc_norm": True, "norm_output": True})):
-        drafter = tiny_drafter(tiny_drafter_config(decoder.config, **flags))
-        save_drafter(drafter, root / name)
-    return root
-
-
-@pytest.fixture(scope="module")
-def figures(folders):
-    names = [str(folders / name) for name in ("three", "three-one")]
-    return run_lab(str(folders / "model"), names, settings=SETTINGS, dtype="float32")
+from tests.drift.conftest import SETTINGS
 
 
 def suite(figures, name):

@@ -1,0 +1,84 @@
+"""The drift study: the whole lab over named drafters, its figures as JSON, its plots, and `docs/drift-study.md` from them.
+
+    python benchmarks/drift_study.py run --drafter "EAGLE 3=runs/eagle3" --drafter "EAGLE 3.1=runs/eagle3.1" \\
+        --documents texts/ --json benchmarks/results/drift-h200.json
+    python benchmarks/drift_study.py write benchmarks/results/drift-h200.json
+
+`run` puts the drafters side by side; the first is the one that ratios refer to. `write` makes the study's page and pictures
+from the JSON alone: every figure of the page is one of the file's, and its sentences are made from them.
+
+The drafters of the ablation are trained by `benchmarks/arms.py`; `recipes/ablation/README.md` has the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from fledge.bench.provenance import write_json
+from fledge.drift.lab import run_lab
+from fledge.drift.settings import Settings
+from fledge.drift.study import write_study
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--model", default="smollm2-135m")
+    run.add_argument("--drafter", action="append", required=True, metavar="NAME=FOLDER")
+    run.add_argument("--data", default="builtin")
+    run.add_argument("--documents", type=Path, help="folder of long texts; default: Python's own documentation")
+    run.add_argument("--device", default="auto")
+    run.add_argument("--json", type=Path, required=True)
+    run.add_argument("--commit", help="of the code, where there is no git")
+    amounts = Settings()
+    for name in ("max_tokens", "depth", "probe_depth", "prompts", "documents", "questions", "conversations"):
+        flag = "--num-documents" if name == "documents" else f"--{name.replace('_', '-')}"
+        run.add_argument(flag, type=int, default=getattr(amounts, name), dest=f"amount_{name}")
+    for name in ("lengths", "noise", "temperatures"):
+        kind = int if name == "lengths" else float
+        run.add_argument(f"--{name}", type=kind, nargs="+", default=getattr(amounts, name), dest=f"amount_{name}")
+    write = commands.add_parser("write")
+    write.add_argument("figures", type=Path)
+    write.add_argument("--page", type=Path, default=Path("docs/drift-study.md"))
+    write.add_argument("--images", type=Path, default=Path("docs/images"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.what == "write":
+        print(write_study(json.loads(args.figures.read_text()), args.figures, args.page, args.images))
+        return
+    began = time.time()
+    amounts = {name.removeprefix("amount_"): value for name, value in vars(args).items() if name.startswith("amount_")}
+    settings = replace(Settings(), **{n: tuple(v) if isinstance(v, list) else v for n, v in amounts.items()})
+    shown = [0.0]
+
+    def progress(text: str) -> None:
+        if time.time() - shown[0] > 5:
+            shown[0] = time.time()
+            print(f"[{time.time() - began:.0f} s] {text}", flush=True)
+
+    figures = run_lab(
+        args.model,
+        args.drafter,
+        settings=settings,
+        data=args.data,
+        documents=args.documents,
+        device=args.device,
+        on_progress=progress,
+    )
+    figures["seconds"] = time.time() - began
+    if args.commit:
+        figures["provenance"]["commit"] = args.commit
+    write_json(args.json, figures)
+    print(f"{args.json}: {figures['seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Drafters that differ in one thing: what each fix does alone, what augmentation and a window are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fledge.drift.acceptance import Count, Estimate, length_ratio
+from fledge.drift.claims import condition_of, suite_of
+from fledge.drift.words import plus_minus, shown_depth
+
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+CORNERS = ((False, False), (True, False), (False, True), (True, True))  # fc_norm, norm_output
+# Suites over which two drafters are compared, all conditions together.
+COMPARED = ("domains", "templates", "system prompts", "context length", "multi-turn", "noise")
+
+
+def _flags(drafter: dict[str, Any]) -> tuple[bool, bool]:
+    return drafter["config"]["fc_norm"], drafter["config"]["norm_output"]
+
+
+def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
+    """What makes drafters comparable, apart from what is compared."""
+    facts = {
+        "flags": _flags(drafter),
+        "window": drafter["config"]["window"],
+        "augmented": drafter["trained"].get("augmented"),
+        "ttt_steps": drafter["trained"].get("ttt_steps"),
+    }
+    return tuple(value for name, value in facts.items() if name not in without)
+
+
+def ablation(figures: dict[str, Any], table: Table) -> list[str]:
+    """The two fixes one by one, where all four combinations were trained alike."""
+    groups: dict[tuple[Any, ...], dict[tuple[bool, bool], str]] = {}
+    for drafter in figures["drafters"]:
+        groups.setdefault(_rest(drafter, "flags"), {}).setdefault(_flags(drafter), drafter["name"])
+    group = next((one for one in groups.values() if len(one) == len(CORNERS)), None)
+    if group is None:
+        return []
+    measures = _measures(figures, list(group.values()))
+    rows = [[label, *(form.format(values[group[corner]]) for corner in CORNERS)] for label, form, values in measures]
+    head = ["", "neither (EAGLE 3)", "`fc_norm` only", "`norm_output` only", "both (EAGLE 3.1)"]
+    sentences = []
+    for suite in COMPARED:
+        base = group[False, False]
+        found = {corner: ratio_over(figures, suite, group[corner], base) for corner in CORNERS[1:]}
+        if all(found.values()):
+            alone, other, both = (plus_minus(found[corner]._asdict()) for corner in CORNERS[1:])
+            sentences.append(
+                f"- {suite}: `fc_norm` alone {alone}, `norm_output` alone {other}, both {both} of neither's acceptance length."
+            )
+    return ["## The two fixes one by one", table(head, rows), "\n".join(sentences)]
+
+
+def _measures(figures: dict[str, Any], names: Sequence[str]) -> list[tuple[str, str, dict[str, float]]]:
+    probes = figures["probes"]
+    found: list[tuple[str, str, dict[str, float]]] = []
+    for depth in (5, 16):
+        if all(depth in probes[name]["acceptance_length"] for name in names):
+            found.append(
+                (f"acceptance length, depth {depth}", "{:.2f}", {n: probes[n]["acceptance_length"][depth] for n in names})
+            )
+    step = probes[names[0]]["drift_step"]
+    found.append((f"fed-back RMS, step {step} over step 1", "{:.2f}×", {n: probes[n]["rms_ratio"] for n in names}))
+    for share in ("sink", "own"):
+        found.append((f"{share} share, change a step", "{:+.4f}", {n: probes[n][f"{share}_share_slope"] for n in names}))
+    for name, label in (("templates", "lowest share kept: templates"), ("system prompts", "lowest share kept: system prompts")):
+        if suite := suite_of(figures, name):
+            depth = shown_depth(suite["depths"])
+            found.append(
+                (label, "{:.0%}", {n: min(c["drafters"][n]["retention"][depth] for c in suite["conditions"]) for n in names})
+            )
+    if suite := suite_of(figures, "context length"):
+        depth, longest = shown_depth(suite["depths"]), suite["conditions"][-1]
+        kept = {n: longest["drafters"][n]["retention"][depth] for n in names}
+        found.append((f"kept at {longest['name']}", "{:.0%}", kept))
+    if condition := condition_of(suite_of(figures, "noise"), "α = 0.5"):
+        depth = shown_depth(suite_of(figures, "noise")["depths"])
+        found.append(("kept under noise, α = 0.5", "{:.0%}", {n: condition["drafters"][n]["retention"][depth] for n in names}))
+    return found
+
+
+def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
+    """Pairs that differ in augmentation, or in the window, alone."""
+    parts: list[str] = []
+    for aspect, title, value in (
+        ("augmented", "Training under other templates and system prompts", lambda d: d["trained"].get("augmented")),
+        ("window", "A window on the drafter's attention", lambda d: d["config"]["window"]),
+    ):
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for drafter in figures["drafters"]:
+            groups.setdefault(_rest(drafter, aspect), []).append(drafter)
+        pairs = [(group[0], other) for group in groups.values() for other in group[1:] if value(other) != value(group[0])]
+        rows = []
+        for suite in COMPARED:
+            ratios = [ratio_over(figures, suite, one["name"], other["name"]) for one, other in pairs]
+            if ratios and all(ratios):
+                rows.append([suite, *(plus_minus(ratio._asdict()) for ratio in ratios)])
+        if rows:
+            head = ["acceptance length, all conditions together", *(f"{a['name']} / {b['name']}" for a, b in pairs)]
+            parts += [f"## {title}", table(head, rows)]
+    return parts
+
+
+def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Estimate | None:
+    """Over all conditions of a suite, text by text; None where the figures do not have the texts' counts."""
+    found = suite_of(figures, suite)
+    mine, theirs = ([], [])
+    for condition in found["conditions"] if found else ():
+        counts = [condition["drafters"][who].get("counts") for who in (name, base)]
+        if None in counts:
+            return None
+        both = [text for text in counts[0] if text in counts[1]]
+        mine += [Count(*counts[0][text]) for text in both]
+        theirs += [Count(*counts[1][text]) for text in both]
+    return length_ratio(mine, theirs) if mine else None

@@ -1,0 +1,246 @@
+"""The drift study as a page: tables, pictures and sentences, all made from the figures of one lab run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fledge.drift import plots
+from fledge.drift.ablation import ablation, comparisons
+from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims
+from fledge.drift.words import in_words, plus_minus, shown_depth
+
+# Dictionaries by draft depth, whose keys JSON turns into text.
+BY_DEPTH = {
+    *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping", "steps"),
+    *("retention", "retention_error", "retention_not_looping", "against_first"),
+}
+STEPS = (1, 2, 4, 5, 8, 12, 16)
+PICTURED = ("templates", "system prompts", "context length", "noise", "depth")
+
+
+def write_study(figures: dict[str, Any], source: Path, page: Path, images: Path) -> Path:
+    figures = with_depths(figures)
+    pictures = {"by-step": plots.by_step(figures)}
+    for suite in figures["suites"]:
+        if suite["name"] in PICTURED:
+            pictures[suite["name"].replace(" ", "-")] = plots.suite(figures, suite)
+    for name, content in pictures.items():
+        _write(images / f"drift-study-{name}.png", content)
+    _write(page, study(figures, source.name, os.path.relpath(images, page.parent)).encode())
+    return page
+
+
+def with_depths(value: Any, name: str = "") -> Any:
+    """As before it was JSON: depths are numbers."""
+    if isinstance(value, list):
+        return [with_depths(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if name == "overall_against_first":
+        return {drafter: with_depths(ratios, "against_first") for drafter, ratios in value.items()}
+    return {int(key) if name in BY_DEPTH else key: with_depths(one, key) for key, one in value.items()}
+
+
+def study(figures: dict[str, Any], source: str, images: str) -> str:
+    names = [one["name"] for one in figures["drafters"]]
+    old = names[0]
+    new = next((one["name"] for one in figures["drafters"][1:] if one["version"] == "3.1"), names[-1])
+    parts = ["# The drift study", _opening(figures, source), "## The drafters", _drafters(figures)]
+    if len(names) > 1:
+        parts += ["## What was claimed, and what we find", _claims(figures, old, new)]
+    parts += ["## What a robust drafter must show", _checks(figures, names)]
+    parts += ["## By draft step", f"![probes by draft step]({images}/drift-study-by-step.png)", _by_step(figures, names)]
+    parts += ["### What the target gives the drafters", _target_states(figures)]
+    parts += ablation(figures, table)
+    parts += comparisons(figures, table)
+    parts.append("## Under stress")
+    parts.append(
+        "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets what is left of the "
+        "baseline, question by question. The last columns compare drafters on the same answers."
+    )
+    for suite in figures["suites"]:
+        parts.append(f"### {suite['name'].capitalize()}")
+        parts.append(suite["explanation"])
+        if suite["name"] in PICTURED:
+            parts.append(f"![{suite['name']}]({images}/drift-study-{suite['name'].replace(' ', '-')}.png)")
+        parts.append(_depths(suite, names) if suite["name"] == "depth" else _suite(suite, names))
+    parts += ["## In words", *(_sentences(name, lines) for name, lines in in_words(figures).items())]
+    parts += ["## How it was made", _provenance(figures, source)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _opening(figures: dict[str, Any], source: str) -> str:
+    settings, provenance = figures["settings"], figures["provenance"]
+    kinds = " against ".join(sorted({one["version"] for one in figures["drafters"]}))
+    probed = next(iter(figures["probes"].values()))["texts"]
+    about = (
+        f"EAGLE {kinds} on {figures['model']}: how the drafters' states and attention move with draft depth, and what is left "
+        "of their acceptance under other templates, system prompts, context lengths, temperatures and noise. "
+        "[`drift-lab.md`](drift-lab.md) has the definitions."
+    )
+    measured = (
+        f"Measured on {provenance['device']} ({figures['device']}, {figures['dtype']}): {probed} prompts for the probes and "
+        f"domains, up to {settings['prompts']} for each template and system prompt, {settings['documents']} documents with "
+        f"{settings['questions']} questions each at every context length, answers of up to {settings['max_tokens']} tokens. "
+        f"Every figure is from [`{source}`](../benchmarks/results/{source}); `benchmarks/drift_study.py` writes this page from "
+        "it, sentences included."
+    )
+    return f"{about}\n\n{measured}"
+
+
+def _drafters(figures: dict[str, Any]) -> str:
+    rows = []
+    for one in figures["drafters"]:
+        config, trained = one["config"], one["trained"]
+        augmented = {True: "yes", False: "no"}.get(trained.get("augmented"), "–")
+        window = str(config["window"] or "none")
+        fixes = [_yes(config["fc_norm"]), _yes(config["norm_output"])]
+        rows.append(
+            [
+                one["name"],
+                *fixes,
+                window,
+                str(trained.get("ttt_steps", "–")),
+                str(trained.get("sequence_length", "–")),
+                augmented,
+            ]
+        )
+    head = ["drafter", "fc_norm", "norm_output", "window", "trained steps", "trained length", "other templates in training"]
+    return table(head, rows)
+
+
+def _claims(figures: dict[str, Any], old: str, new: str) -> str:
+    found = claims(figures, old, new)
+    rows = [[claim.what, claim.published, claim.here, f"**{claim.verdict}**"] for claim in found]
+    counted = {verdict: sum(claim.verdict == verdict for claim in found) for verdict in (HOLDS, WEAKLY, NOT)}
+    summary = (
+        f"Of {len(found)} claims, {counted[HOLDS]} hold here, {counted[WEAKLY]} hold weakly and {counted[NOT]} do not show. "
+        f"Figures are {old} / {new}; the published ones are the drift paper's, for Llama 3.1 8B."
+    )
+    return f"{summary}\n\n" + table(["claim", "published", "here", ""], rows)
+
+
+def _checks(figures: dict[str, Any], names: Sequence[str]) -> str:
+    by_name = {name: checks(figures, name) for name in names}
+    rows = []
+    for number, check in enumerate(by_name[names[0]]):
+        mine = [by_name[name][number] for name in names]
+        label = check.what.split(", lowest:")[0]
+        cells = [f"{one.value}{_lowest(one.what)} {'✓' if one.passed else '✗'}" for one in mine]
+        rows.append([label, check.limit, *cells])
+    slopes = [figures["probes"][name].get("sink_share_slope") for name in names]
+    rows.append(["sink share, change a step", "–", *("–" if slope is None else f"{slope:+.4f}" for slope in slopes)])
+    return table(["", "limit", *names], rows)
+
+
+def _lowest(what: str) -> str:
+    return f" ({what.split('lowest: ')[1]})" if "lowest: " in what else ""
+
+
+def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
+    measures = (
+        ("rms", "RMS of the fed-back state"),
+        ("sink_share", "share on the sink"),
+        ("own_share", "share on own tokens"),
+        ("prompt_share", "share on the rest of the prompt"),
+        ("entropy", "entropy, nats"),
+        ("cosine", "cosine with the target's state"),
+        ("accuracy", "right drafts"),
+        ("conditional_acceptance", "accepted once all before were"),
+    )
+    deepest = max(len(figures["probes"][name]["rms"]) for name in names)
+    steps = [step for step in STEPS if step <= deepest]
+    rows = []
+    for key, label in measures:
+        for name in names:
+            values = figures["probes"][name].get(key)
+            if values:
+                rows.append([label, name, *(_number(values[step - 1]) for step in steps)])
+    sink = figures["sink"]
+    found = (
+        f"The target's sink, found from its own attention, is column {sink['column']} (`{sink['token']}`) with "
+        f"{sink['share']:.0%} of all attention, where uniform attention would give {sink['uniform']:.1%}."
+    )
+    return f"{found}\n\n" + table(["at step", "", *map(str, steps)], rows)
+
+
+def _target_states(figures: dict[str, Any]) -> str:
+    rows = [
+        [name, layer, *(_number(places.get(place)) for place in ("sink", "prompt", "answer"))]
+        for name, states in figures["target_states"].items()
+        for layer, places in states.items()
+        if layer == "fc output" or name == next(iter(figures["target_states"]))
+    ]
+    return table(["", "mean RMS of", "at the sink", "in the prompt", "in the answer"], rows)
+
+
+def _suite(suite: dict[str, Any], names: Sequence[str]) -> str:
+    depth, rows = shown_depth(suite["depths"]), []
+    for condition in suite["conditions"]:
+        cells = []
+        for name in names:
+            one = condition["drafters"][name]
+            error = one["standard_error"][depth]
+            kept = f" ({one['retention'][depth]:.0%})" if condition["name"] != suite["baseline"] else ""
+            cells.append(f"{one['acceptance_length'][depth]:.2f}{f' ± {error:.2f}' if error is not None else ''}{kept}")
+        ratios = [plus_minus(condition["drafters"][name]["against_first"][depth]) for name in names[1:]]
+        one = condition["drafters"][names[0]]
+        rows.append(
+            [condition["name"], *cells, *ratios, f"{one['texts']} ({one['looping_texts']})", f"{one['steps'][depth]:.0f}"]
+        )
+    overall = [plus_minus(suite["overall_against_first"][name][depth]) for name in names[1:]]
+    if overall:
+        rows.append(["all together", *[""] * len(names), *overall, "", ""])
+    head = [
+        f"depth {depth}",
+        *names,
+        *(f"{name} / {names[0]}" for name in names[1:]),
+        "answers (looping)",
+        f"steps, {names[0]}",
+    ]
+    return table(head, rows)
+
+
+def _depths(suite: dict[str, Any], names: Sequence[str]) -> str:
+    condition = suite["conditions"][0]
+    steps = [depth for depth in suite["depths"] if depth in (1, 2, 3, 5, 7, 10, 13, 16)]
+    rows = [[name, *(f"{condition['drafters'][name]['acceptance_length'][d]:.2f}" for d in steps)] for name in names]
+    for name in names[1:]:
+        rows.append([f"{name} / {names[0]}", *(plus_minus(condition["drafters"][name]["against_first"][d]) for d in steps)])
+    return table(["acceptance length at depth", *map(str, steps)], rows)
+
+
+def _sentences(name: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"**{name.capitalize() if name == 'together' else name}**", "", *(f"- {line}" for line in lines)])
+
+
+def _provenance(figures: dict[str, Any], source: str) -> str:
+    facts = figures["provenance"]
+    kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "time")
+    lines = [f"{name}: {facts[name]}" for name in kept if facts.get(name) is not None]
+    if "seconds" in figures:
+        lines.append(f"took: {figures['seconds']:.0f} s for {len(figures['drafters'])} drafters")
+    return "```\n" + "\n".join(lines) + f"\n```\n\nPage: `python benchmarks/drift_study.py write benchmarks/results/{source}`"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
