@@ -29,7 +29,7 @@ def _one(name: str, figures: dict[str, Any]) -> list[str]:
     probes = figures["probes"][name]
     useful, length = _acceptance(probes)
     sentences = [length, _size(probes), _shares(probes, figures["sink"]), _closeness(probes), _accuracy(probes)]
-    sentences += [_inputs(figures["target_states"].get(name) or {}, figures, name)]
+    sentences += [_inputs(figures["target_states"].get(name) or {}, figures, name), _past_training(name, figures)]
     if not useful:
         return [sentence for sentence in sentences if sentence]
     weak, steady = [], []
@@ -114,6 +114,32 @@ def _inputs(states: dict[str, Any], figures: dict[str, Any], name: str) -> str:
     normed = config["fc_norm"] or config["norm_before_fc"]
     effect = "which its norm before the fc layer evens out" if normed else "and the largest dominates the fused input"
     return f"The target's states differ in size by {large / small:.1f}× ({low}: {small:.2f}, {high}: {large:.2f}), {effect}."
+
+
+def _past_training(name: str, figures: dict[str, Any]) -> str:
+    """What is left beyond the depth and the length that a drafter was trained for, where both are known."""
+    trained = next(one.get("trained") or {} for one in figures["drafters"] if one["name"] == name)
+    parts = []
+    steps, rates = trained.get("ttt_steps"), figures["probes"][name].get("conditional_acceptance") or []
+    known = [step for step, rate in enumerate(rates, 1) if rate is not None]
+    if steps and known and known[-1] > steps:
+        parts.append(
+            f"trained with {steps} draft steps, it is right in {rates[steps - 1]:.0%} of cases at step {steps} and in "
+            f"{rates[known[-1] - 1]:.0%} at step {known[-1]}, once all before were right"
+        )
+    suite = next((one for one in figures["suites"] if one["name"] == "context length"), None)
+    length = trained.get("sequence_length")
+    if suite and length and suite["conditions"][-1]["prompt_tokens"] > length:
+        longest, depth = suite["conditions"][-1], shown_depth(suite["depths"])
+        one = longest["drafters"][name]
+        error = one["retention_error"][depth]
+        spread = "" if error is None else f" ± {error:.0%}"
+        parts.append(
+            f"trained on texts of up to {length:,} tokens, it keeps {one['retention'][depth]:.0%}{spread} of its acceptance "
+            f"length at {longest['name']}"
+        )
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _weakest(suite: dict[str, Any], name: str) -> str:
