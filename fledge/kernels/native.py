@@ -149,6 +149,7 @@ class NativeLinear:
     @property
     def weight(self) -> Tensor:
         """[outputs, inputs], of linears that are not quantised."""
+        assert self.arguments.bits > 8, "codes are not weights"
         return self.panels.transpose(1, 2).flatten(0, 1)[: self.arguments.outputs]
 
     @property
