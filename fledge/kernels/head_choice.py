@@ -14,7 +14,7 @@ from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
-from fledge.kernels.tiled_linear import FEW, INPUTS, parts_of, tiled_weights
+from fledge.kernels.tiled_linear import QUICK, parts_of, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
 
 BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
@@ -99,9 +99,9 @@ def quantized_head_choice_triton(x_ND: Tensor, norm: Norm, weight: QuantizedWeig
         HAS_IDS=ids_V is not None,
         ROWS=TILE,
         COLUMNS=BLOCK,
-        STEP=INPUTS,
+        STEP=QUICK.inputs // 2,
         num_warps=WARPS,
-        num_stages=FEW.stages,
+        num_stages=QUICK.stages,
         **overlap(x_ND),
     )
     return Choice(best, ids)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fledge.kernels.fused_linear import ENOUGH_PROGRAMS, VECTOR_INPUTS, Norm, fused_linear_reference, silu_times, wide_linear
 from fledge.kernels.quantization import QuantizedWeight, dequantize
-from fledge.kernels.tiled_linear import FEW_ROWS, scaled, tiled_linear_triton, tiled_weights
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.tiled_linear import FEW_ROWS, QUICK, scaled, tiled_linear_triton, tiled_weights
+from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 VECTOR_ROWS = 2
 
@@ -43,7 +43,7 @@ def quantized_linear(
     if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
         return quantized_vector_triton(x_MK, weight, bias_O, **options, before_attention=before_attention)
     if num_rows <= FEW_ROWS:
-        return tiled_linear_triton(x_MK, weight, bias_O, **options, before_attention=before_attention)
+        return tiled_linear_triton(x_MK, weight, bias_O, **options, tile=QUICK, before_attention=before_attention)
     return wide_linear(x_MK, dequantize_triton(weight, x_MK.dtype), bias_O, **options, in_place=in_place)
 
 
@@ -227,12 +227,13 @@ def _quantized_vector(
     if HOLD:
         let_next_start(PDL)
     for row in tl.static_range(ROWS):
-        x_even = tl.load(x_ptr + row * SIZE + k, mask=k_inside, other=0.0).to(tl.float32)
+        x_even = tl.load(x_ptr + row * SIZE + k, mask=k_inside, other=0.0)
         x_odd = x_even
         if BITS == 4:
-            x_odd = tl.load(x_ptr + row * SIZE + k + 1, mask=k_inside, other=0.0).to(tl.float32)
+            x_odd = tl.load(x_ptr + row * SIZE + k + 1, mask=k_inside, other=0.0)
         if HAS_RESIDUAL:
             residual = tl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
+        x_even, x_odd = loaded(x_even).to(tl.float32), loaded(x_odd).to(tl.float32)
         if HAS_NORM:
             square = x_even * x_even
             if BITS == 4:

@@ -24,18 +24,18 @@ from fledge.kernels.fused_linear import Norm, silu_times
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
 
-INPUTS = 64  # a step
-
 
 class Tile(NamedTuple):
     rows: int
     outputs: int
+    inputs: int  # a step
     warps: int
     stages: int
 
 
-FEW, MANY = Tile(16, 16, 2, 5), Tile(32, 128, 4, 3)
-FEW_ROWS = 64  # up to which the small tile is used
+# The first two must give the same bits. The third has more of a weight under way at once, for where nothing depends on it.
+FEW, MANY, QUICK = Tile(16, 16, 64, 2, 5), Tile(32, 128, 64, 4, 3), Tile(16, 16, 256, 2, 4)
+FEW_ROWS = 64  # up to which the small tiles are used
 
 
 def tiled_linear_triton(
@@ -55,12 +55,12 @@ def tiled_linear_triton(
     outputs = codes.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
     assert codes.is_contiguous()
-    assert bits == 16 or (group <= INPUTS and size % group == 0), "a step reads whole groups"
     assert residual_MO is None or residual_MO.is_contiguous()
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     if not num_rows:
         return out
     tile = tile or (FEW if num_rows <= FEW_ROWS else MANY)
+    assert bits == 16 or (tile.inputs % group == 0 and size % group == 0), "a step reads whole groups"
     columns = max(tile.outputs // 2, 16) if gated else tile.outputs
     _tiled_linear[(-(-num_rows // tile.rows), -(-outputs // columns))](
         x_MK,
@@ -85,7 +85,7 @@ def tiled_linear_triton(
         HOLD=before_attention,
         ROWS=tile.rows,
         COLUMNS=columns,
-        STEP=INPUTS,
+        STEP=tile.inputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **overlap(x_MK),

@@ -17,6 +17,7 @@ from fledge.engine.device_batch import GREEDY, DeviceBatch
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.sampling import SamplingParams
+from fledge.serving import flags
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import entries
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -153,3 +154,8 @@ def test_trees_are_refused():
     decoder, drafter = networks()
     with pytest.raises(UserError, match="chains only"):
         build_engine(decoder, Speculation(drafter, 3, TreeShape(2, 4)), SETTINGS)
+
+
+def test_the_flag_of_serve():
+    assert flags.parse(["--deterministic"]).engine_config.deterministic
+    assert not flags.parse([]).engine_config.deterministic

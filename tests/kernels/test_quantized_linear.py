@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from fledge.kernels.fused_linear import Norm
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.quantized_linear import dequantize_triton, quantized_linear_reference, quantized_vector_triton
-from fledge.kernels.tiled_linear import tiled_linear_triton
+from fledge.kernels.tiled_linear import QUICK, tiled_linear_triton
 from tests.kernels.support import device_of_kernels, runs_triton
 from tests.kernels.test_fused_linear import plain
 
 FORMATS = {"int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
 RUN = {"reference": quantized_linear_reference, "vector": quantized_vector_triton, "tiled": tiled_linear_triton}
-KERNELS = ["reference", *(pytest.param(name, marks=runs_triton) for name in ("vector", "tiled"))]
+RUN["quick"] = partial(tiled_linear_triton, tile=QUICK)
+KERNELS = ["reference", *(pytest.param(name, marks=runs_triton) for name in ("vector", "tiled", "quick"))]
 
 
 def quantized(outputs: int, size: int, format: str, device: str, group: int = 32):

@@ -1,0 +1,50 @@
+"""The whole speculation cycle through the Triton kernels, in the interpreter: what can be seen of it without a GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_batch import GREEDY, DeviceBatch
+from fledge.kernels.accept import DRAFTED
+from fledge.kernels.quantization import quantize_linears
+from fledge.models.decoder import causal_attend
+from tests.engine.test_device_batch import entries
+from tests.kernels.support import INTERPRETED
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+TEXTS = [[3, 14, 15], [92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71, 69]]
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def kernels_everywhere(monkeypatch):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fledge.") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: True)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "quantization", "depth"), [(False, "int8", 2), (False, "int4", 0), (True, "none", 2), (True, "int4", 0)]
+)
+def test_says_what_the_network_says(deterministic, quantization, depth):
+    decoder = tiny_decoder(7, num_layers=2)
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True, aux_layer_ids=(0, 1, 2)))
+    if quantization != "none":
+        quantize_linears(decoder, quantization)
+    config = EngineConfig(
+        device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, kv_cache_tokens=256, deterministic=deterministic
+    ).resolve(decoder.config)
+    batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
+    batch.read_prompts(entries(batch, TEXTS, limit=8))
+    for _ in range(STEPS):
+        batch.step(len(TEXTS), depth, GREEDY)
+    answers = (batch.slots.state.answers[: len(TEXTS), : STEPS + 1] % DRAFTED).tolist()
+    for text, answer in zip(TEXTS, answers, strict=True):
+        tokens = torch.tensor(text + answer[:-1])
+        hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())
+        assert decoder.logits(hidden[len(text) - 1 :]).argmax(-1).tolist() == answer
