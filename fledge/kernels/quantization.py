@@ -102,9 +102,12 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 def held(weight_OI: Tensor) -> QuantizedWeight:
     """The smallest format that holds the weight as it is (a dequantised Q4_0, Q4_1 or Q8_0 of GGUF); 8 bits where none does."""
+    few = weight_OI[::29]  # tell soon what does not hold
     for offsets in (False, True):
-        if all(holds(quantize(part, 4, offsets=offsets), part) for part in (weight_OI[::29], weight_OI)):  # few rows tell soon
-            return quantize(weight_OI, 4, offsets=offsets)
+        if holds(quantize(few, 4, offsets=offsets), few):
+            weight = quantize(weight_OI, 4, offsets=offsets)
+            if holds(weight, weight_OI):
+                return weight
     return quantize(weight_OI, 8)
 
 

@@ -2,6 +2,9 @@
 #include <stdint.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if !defined(__AVX2__) || !defined(__F16C__)
+#error "without AVX2 torch's own kernels are faster"
+#endif
 #endif
 
 typedef float lanes __attribute__((vector_size(64), aligned(4)));
@@ -65,8 +68,6 @@ static inline words add_products(words sums, words pairs, int32_t pair) {
     return sums + (words)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(pair));
 #elif defined(__AVX2__)
     return sums + (words)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(pair));
-#elif defined(__SSE2__)
-    return sums + (words)_mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(pair));
 #else
     return sums + (pairs << 16 >> 16) * (pair << 16 >> 16) + (pairs >> 16) * (pair >> 16);
 #endif
