@@ -172,7 +172,7 @@ def test_a_second_turn_computes_only_what_is_new(drafted, tree, dtype):
     pairs = list(zip(contents(engine, second), contents(fresh, alone), strict=True))
     # Packed, a row does not depend on the others: the target's bits are those computed again. An accepted tree's tokens saw
     # their keys in other places, and differ by their sums' rounding.
-    if dtype == "float16" and not (tree and drafted):
+    if native.library() is not None and not (tree and drafted):
         assert all(torch.equal(mine, theirs) for mine, theirs in pairs[:2])
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())
