@@ -16,6 +16,7 @@ def chat(
     seed: options.Seed = None,
     depth: options.Depth = "auto",
     tree: options.Tree = False,
+    drift_guard: options.DriftGuard = True,
     system: options.System = None,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
@@ -27,7 +28,9 @@ def chat(
     from fledge.sampling import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = options.load(model, drafter, depth, tree=tree, dtype=dtype, device=device, quantization=quantization)
+    llm = options.load(
+        model, drafter, depth, tree=tree, dtype=dtype, device=device, quantization=quantization, drift_guard=drift_guard
+    )
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:

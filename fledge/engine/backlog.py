@@ -1,6 +1,6 @@
 """What the target settled and the drafter has not taken in, because nothing was to be drafted from it.
 
-Synchronising the drafter takes five hundredths of a plain step on CPU. While the load leaves no room for speculation the
+Synchronising the drafter takes a twentieth of a plain step on CPU. While the load leaves no room for speculation the
 target's states are kept instead; they are taken in, in one pass, when the request is drafted for again.
 """
 
@@ -16,7 +16,7 @@ from fledge.engine.request import Request
 from fledge.speculation.drafting import Settled
 
 # Tokens after which a request is not caught up with any more: it goes on plainly. The states of one take a few kilobytes.
-LONGEST_LAG = 512
+LONGEST_LAG = 256
 
 
 @dataclass

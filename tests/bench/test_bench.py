@@ -235,3 +235,11 @@ def test_vllm_is_driven_as_a_closed_loop(tmp_path, monkeypatch):
         assert run["answers"] == [[5] * 4, [6] * 4, [7] * 4]
         assert run["tokens"] == 12
     assert [run["acceptance_length_micro"] for run in result["runs"]] == [None, None, 3, 3]
+
+
+def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
+    fixed, adaptive = (bench.engine(Case(str(folders / "drafter"), 3, adaptive=rule)).depth_control for rule in (False, True))
+    assert (fixed.by_load, fixed.guard) == (False, None)
+    assert adaptive.by_load
+    assert adaptive.guard is not None
+    assert Case("auto", 3, adaptive=True).label != Case("auto", 3).label

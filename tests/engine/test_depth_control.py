@@ -216,7 +216,7 @@ def test_a_poor_stretch_is_not_held_against_speculation_for_ever():
 
 
 @pytest.mark.parametrize("tree", [None, TreeShape(2, 6)], ids=["chain", "tree"])
-@pytest.mark.parametrize("longest_lag", [512, 12])
+@pytest.mark.parametrize("longest_lag", [256, 12])
 def test_a_drafter_that_lagged_behind_drafts_as_if_it_had_not(longest_lag, tree, monkeypatch):
     """Depths come and go: what is drafted after catching up is what a drafter from scratch drafts; too long a lag is left."""
     monkeypatch.setattr(backlog_module, "LONGEST_LAG", longest_lag)
