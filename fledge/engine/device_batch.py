@@ -54,6 +54,7 @@ class Entry:
     stop_ids: Sequence[int] = ()
     depth_limit: int = MAX_DEPTH
     cached: int = 0  # tokens of the prompt that the caches hold already, in its pages
+    answered: int = 0  # tokens at the prompt's end that are the answer's: it was interrupted
 
     @property
     def how(self) -> int:
@@ -177,13 +178,13 @@ class DeviceBatch:
 
     def _first_tokens(self, entries: Sequence[Entry], table: np.ndarray, x: Tensor) -> Accepted:
         numbers = [
-            [entry.row, len(entry.prompt), entry.limit, entry.depth_limit, entry.seed, *padded(entry.stop_ids)]
+            [entry.row, len(entry.prompt), entry.answered, entry.limit, entry.depth_limit, entry.seed, *padded(entry.stop_ids)]
             for entry in entries
         ]
         whole = self.upload(np.array(numbers, dtype=np.int64))
         fractions = self.upload(np.array([[entry.temperature, entry.top_p] for entry in entries], dtype=np.float32))
-        rows, lengths, limits, depths, seeds = whole[:, :5].unbind(1)
-        new = NewRows(rows, lengths, limits, depths, seeds, *fractions.unbind(1), whole[:, 5:], self.upload(table))
+        rows, lengths, *others = whole[:, :6].unbind(1)
+        new = NewRows(rows, lengths, *others, *fractions.unbind(1), whole[:, 6:], self.upload(table))
         self.slots.fill(new)
         return self.accept(self.choose(x, rows, 1, max(entry.how for entry in entries)), 1, rows.contiguous())
 

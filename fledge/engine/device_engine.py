@@ -5,8 +5,9 @@
 
 With many rows the host takes about as long over what they said as the device over saying it: then it launches several cycles
 together and reads them together, which costs it little more than one.
-A request's pages (prompt, longest answer, draft) are reserved when it enters, so nothing is preempted on the way; a long
-prompt is read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
+Before each launch every row gets the pages that the cycles under way and the next ones may fill. When none are left the
+youngest request gives up its row and pages, keeps its text, and starts over from there before any newcomer. A long prompt is
+read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
 top-k, min-p) goes to the eager engine, which shares the caches: `runs_captured` decides, for each request, once.
 """
 
@@ -81,6 +82,7 @@ class RowQueue:
     waiting_rows: deque[Request] = field(default_factory=deque)
     owners: dict[int, Request] = field(default_factory=dict)  # by row
     reading: deque[tuple[Entry, int]] = field(default_factory=deque)  # long prompts, and how far they are read
+    num_rows_preempted: int = 0
 
     @property
     def running(self) -> list[Request]:
@@ -92,7 +94,7 @@ class RowQueue:
 
     @property
     def num_preemptions(self) -> int:
-        return self.engine.scheduler.num_preemptions
+        return self.engine.scheduler.num_preemptions + self.num_rows_preempted
 
 
 class DeviceEngine:
@@ -122,6 +124,7 @@ class DeviceEngine:
         self.free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
+        self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
         self.snapshots: deque[_Snapshot] = deque()
         self.readings = 0
 
@@ -142,11 +145,7 @@ class DeviceEngine:
 
     def abort(self, request: Request) -> None:
         """Frees a request's row and pages at once; its text so far stays with it."""
-        if request in self.scheduler.waiting_rows:
-            self.scheduler.waiting_rows.remove(request)
-            request.finish("abort")
-            self.requests.pop(request.id, None)
-        elif request.id in self.row_of and not request.finished:
+        if request in self.scheduler.waiting_rows or (request.id in self.row_of and not request.finished):
             request.finish("abort")
             self.leave([request])
         else:
@@ -171,11 +170,13 @@ class DeviceEngine:
         while queue.waiting_rows and self.free_rows and budget > 0:
             request = queue.waiting_rows[0]
             found = self.cached_pages(request)
-            length = len(request.prompt) - len(found) * self.pool.page_size  # what is left to read
+            length = len(request.tokens) - len(found) * self.pool.page_size  # what is left to read
             if entries and length > budget:
                 break
             request.num_computed = self.pool.take(request.pages, found, request.page_keys)
-            if not self.pool.grow(request.pages, len(request.prompt) + self.limit(request) + self.rows.lookahead):
+            # A page for each row under way stays free, or its next growth would throw this one out again.
+            spare = len(queue.owners) * self.pool.page_size
+            if not self.pool.grow(request.pages, len(request.tokens) + self.rows.lookahead + 1, spare):
                 self.pool.release(request.pages)
                 break
             self.engine.scheduler.entered(request)
@@ -207,27 +208,30 @@ class DeviceEngine:
         the prompt, or a whole piece of a long one.
         """
         found = self.pool.find(request.page_keys)
-        return found if len(found) * self.pool.page_size >= min(len(request.prompt) / 2, PIECE) else []
+        return found if len(found) * self.pool.page_size >= min(len(request.tokens) / 2, PIECE) else []
 
     def was_read(self, owners: dict[int, Request]) -> None:
         """Whole prompts are in the caches: they can be shared, and the first tokens are on their way."""
         for request in owners.values():
-            self.pool.share(request.pages, request.page_keys, len(request.prompt))
+            self.pool.share(request.pages, request.page_keys, len(request.tokens))
         self.snap(owners, 0)
 
     def entry(self, row: int, request: Request) -> Entry:
         params = request.params
+        if params.seed is None and request.id not in self.seeds:
+            self.seeds[request.id] = random.getrandbits(62)
         return Entry(
             row,
-            request.prompt,
+            list(request.tokens),
             request.pages,
             self.limit(request),
-            random.getrandbits(62) if params.seed is None else params.seed % 2**62,
+            self.seeds[request.id] if params.seed is None else params.seed % 2**62,
             0.0 if params.greedy else params.temperature,
             params.top_p,
             sorted(request.end_token_ids),
             MAX_DEPTH if request.speculate else 0,
             request.num_computed,
+            request.num_answer,
         )
 
     def running_rows(self) -> dict[int, Request]:
@@ -248,10 +252,44 @@ class DeviceEngine:
             self.behind |= {running[row].id for row in drafted_for}
         entering = self.scheduler.reading or (self.scheduler.waiting_rows and self.free_rows)
         cycles = CYCLES_TOGETHER if len(running) >= MANY_ROWS and not entering else 1
+        self.grow(running, cycles * (depth + 1))
+        if not running:
+            return 0
         for _ in range(cycles):
             self.rows.graphs.run(size, depth, how)
             self.snap(running, depth)
         return cycles
+
+    def grow(self, running: dict[int, Request], num_tokens: int) -> None:
+        """Pages for what the cycles under way and the next ones may say; without enough, the youngest leave `running`."""
+        size, num_tokens = self.pool.page_size, num_tokens + sum(snapshot.depth + 1 for snapshot in self.snapshots)
+        rows, places, pages = [], [], []
+        for row, request in sorted(running.items(), key=lambda item: item[1].arrival):
+            most = len(request.prompt) + self.limit(request)
+            needed = min(len(request.tokens) + num_tokens, most) + self.rows.lookahead
+            before = len(request.pages)
+            if row not in running or needed <= before * size:
+                continue
+            while not self.pool.grow(request.pages, needed):
+                victim = max(self.scheduler.owners, key=lambda row: self.scheduler.owners[row].arrival)
+                running.pop(victim, None)
+                self.preempt(victim)
+                if victim == row:
+                    break
+            else:
+                grown = range(before, len(request.pages))
+                rows, places, pages = rows + [row] * len(grown), places + list(grown), pages + request.pages[before:]
+        if rows:
+            self.rows.slots.add_pages(*self.rows.upload(np.array([rows, places, pages])))
+
+    def preempt(self, row: int) -> None:
+        """What the cycles under way say of it is still read: it is taken up again after that."""
+        request = self.scheduler.owners[row]
+        self.give_up([request])
+        self.scheduler.waiting_rows.appendleft(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.scheduler.num_rows_preempted += 1
 
     def choose_depth(self, size: int, how: int, running: dict[int, Request], drafted_for: list[int]) -> int:
         """A cycle drafts equally deep for all its rows: where the guard has shortened some, it weighs that they gain less.
@@ -339,6 +377,16 @@ class DeviceEngine:
         return self.config.max_model_len
 
     def leave(self, requests: list[Request]) -> None:
+        """They are finished, in their rows or, interrupted, in the queue."""
+        self.give_up([request for request in requests if request.id in self.row_of])
+        for request in requests:
+            if request in self.scheduler.waiting_rows:
+                self.scheduler.waiting_rows.remove(request)
+            self.depth_control.forget(request)
+            self.seeds.pop(request.id, None)
+            self.requests.pop(request.id, None)
+
+    def give_up(self, requests: list[Request]) -> None:
         """Their rows are stopped behind the cycles under way, before any that come: the pages can be given away at once."""
         if not requests:
             return
@@ -350,10 +398,8 @@ class DeviceEngine:
                 # All but what the last cycle said: where it ended the answer, the drafter was not synchronised with it.
                 self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.rows.lookahead)
             self.behind.discard(request.id)
-            self.depth_control.forget(request)
             self.pool.release(request.pages)
             heapq.heappush(self.free_rows, row)
-            self.requests.pop(request.id, None)
         queue.reading = deque((entry, read) for entry, read in queue.reading if entry.row not in rows)
 
     def compact(self) -> None:

@@ -61,10 +61,13 @@ class PagePool:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def grow(self, pages: list[int], num_tokens: int) -> bool:
-        """Extends `pages` in place to hold `num_tokens`; False, and nothing changed, if too few pages are free."""
+    def grow(self, pages: list[int], num_tokens: int, spare_tokens: int = 0) -> bool:
+        """Extends `pages` in place to hold `num_tokens`; False, and nothing changed, if too few pages are free.
+
+        `spare_tokens`: room that must be left afterwards.
+        """
         missing = self.pages_for(num_tokens) - len(pages)
-        if missing > self.num_free:
+        if missing + self.pages_for(spare_tokens) > self.num_free:
             return False
         while missing > self._num_blank:
             self._forget_oldest()

@@ -24,6 +24,7 @@ class NewRows:
 
     rows: Tensor
     lengths: Tensor  # of the prompts
+    answered: Tensor  # tokens of the answer that are in the prompt already: a request that comes back
     limits: Tensor  # most tokens of the answer
     depth_limits: Tensor  # most drafted tokens a step that may stand
     seeds: Tensor
@@ -76,6 +77,7 @@ class Slots:
         state = self.state
         for tensor, values in (
             (state.length, new.lengths),
+            (state.answered, new.answered),
             (state.limit, new.limits),
             (state.depth_limit, new.depth_limits),
             (state.stop_ids, new.stop_ids),
@@ -85,9 +87,12 @@ class Slots:
             (self.page_table, new.page_table),
         ):
             tensor.index_copy_(0, new.rows, values.to(tensor.dtype))
-        state.answered.index_fill_(0, new.rows, 0)
         state.status.index_fill_(0, new.rows, 0)
         state.active.index_fill_(0, new.rows, 1)
+
+    def add_pages(self, rows: Tensor, places: Tensor, pages: Tensor) -> None:
+        """Rows have grown: entries of their page tables."""
+        self.page_table.index_put_((rows, places), pages.to(self.page_table.dtype))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Rows change places; their keys and values stay, for the page table moves along."""

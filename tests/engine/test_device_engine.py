@@ -133,6 +133,47 @@ def test_a_crowd_in_a_small_cache_with_cancellations(cycles):
             assert (one.answer, one.finish_reason, one.stop_reason) == (two.answer, two.finish_reason, two.stop_reason)
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rows_that_run_out_of_pages_start_over_and_lose_nothing(temperature, speculation, prefix_caching, cycles):
+    """Answers outgrow a cache that holds every prompt: the youngest give way, and say in the end what they would have said."""
+    decoder, texts = tiny_decoder(3), prompts(7, seed=8, longest=20)
+    params = [SamplingParams(max_tokens=50, temperature=temperature, seed=i, ignore_eos=True) for i in range(7)]
+    answers = {}
+    for kv_cache_tokens in (4096, 256):
+        engine = device_engine(
+            decoder, speculation, kv_cache_tokens=kv_cache_tokens, page_size=16, prefix_caching=prefix_caching
+        )
+        requests = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+        finish(engine)
+        assert engine.pool.num_free == engine.pool.num_pages
+        assert {request.finish_reason for request in requests} == {"length"}
+        answers[kv_cache_tokens] = [request.answer for request in requests]
+        preempted = sum(request.num_preemptions for request in requests)
+        assert preempted == engine.scheduler.num_preemptions
+        assert (preempted > 0) == (kv_cache_tokens == 256)
+        assert not requests[0].num_preemptions, "the oldest is never interrupted"
+    assert answers[256] == answers[4096]
+
+
+def test_an_interrupted_request_can_be_cancelled():
+    engine = device_engine(tiny_decoder(3), kv_cache_tokens=256, page_size=16)
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    requests = [engine.add_request(text, params) for text in prompts(6, seed=8, longest=20)]
+    while not any(request.num_preemptions for request in requests):
+        engine.step()
+    interrupted = next(request for request in requests if request.num_preemptions)
+    said = interrupted.num_answer
+    engine.abort(interrupted)
+    engine.check_integrity()
+    finish(engine)
+    assert interrupted.finish_reason == "abort"
+    assert interrupted.num_answer == said > 0
+    assert all(request.num_answer == 100 for request in requests if request is not interrupted)
+    assert engine.pool.num_free == engine.pool.num_pages
+
+
 def test_seeded_draws_do_not_depend_on_speculation_or_company():
     decoder, texts = tiny_decoder(3), prompts(9, seed=7)
     params = [SamplingParams(max_tokens=15, temperature=0.9, top_p=0.8 if i % 2 else 1.0, seed=i) for i in range(9)]
