@@ -17,6 +17,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fledge.bench.provenance import write_json
 from fledge.drift.lab import run_lab
@@ -76,8 +77,17 @@ def main() -> None:
     figures["seconds"] = time.time() - began
     if args.commit:
         figures["provenance"]["commit"] = args.commit
-    write_json(args.json, figures)
+    write_json(args.json, rounded(figures))
     print(f"{args.json}: {figures['seconds']:.0f} s")
+
+
+def rounded(value: Any) -> Any:
+    """To six digits: the rest is noise, and a third of the file."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

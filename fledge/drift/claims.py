@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.drift.words import FLAT, shown_depth
+from fledge.drift.words import FLAT, deepest_known, shown_depth
 
 HOLDS, WEAKLY, NOT = "holds", "holds, but weakly", "does not show here"
 MOVES = 0.005  # change of a share a step that counts as moving
@@ -134,9 +134,7 @@ def _contexts(figures: dict[str, Any], old: str, new: str) -> Claim | None:
 
 def _depth(figures: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> Claim | None:
     rates = [one.get("conditional_acceptance") or [] for one in (before, after)]
-    deepest = min(len(one) for one in rates)
-    while deepest > 1 and any(one[deepest - 1] is None for one in rates):
-        deepest -= 1
+    deepest = min(deepest_known(before), deepest_known(after))
     if deepest < 2:
         return None
     old, new = (one[deepest - 1] for one in rates)

@@ -86,14 +86,15 @@ def suite(figures: dict[str, Any], result: dict[str, Any]) -> bytes:
     thickness = 0.8 / len(names)
     for number, (name, colour) in enumerate(zip(names, _colours(figures), strict=False)):
         lengths = [condition["drafters"][name]["acceptance_length"][depth] for condition in conditions]
+        errors = [condition["drafters"][name]["standard_error"][depth] or 0.0 for condition in conditions]
         places = [place + (number - (len(names) - 1) / 2) * thickness for place in range(len(conditions))]
-        axis.barh(places, lengths, thickness, color=colour, label=name)
-        for place, length in zip(places, lengths, strict=True):
-            axis.text(length, place, f" {length:.2f}", va="center", fontsize=7)
+        axis.barh(places, lengths, thickness, color=colour, label=name, xerr=errors, error_kw={"elinewidth": 0.8, "alpha": 0.6})
+        for place, length, error in zip(places, lengths, errors, strict=True):
+            axis.text(length + error, place, f" {length:.2f}", va="center", fontsize=7)
     axis.set_yticks(range(len(conditions)), [condition["name"] for condition in conditions], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(left=1)
-    axis.set_xlabel(f"acceptance length at depth {depth}", fontsize=8)
+    axis.set_xlabel(f"acceptance length at depth {depth}, with standard error", fontsize=8)
     axis.legend(fontsize=8, frameon=False, loc="lower right")
     _plain(axis)
     return png(figure)

@@ -108,6 +108,8 @@ class Tally:
         for name in ("accuracy", "conditional_acceptance", "joint_acceptance", "rms", "cosine", "cosine_hidden"):
             if values := self.means(name):
                 figures[name] = values
+        if "conditional_acceptance" in self.totals:  # rows that are still right by each step: deep down there are few
+            figures["rows_on_path"] = [int(count) for count in self.totals["conditional_acceptance"][1]]
         for name in (*SHARES, "entropy"):
             if by_head := self.means(f"{name}_by_head"):
                 key = name if name == "entropy" else f"{name}_share"

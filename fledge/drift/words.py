@@ -9,6 +9,7 @@ FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that
 MOVED = 0.01  # change of an attention share a step from which it counts as moving
 WEAK = 0.85  # share of the baseline's acceptance length below which a condition is named
 VAGUE = 0.07  # standard error of such a share from which it says little
+ENOUGH_ROWS = 20  # rows behind a mean that is worth a sentence
 USELESS = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
 
 
@@ -18,6 +19,14 @@ def in_words(figures: dict[str, Any]) -> dict[str, list[str]]:
     if len(words) > 1:
         words["together"] = _together(figures)
     return words
+
+
+def deepest_known(probes: dict[str, Any]) -> int:
+    """The last step that enough rows reach with all drafts right to say how often the next one is; 0: none."""
+    rows = probes.get("rows_on_path")
+    if not rows:  # older figures: by the share of rows that get there
+        rows = [1000 * share for share in [1.0, *(probes.get("joint_acceptance") or [])[:-1]] if share is not None]
+    return next((step for step, count in enumerate(rows) if count < ENOUGH_ROWS), len(rows))
 
 
 def shown_depth(depths: Sequence[int]) -> int:
@@ -85,8 +94,8 @@ def _shares(probes: dict[str, Any], sink: dict[str, Any]) -> str:
 
 
 def _closeness(probes: dict[str, Any]) -> str:
-    known = [(step, value) for step, value in enumerate(probes.get("cosine") or [], 1) if value is not None]
-    known = [pair for pair in known if pair[0] <= probes.get("drift_step", 8)]
+    last = min(probes.get("drift_step", 8), deepest_known(probes))
+    known = [(step, value) for step, value in enumerate((probes.get("cosine") or [])[:last], 1) if value is not None]
     if len(known) < 2:
         return ""
     (first_step, first), (last_step, last) = known[0], known[-1]
@@ -121,11 +130,11 @@ def _past_training(name: str, figures: dict[str, Any]) -> str:
     trained = next(one.get("trained") or {} for one in figures["drafters"] if one["name"] == name)
     parts = []
     steps, rates = trained.get("ttt_steps"), figures["probes"][name].get("conditional_acceptance") or []
-    known = [step for step, rate in enumerate(rates, 1) if rate is not None]
-    if steps and known and known[-1] > steps:
+    last = deepest_known(figures["probes"][name])
+    if steps and last > steps:
         parts.append(
             f"trained with {steps} draft steps, it is right in {rates[steps - 1]:.0%} of cases at step {steps} and in "
-            f"{rates[known[-1] - 1]:.0%} at step {known[-1]}, once all before were right"
+            f"{rates[last - 1]:.0%} at step {last}, once all before were right"
         )
     suite = next((one for one in figures["suites"] if one["name"] == "context length"), None)
     length = trained.get("sequence_length")

@@ -262,14 +262,15 @@ class DeviceEngine:
 
     def grow(self, running: dict[int, Request], num_tokens: int) -> None:
         """Pages for what the cycles under way and the next ones may say; without enough, the youngest leave `running`."""
-        size, num_tokens = self.pool.page_size, num_tokens + sum(snapshot.depth + 1 for snapshot in self.snapshots)
+        num_tokens += sum(snapshot.depth + 1 for snapshot in self.snapshots)
         rows, places, pages = [], [], []
-        for row, request in sorted(running.items(), key=lambda item: item[1].arrival):
-            most = len(request.prompt) + self.limit(request)
-            needed = min(len(request.tokens) + num_tokens, most) + self.rows.lookahead
-            before = len(request.pages)
-            if row not in running or needed <= before * size:
+        short = [row for row, request in running.items() if self.room(request) < num_tokens]
+        for row in sorted(short, key=lambda row: running[row].arrival):
+            if row not in running:  # it made room for an older one
                 continue
+            request = running[row]
+            before, most = len(request.pages), len(request.prompt) + self.limit(request)
+            needed = min(len(request.tokens) + num_tokens, most) + self.rows.lookahead
             while not self.pool.grow(request.pages, needed):
                 victim = max(self.scheduler.owners, key=lambda row: self.scheduler.owners[row].arrival)
                 running.pop(victim, None)
@@ -281,6 +282,10 @@ class DeviceEngine:
                 rows, places, pages = rows + [row] * len(grown), places + list(grown), pages + request.pages[before:]
         if rows:
             self.rows.slots.add_pages(*self.rows.upload(np.array([rows, places, pages])))
+
+    def room(self, request: Request) -> int:
+        """Tokens that a row may still say in the pages it has."""
+        return len(request.pages) * self.pool.page_size - self.rows.lookahead - len(request.tokens)
 
     def preempt(self, row: int) -> None:
         """What the cycles under way say of it is still read: it is taken up again after that."""

@@ -85,8 +85,8 @@ def test_words_name_what_moved(figures):
 
 def test_words_say_what_is_left_past_training(figures):
     drafters = [{**one, "trained": {"ttt_steps": 2, "sequence_length": 300}} for one in figures["drafters"]]
-    rates = [0.5, 0.4, 0.3, 0.2, None]
-    probes = {**figures["probes"], "three": {**figures["probes"]["three"], "conditional_acceptance": rates}}
+    known = {"conditional_acceptance": [0.5, 0.4, 0.3, 0.2, 1.0], "rows_on_path": [500, 250, 100, 30, 2]}
+    probes = {**figures["probes"], "three": {**figures["probes"]["three"], **known}}
     words = " ".join(in_words({**figures, "drafters": drafters, "probes": probes})["three"])
     assert "Trained with 2 draft steps, it is right in 40% of cases at step 2 and in 20% at step 4" in words
     assert re.search(r"trained on texts of up to 300 tokens, it keeps \d+% ± \d+% .* at 1488 tokens", words)

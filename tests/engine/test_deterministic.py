@@ -14,6 +14,7 @@ from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import GREEDY, DeviceBatch
+from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.sampling import SamplingParams
@@ -148,6 +149,14 @@ def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
             batch.step(1, 0, GREEDY)
         found.append(keys_of(batch, 0, len(text) + 10))
     return found
+
+
+def test_a_tokens_own_random_numbers_are_as_good_as_any():
+    request = Request("one", [1], SamplingParams(temperature=1.0, seed=4), frozenset())
+    probabilities, count = torch.tensor([0.6, 0.3, 0.1]), 1000
+    drawn = [int(torch.multinomial(probabilities, 1, generator=request.generator_of(n))) for n in range(count)]
+    for token, wanted in enumerate(probabilities.tolist()):
+        assert abs(drawn.count(token) / count - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5
 
 
 def test_trees_are_refused():
