@@ -88,7 +88,9 @@ def test_what_the_cycle_does_not_do_goes_the_eager_way():
     assert len(engine.scheduler.waiting_rows) == 1
     finish(engine)
     assert [request.answer for request in found] == [request.answer for request in wanted]
-    assert found[2].logprobs == wanted[2].logprobs
+    for mine, theirs in zip(found[2].logprobs, wanted[2].logprobs, strict=True):  # other company, other rounding
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 def test_which_ways_of_drafting_are_captured():
