@@ -154,7 +154,8 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self.panels.numel() * self.panels.element_size()
+        """Without the padding."""
+        return self.panels.nbytes // (self.panels.shape[0] * PANEL) * self.arguments.outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
