@@ -36,10 +36,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_checks import against_network, partings
 from gpu_kernels import attention_times, event_time, left_out, linear_times
 from gpu_long import long_context
 from gpu_modes import compare_modes
-from torch import Tensor
+from gpu_show import show, shown
 
 from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
@@ -54,14 +55,12 @@ from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
 from fledge.kernels import fused_linear, triton_support
-from fledge.models.decoder import Decoder, causal_attend
+from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
 STAGES = ("checks", "plain", "spec", "settings", "parts", "attention", "linears", "profile", "modes", "offline", "long", "vllm")
-# Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
-TIE = 0.5
 H200_BYTES_PER_S = 4.8e12
 DEVICE = "cuda"
 
@@ -169,34 +168,6 @@ def checks(bench: Bench) -> dict[str, object]:
         found["sampled_answers_equal_plain"] = f"{sum(same)} of {len(same)}"
     show("checks", found)
     return found
-
-
-@torch.inference_mode()
-def logits_of(decoder: Decoder, prompt: list[int], answer: list[int]) -> Tensor:
-    text = torch.tensor(prompt + answer[:-1], device=DEVICE)
-    hidden, _ = decoder(text, torch.arange(len(text), device=DEVICE), causal_attend())
-    return decoder.logits(hidden[len(prompt) - 1 :]).float()
-
-
-def against_network(decoder: Decoder, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, object]:
-    """The plain network reads each answer; how far below its own choice the said tokens were."""
-    widest, differing, total = 0.0, 0, 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        logits = logits_of(decoder, prompt, answer)
-        gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(answer, device=DEVICE)[:, None])[:, 0]
-        widest, differing, total = max(widest, float(gaps.max())), differing + int((gaps > 0).sum()), total + len(answer)
-    return {"tokens": total, "differing": differing, "widest_gap": widest, "ties_only": widest <= TIE}
-
-
-def partings(decoder: Decoder, prompts: list[list[int]], plain: list[list[int]], other: list[list[int]]) -> dict[str, object]:
-    """Where two answers part, the gap between the network's logits of the two tokens."""
-    gaps = []
-    for prompt, one, two in zip(prompts, plain, other, strict=True):
-        place = next((index for index, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
-        if place is not None:
-            row = logits_of(decoder, prompt, one)[place]
-            gaps.append(abs(float(row[one[place]] - row[two[place]])))
-    return {"equal": len(plain) - len(gaps), "parted": len(gaps), "gaps": gaps, "ties_only": max(gaps, default=0.0) <= TIE}
 
 
 # kernels alone
@@ -440,29 +411,6 @@ def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, 
     ordered = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
     launches = sum(kernel["launches"] for kernel in kernels.values())
     return {"launches": launches, "sum_us": sum(kernel["us"] for kernel in kernels.values()), "kernels": ordered}
-
-
-def shown(name: str, figures: dict[str, object]) -> dict[str, object]:
-    """Printed as it comes: a run that is cut short has said what it knew."""
-    print(f"  {name:>24}  " + "  ".join(f"{k} {brief(v)}" for k, v in figures.items()), flush=True)
-    return figures
-
-
-def show(title: str, figures: dict[str, object]) -> None:
-    print(f"\n== {title}")
-    for name, value in figures.items():
-        if isinstance(value, dict) and "kernels" in value:
-            print(f"  {name}: " + ", ".join(f"{k} {brief(v)}" for k, v in value.items() if k != "kernels"))
-            for kernel, times in value["kernels"].items():
-                print(f"      {times['us']:9.1f} us  x{times['launches']:6.1f}  {kernel}")
-        elif isinstance(value, dict):
-            shown(name, value)
-        else:
-            print(f"  {name:>24}  {brief(value)}")
-
-
-def brief(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
