@@ -68,7 +68,10 @@ def test_chat_streams_what_it_answers(client: openai.OpenAI, model: str) -> None
     assert (
         "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer.choices[0].message.content
     )
-    assert chunks[-1].usage == answer.usage
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+    cached = [one.prompt_tokens_details.cached_tokens for one in (answer.usage, usage)]
+    assert cached[0] <= cached[1] < usage.prompt_tokens  # the second found what the first left
 
 
 @pytest.mark.parametrize("extra", [{}, {"response_format": SCHEMA}, {"tools": [WEATHER], "tool_choice": "required"}])
