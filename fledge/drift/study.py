@@ -117,7 +117,7 @@ def _claims(figures: dict[str, Any], old: str, new: str) -> str:
     rows = [[claim.what, claim.published, claim.here, f"**{claim.verdict}**"] for claim in found]
     counted = {verdict: sum(claim.verdict == verdict for claim in found) for verdict in (HOLDS, WEAKLY, NOT)}
     summary = (
-        f"Of {len(found)} claims, {counted[HOLDS]} hold here, {counted[WEAKLY]} hold weakly and {counted[NOT]} do not show. "
+        f"Of {len(found)} claims here: {counted[HOLDS]} hold, {counted[WEAKLY]} hold weakly, {counted[NOT]} do not show. "
         f"Figures are {old} / {new}; the published ones are the drift paper's, for Llama 3.1 8B."
     )
     return f"{summary}\n\n" + table(["claim", "published", "here", ""], rows)
@@ -219,7 +219,7 @@ def _sentences(name: str, lines: Sequence[str]) -> str:
 
 def _provenance(figures: dict[str, Any], source: str) -> str:
     facts = figures["provenance"]
-    kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "time")
+    kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "time", "note")
     lines = [f"{name}: {facts[name]}" for name in kept if facts.get(name) is not None]
     if "seconds" in figures:
         lines.append(f"took: {figures['seconds']:.0f} s for {len(figures['drafters'])} drafters")

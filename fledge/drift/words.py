@@ -200,7 +200,7 @@ def _against(name: str, first: str, figures: dict[str, Any]) -> list[str]:
     behind = sum(ratio["error"] is not None and 1 - ratio["value"] > 2 * ratio["error"] for ratio, _ in by_condition)
     sentence = (
         f"Against {first}, {name} accepts longer in {ahead} of {len(by_condition)} conditions ({clear} by more than two "
-        f"standard errors; {behind} are shorter by as much); at best {plus_minus(best[0])} ({best[1]}), at worst "
+        f"standard errors; {behind} shorter by as much); at best {plus_minus(best[0])} ({best[1]}), at worst "
         f"{plus_minus(worst[0])} ({worst[1]})."
     )
     overall = {suite["name"]: suite["overall_against_first"][name][shown_depth(suite["depths"])] for suite in figures["suites"]}
