@@ -16,14 +16,12 @@ from __future__ import annotations
 import heapq
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, why_not_captured
@@ -32,18 +30,16 @@ from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
+from fledge.engine.row_queue import RowQueue
+from fledge.engine.row_reports import RowReports
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
-from fledge.kernels.accept import DRAFTED
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
-from fledge.speculation.stats import AcceptanceStats
 
 # With so many rows, and nobody about to enter, so many cycles are launched together.
 MANY_ROWS = 96
 CYCLES_TOGETHER = 4
-# The drift guard looks at about so many rows a cycle.
-ROWS_WATCHED = 16
 
 
 def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
@@ -62,39 +58,6 @@ def can_capture(drafter: Drafter | None) -> bool:
     if drafter is None:
         return True
     return isinstance(drafter, EagleSpeculator) and drafter.tree is None and why_not_captured(drafter.network) is None
-
-
-@dataclass
-class _Snapshot:
-    """What rows said in one pass, on its way to the host."""
-
-    owners: dict[int, Request]
-    depth: int
-    report: Tensor
-    event: torch.cuda.Event | None
-
-
-@dataclass
-class RowQueue:
-    """The requests of the rows, and those of the eager engine, as a scheduler shows them."""
-
-    engine: Engine
-    waiting_rows: deque[Request] = field(default_factory=deque)
-    owners: dict[int, Request] = field(default_factory=dict)  # by row
-    reading: deque[tuple[Entry, int]] = field(default_factory=deque)  # long prompts, and how far they are read
-    num_rows_preempted: int = 0
-
-    @property
-    def running(self) -> list[Request]:
-        return [*self.owners.values(), *self.engine.scheduler.running]
-
-    @property
-    def waiting(self) -> list[Request]:
-        return [*self.waiting_rows, *self.engine.scheduler.waiting]
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.engine.scheduler.num_preemptions + self.num_rows_preempted
 
 
 class DeviceEngine:
@@ -125,8 +88,9 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
-        self.snapshots: deque[_Snapshot] = deque()
-        self.readings = 0
+        self.reports = RowReports(
+            self.rows, self.depths, self.stats, self.depth_control, self.behind, self.config.max_model_len
+        )
 
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
@@ -160,9 +124,9 @@ class DeviceEngine:
         deltas = self.engine.step()
         self.enter()
         self.compact()
-        launched = self.launch()
-        ready = [self.snapshots.popleft() for _ in range(len(self.snapshots) - launched)]
-        return deltas + self.read(ready)
+        said = self.reports.read(but_last=self.launch())
+        self.leave([delta.request for delta in said if delta.finished])
+        return deltas + said
 
     def enter(self) -> None:
         """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
@@ -214,7 +178,7 @@ class DeviceEngine:
         """Whole prompts are in the caches: they can be shared, and the first tokens are on their way."""
         for request in owners.values():
             self.pool.share(request.pages, request.page_keys, len(request.tokens))
-        self.snap(owners, 0)
+        self.reports.snap(owners, 0)
 
     def entry(self, row: int, request: Request) -> Entry:
         params = request.params
@@ -257,12 +221,12 @@ class DeviceEngine:
             return 0
         for _ in range(cycles):
             self.rows.graphs.run(size, depth, how)
-            self.snap(running, depth)
+            self.reports.snap(running, depth)
         return cycles
 
     def grow(self, running: dict[int, Request], num_tokens: int) -> None:
         """Pages for what the cycles under way and the next ones may say; without enough, the youngest leave `running`."""
-        num_tokens += sum(snapshot.depth + 1 for snapshot in self.snapshots)
+        num_tokens += self.reports.most_unread
         rows, places, pages = [], [], []
         short = [row for row, request in running.items() if self.room(request) < num_tokens]
         for row in sorted(short, key=lambda row: running[row].arrival):
@@ -313,73 +277,6 @@ class DeviceEngine:
 
     def how(self, params: SamplingParams) -> int:
         return Entry(0, (), (), 0, temperature=0.0 if params.greedy else params.temperature, top_p=params.top_p).how
-
-    def snap(self, owners: dict[int, Request], depth: int) -> None:
-        report = self.rows.slots.state.report[: max(owners) + 1]
-        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
-
-    def read(self, snapshots: list[_Snapshot]) -> list[Delta]:
-        said: dict[Request, list[tuple[int, list[int]]]] = {}  # by pass: its depth and the tokens
-        for snapshot in snapshots:
-            if snapshot.event is not None:
-                snapshot.event.synchronize()
-            lines = snapshot.report[list(snapshot.owners)].tolist()
-            for request, (count, *tokens) in zip(snapshot.owners.values(), lines, strict=True):
-                if count:
-                    said.setdefault(request, []).append((snapshot.depth, tokens[:count]))
-        deltas, seen = [], Counter()
-        watches = self.watches_now(len(said))
-        for request, passes in said.items():
-            if request.finished:  # by the host meanwhile
-                continue
-            tokens = [token for _, some in passes for token in some]
-            deltas.append(
-                request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
-            )
-            if request.speculate and request.id not in self.behind:
-                seen.update(self.counted(request, passes, deltas[-1]))
-                if watches:
-                    self.watch(request, passes, deltas[-1])
-        for (depth, accepted, emitted), times in seen.items():
-            self.depths.saw(depth, accepted, times)
-            at = [times] * accepted + [0] * (depth - accepted)
-            counts = (times, times * depth, times * accepted, times * emitted)
-            self.stats.merge(AcceptanceStats(*counts, [times] * depth, at))
-        self.leave([delta.request for delta in deltas if delta.finished])
-        return deltas
-
-    def counted(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> list[tuple[int, int, int]]:
-        """Depth, accepted and emitted tokens of each speculative pass, as far as the request took what it said."""
-        found, first = [], 0
-        for depth, tokens in passes:
-            drafted = delta.drafted[first : first + len(tokens)]
-            first += len(tokens)
-            if depth and drafted:
-                found.append((depth, sum(drafted), len(drafted)))
-                request.stats.add_step(depth, *found[-1])
-        return found
-
-    def watches_now(self, num_rows: int) -> bool:
-        """With many rows the guard looks at one reading in several, so that it takes the host no longer than with a few."""
-        self.readings += 1
-        return self.depth_control.guard is not None and self.readings % (1 + num_rows // ROWS_WATCHED) == 0
-
-    def watch(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> None:
-        """Tells the guard what became of each draft, and which misses it could not have helped."""
-        guard, outside, first = self.depth_control.guard, self.depth_control.outside, 0
-        outside.saw(delta.tokens)
-        for depth, tokens in passes:
-            end = first + len(tokens)
-            drafted = delta.drafted[first:end]
-            if depth and drafted:
-                stood = sum(drafted)
-                missed = stood < min(depth, len(drafted))
-                guard.saw(request, stood + missed, stood, nameable=outside.holds(delta.tokens[first + len(drafted) - 1]))
-            first = end
-
-    @property
-    def max_len(self) -> int:
-        return self.config.max_model_len
 
     def leave(self, requests: list[Request]) -> None:
         """They are finished, in their rows or, interrupted, in the queue."""

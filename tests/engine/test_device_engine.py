@@ -242,7 +242,7 @@ def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
     for text in prompts(num_rows, seed=11):
         engine.add_request(text, GREEDY)
     engine.step()
-    assert len(engine.snapshots) == cycles
+    assert len(engine.reports.snapshots) == cycles
     assert all(request.num_answer == 1 for request in engine.requests.values())
     assert int(engine.rows.slots.state.answered.sum()) > num_rows
     finish(engine)

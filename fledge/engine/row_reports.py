@@ -1,0 +1,115 @@
+"""What the rows of captured cycles said, on its way to the host: read behind what is launched, and counted."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.engine.depth_control import DepthControl
+from fledge.engine.device_batch import DeviceBatch
+from fledge.engine.load_depth import LoadDepth
+from fledge.engine.request import Delta, Request
+from fledge.kernels.accept import DRAFTED
+from fledge.speculation.stats import AcceptanceStats
+
+# The drift guard looks at about so many rows a cycle.
+ROWS_WATCHED = 16
+
+
+@dataclass
+class _Snapshot:
+    """What rows said in one pass, on its way to the host."""
+
+    owners: dict[int, Request]
+    depth: int
+    report: Tensor
+    event: torch.cuda.Event | None
+
+
+class RowReports:
+    def __init__(
+        self,
+        rows: DeviceBatch,
+        depths: LoadDepth,
+        stats: AcceptanceStats,
+        depth_control: DepthControl,
+        behind: set[str],
+        max_len: int,
+    ) -> None:
+        """`behind`: requests whose drafter state a plain step has left behind; the engine's own set."""
+        self.rows, self.depths, self.stats, self.depth_control = rows, depths, stats, depth_control
+        self.behind, self.max_len = behind, max_len
+        self.snapshots: deque[_Snapshot] = deque()
+        self.readings = 0
+
+    @property
+    def most_unread(self) -> int:
+        """Tokens that a row may have said since the last reading."""
+        return sum(snapshot.depth + 1 for snapshot in self.snapshots)
+
+    def snap(self, owners: dict[int, Request], depth: int) -> None:
+        report = self.rows.slots.state.report[: max(owners) + 1]
+        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
+
+    def read(self, *, but_last: int) -> list[Delta]:
+        """What all passes but the last so many said, once they are done."""
+        snapshots = [self.snapshots.popleft() for _ in range(len(self.snapshots) - but_last)]
+        said: dict[Request, list[tuple[int, list[int]]]] = {}  # by pass: its depth and the tokens
+        for snapshot in snapshots:
+            if snapshot.event is not None:
+                snapshot.event.synchronize()
+            lines = snapshot.report[list(snapshot.owners)].tolist()
+            for request, (count, *tokens) in zip(snapshot.owners.values(), lines, strict=True):
+                if count:
+                    said.setdefault(request, []).append((snapshot.depth, tokens[:count]))
+        deltas, seen = [], Counter()
+        watches = self.watches_now(len(said))
+        for request, passes in said.items():
+            if request.finished:  # by the host meanwhile
+                continue
+            tokens = [token for _, some in passes for token in some]
+            deltas.append(
+                request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
+            )
+            if request.speculate and request.id not in self.behind:
+                seen.update(self.counted(request, passes, deltas[-1]))
+                if watches:
+                    self.watch(request, passes, deltas[-1])
+        for (depth, accepted, emitted), times in seen.items():
+            self.depths.saw(depth, accepted, times)
+            at = [times] * accepted + [0] * (depth - accepted)
+            counts = (times, times * depth, times * accepted, times * emitted)
+            self.stats.merge(AcceptanceStats(*counts, [times] * depth, at))
+        return deltas
+
+    def counted(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> list[tuple[int, int, int]]:
+        """Depth, accepted and emitted tokens of each speculative pass, as far as the request took what it said."""
+        found, first = [], 0
+        for depth, tokens in passes:
+            drafted = delta.drafted[first : first + len(tokens)]
+            first += len(tokens)
+            if depth and drafted:
+                found.append((depth, sum(drafted), len(drafted)))
+                request.stats.add_step(depth, *found[-1])
+        return found
+
+    def watches_now(self, num_rows: int) -> bool:
+        """With many rows the guard looks at one reading in several, so that it takes the host no longer than with a few."""
+        self.readings += 1
+        return self.depth_control.guard is not None and self.readings % (1 + num_rows // ROWS_WATCHED) == 0
+
+    def watch(self, request: Request, passes: list[tuple[int, list[int]]], delta: Delta) -> None:
+        """Tells the guard what became of each draft, and which misses it could not have helped."""
+        guard, outside, first = self.depth_control.guard, self.depth_control.outside, 0
+        outside.saw(delta.tokens)
+        for depth, tokens in passes:
+            end = first + len(tokens)
+            drafted = delta.drafted[first:end]
+            if depth and drafted:
+                stood = sum(drafted)
+                missed = stood < min(depth, len(drafted))
+                guard.saw(request, stood + missed, stood, nameable=outside.holds(delta.tokens[first + len(drafted) - 1]))
+            first = end
