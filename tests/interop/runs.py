@@ -35,9 +35,9 @@ def vllm_python() -> str:
 
 def run_fledge(job: dict) -> dict:
     """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
-    llm = LLM(
-        job["target"], job["drafter"], depth=job["depth"], dtype="float32", max_model_len=job["max_model_len"], device="cpu"
-    )
+    as_asked = {"adaptive": False, "drift_guard": False, "prefix_caching": False}
+    settings = {"depth": job["depth"], "dtype": "float32", "max_model_len": job["max_model_len"], "device": "cpu"}
+    llm = LLM(job["target"], job["drafter"], **settings, **as_asked)
     engine = llm.engine
     proposed: list[list[int]] = []
     accepted_at, steps = [0] * job["depth"], 0
