@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--depth", default=5)
     parser.add_argument("--quantizations", default="none,int8,int4", help="the first is compared with")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
