@@ -42,6 +42,7 @@ class DepthControl:
         self.tree: TreeShape | None = getattr(drafter, "tree", None) or None
         self.load = LoadDepth(self.limit, margin=1.0)
         self.verifying = CostTable()  # all of a step but drafting, by rows of the pass
+        self.reading = CostTable()  # the same of steps that read prompts
         self.drafting = {depth: CostTable() for depth in self.load.depths}  # by the number of requests drafted for
         self.backlog = Backlog() if self.by_load and drafter.taps else None
         self.now = self.limit  # the depth that the load allows, for the next step
@@ -70,8 +71,15 @@ class DepthControl:
         """What a step is expected to take, drafting included; None before the first."""
         if not depth:
             return self.verifying.seconds(num_running)
-        verifying = self.verifying.seconds(num_running + num_drafted_for * self.nodes(depth))
+        verifying = self.verify_seconds(num_running + num_drafted_for * self.nodes(depth))
         return None if verifying is None else verifying + self.draft_seconds(num_drafted_for, depth)
+
+    def verify_seconds(self, rows: float) -> float | None:
+        """More rows than any draft had yet are taken to cost what as many rows of prompts do: trying it would be dear."""
+        seconds = self.verifying.seconds(rows)
+        if seconds is None or rows <= self.verifying.most_rows or not rows >= self.reading.least_rows:
+            return seconds
+        return max(seconds, self.reading.seconds(rows))
 
     def draft_seconds(self, num_drafted_for: int, depth: int) -> float:
         """From the nearest depth that was tried; nothing before any was."""
@@ -116,8 +124,11 @@ class DepthControl:
             self.guard.saw(request, stood + missed, stood, nameable=self.outside.holds(delta.tokens[-1]))
 
     def took(self, batch: Sequence[Scheduled], due: Sequence[Settled], verifying: float, drafting: float) -> None:
-        """Seconds of a step. Steps that read prompts, catch up or explore say nothing about the others."""
-        if not self.by_load or any(item.num_tokens > 1 for item in batch):
+        """Seconds of a step. Those that read prompts, catch up or explore are told apart from the others."""
+        if not self.by_load:
+            return
+        if any(item.num_tokens > 1 for item in batch):
+            self.reading.saw(sum(item.num_rows for item in batch), verifying)
             return
         self.verifying.saw(sum(item.num_rows for item in batch), verifying)
         drafted_for = [item for item in due if item.room]

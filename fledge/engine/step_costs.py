@@ -54,6 +54,14 @@ class CostTable:
             self.costs = {place: cost for place, cost in self.costs.items() if cost.when > self.now - LIFETIME}
             self._ordered = None
 
+    @property
+    def least_rows(self) -> float:
+        return min((cost.rows for cost in self.costs.values()), default=math.inf)
+
+    @property
+    def most_rows(self) -> float:
+        return max((cost.rows for cost in self.costs.values()), default=0.0)
+
     def seconds(self, rows: float) -> float | None:
         """None: nothing was seen yet."""
         if self._ordered is None:

@@ -162,6 +162,20 @@ def adaptive_engine(oracle, costs: Costs, config=CPU) -> Engine:
     return engine
 
 
+def test_prompts_show_what_many_rows_cost():
+    """A pass over a prompt is as dear as a verification of as many rows: a crowd need not try that first."""
+    oracle = OracleSpeculator({}, 4)
+    known, unknown = (DepthControl(oracle, by_load=True) for _ in range(2))
+    for control in (known, unknown):
+        for rows in range(1, 9):
+            control.verifying.saw(rows, 1.0)
+        control.drafting[4].saw(1, 0.1)
+    known.reading.saw(40, 18.0)
+    assert known.seconds(1, 1, 4) == unknown.seconds(1, 1, 4), "what was verified is known"
+    assert unknown.seconds(16, 16, 4) < 2
+    assert known.seconds(16, 16, 4) > 15
+
+
 def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
     prompts = random_prompts(13, longest=20)
     short, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (60, 200))
