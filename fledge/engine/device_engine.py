@@ -40,6 +40,7 @@ from fledge.speculation.drafting import Drafter, EagleSpeculator
 # With so many rows, and nobody about to enter, so many cycles are launched together.
 MANY_ROWS = 96
 CYCLES_TOGETHER = 4
+LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
 
 
 def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
@@ -191,7 +192,7 @@ class DeviceEngine:
             self.limit(request),
             self.seeds[request.id] if params.seed is None else params.seed % 2**62,
             0.0 if params.greedy else params.temperature,
-            params.top_p,
+            max(params.top_p, LEAST_TOP_P),
             sorted(request.end_token_ids),
             MAX_DEPTH if request.speculate else 0,
             request.num_computed,

@@ -50,8 +50,9 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = probs / probs.sum(-1, keepdim=True)
     if params.top_p < 1:
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # mass ahead of each token: the first is always kept
-        ordered = ordered.masked_fill(before >= params.top_p, 0)
+        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the mass ahead of each token
+        cut[..., 0] = False  # the likeliest always stays: in fp32 the smallest top_p are 0
+        ordered = ordered.masked_fill(cut, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

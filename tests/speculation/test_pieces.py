@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
+from fledge.speculation.distribution import probabilities
 from fledge.speculation.drafting import Settled
 from fledge.speculation.ngram import NgramSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
@@ -86,3 +88,10 @@ def test_ngrams_propose_what_followed_last_time():
     assert len(drafter.draft([Settled(sequence, 0, [0], 0)], [])[0]) == 0
     drafter.forget(sequence)
     assert not drafter.indexes
+
+
+@pytest.mark.parametrize("top_p", [5e-239, 1e-30, 1e-6])
+def test_the_smallest_top_p_leaves_the_likeliest_token(top_p):
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.5, 2.4]])
+    found = probabilities(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    assert found.tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
