@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import math
 import signal
@@ -19,6 +21,7 @@ from fledge.serving.service import Service
 KEEP_ALIVE_SECONDS = 60
 # How long after our own limit connections are cut: by then everyone has been told.
 BACKSTOP_SECONDS = 5
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
 
 
 class _Server(uvicorn.Server):
@@ -38,6 +41,7 @@ class _Server(uvicorn.Server):
 
 def run(flags: ServeFlags) -> None:
     _log_to_stderr(flags.uvicorn_log_level)
+    _give_back_large_blocks()
     service = Service(flags)
     config = uvicorn.Config(
         create_app(service),
@@ -61,6 +65,13 @@ def run(flags: ServeFlags) -> None:
     server.run(sockets=sockets)
     if service.engine.failure is not None:
         raise service.engine.failure
+
+
+def _give_back_large_blocks() -> None:
+    """Logits of a crowded step are tens of megabytes. Left alone, glibc comes to keep such blocks, in pieces, once they were
+    freed, and a server's memory grows with the most crowded step so far."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _bind(flags: ServeFlags) -> socket.socket:
