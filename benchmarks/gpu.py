@@ -288,9 +288,10 @@ def settings(bench: Bench) -> dict[str, object]:
     many_rows = [(64, 0)] + ([(4, 5), (16, 3)] if bench.drafter is not None else [])
     few_rows = [(1, 0), (4, 0)] + ([(1, 3)] if bench.drafter is not None else [])
     changes = {
-        "as it is": (few_rows + many_rows, fused_linear, "WHOLE_ROWS", fused_linear.WHOLE_ROWS),
-        "whole up to 16 rows": (many_rows, fused_linear, "WHOLE_ROWS", 16),
-        "whole up to 32 rows": (many_rows, fused_linear, "WHOLE_ROWS", 32),
+        "as it is": (few_rows + many_rows, fused_linear, "DIRECT_ROWS", fused_linear.DIRECT_ROWS),
+        "vector for 1 and 2 rows": (few_rows, fused_linear, "DIRECT_FROM", 3),
+        "direct up to 32 rows": (many_rows, fused_linear, "DIRECT_ROWS", 32),
+        "direct up to 128 rows": (many_rows, fused_linear, "DIRECT_ROWS", 128),
         "every layer holds": (few_rows, fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),

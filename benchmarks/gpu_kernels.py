@@ -22,7 +22,7 @@ DEVICE = "cuda"
 
 
 def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
-    """Linears by number of rows, in microseconds: both kernels, and cuBLAS with elementwise kernels around it.
+    """Linears by number of rows, in microseconds: each kernel, and cuBLAS with elementwise kernels around it.
 
     Each kind alone finds its weight in the cache of the device; those of all layers, as in a step, do not.
     """
@@ -39,7 +39,7 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
             "norm+gate_up": lambda layer, run, x=x: run(x, layer.mlp.gate_up_proj.weight, norm=norm, gated=True),
             "down+residual": lambda layer, run, x=x, y=inner: run(y, layer.mlp.down_proj.weight, residual_MO=x),
         }
-        kernels = [kernel for kernel, most in (("vector", 4), ("whole", 128)) if rows <= most]
+        kernels = [kernel for kernel, most in (("direct", 128), ("vector", 4), ("whole", 64)) if rows <= most]
         ways: dict[str, Callable] = {kernel: partial(fused_linear.fused_linear_triton, kernel=kernel) for kernel in kernels}
         ways["cublas"] = fused_linear.wide_linear
         for name, kind in kinds.items():

@@ -2,10 +2,12 @@
 
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
-A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one Triton kernel; for many it is
-cuBLAS between elementwise kernels. Two kernels:
-    vector   a program's rows of the weight lie in registers, loaded before its inputs are there; products are summed
-    whole    likewise, but multiplied by tensor cores, 16 rows a program; each warp takes a share of the inputs
+A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one kernel; for many it is cuBLAS
+between elementwise kernels. In each a program's rows of the weight lie in registers, loaded before its inputs are there:
+    direct   multiplied by tensor cores that are fed from memory, 16 rows a program; see `direct_linear.py`
+and, where that one does not run (it wants bfloat16, Gluon and a Hopper card),
+    vector   products are summed, row by row
+    whole    multiplied by tensor cores, 16 rows a program, by way of shared memory; each warp takes a share of the inputs
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.direct_linear import can_be_direct, direct_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.swiglu import swiglu, swiglu_reference
 from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
@@ -25,6 +28,7 @@ from fledge.kernels.triton_support import jit, let_next_start, loaded, next_powe
 # Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
 WHOLE_ROWS = 64
+DIRECT_FROM, DIRECT_ROWS = 1, 64
 # Programs that fill an H200's 132 multiprocessors.
 ENOUGH_PROGRAMS = 120
 # Inputs up to which a program's part of the weight, and for `whole` 16 rows of inputs too, fit the registers.
@@ -55,7 +59,7 @@ def fused_linear(
     options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
     if not use_triton(x_MK):
         return fused_linear_reference(x_MK, weight_OK, bias_O, **options)
-    kernel = choose_kernel(*x_MK.shape)
+    kernel = choose_kernel(*x_MK.shape, direct=can_be_direct(x_MK, x_MK.shape[1]))
     if kernel is None:
         return wide_linear(x_MK, weight_OK, bias_O, **options, in_place=in_place)
     return fused_linear_triton(x_MK, weight_OK, bias_O, **options, kernel=kernel, before_attention=before_attention)
@@ -111,12 +115,15 @@ def fused_linear_triton(
     kernel: str,
     before_attention: bool = False,
 ) -> Tensor:
-    """`kernel`: vector or whole."""
+    """`kernel`: direct, vector or whole."""
     num_rows, size = x_MK.shape
     outputs = weight_OK.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
     assert weight_OK.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
+    if kernel == "direct" and num_rows:
+        options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
+        return direct_linear(x_MK, weight_OK, bias_O, **options, before_attention=before_attention)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     if not num_rows:
         return out
@@ -163,8 +170,10 @@ def fused_linear_triton(
     return out
 
 
-def choose_kernel(num_rows: int, size: int) -> str | None:
+def choose_kernel(num_rows: int, size: int, direct: bool = False) -> str | None:
     """None: cuBLAS."""
+    if direct and num_rows >= DIRECT_FROM:
+        return "direct" if num_rows <= DIRECT_ROWS else None
     if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
         return "vector"
     return "whole" if num_rows <= WHOLE_ROWS and size <= WHOLE_INPUTS else None

@@ -1,0 +1,218 @@
+"""The linear layer for a handful of rows, on tensor cores that are fed straight from memory.
+
+Triton's own products take their operands through shared memory; for few rows that detour costs more than the product. Here
+(in Gluon, Triton's language with explicit layouts) each thread loads from memory just what its part of the product needs:
+eight neighbouring inputs at a time, of weights and of rows alike, so that the order in which they are multiplied does not
+matter. Each warp takes every WARPS-th chunk of the inputs; their sums meet in shared memory, behind the kernel's only barrier.
+
+The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input times norm weight,
+where the unfused network rounds the same times the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.triton_support import overlap
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+except ImportError:
+    gluon = gl = mma_v2 = None
+
+TILE = 16  # rows of a product
+CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
+MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
+ENOUGH_PROGRAMS = 120  # that fill an H200's 132 multiprocessors
+
+
+def jit(function):
+    return function if gluon is None else gluon.jit(function)
+
+
+def can_be_direct(x: Tensor, size: int) -> bool:
+    """bfloat16 alone: input times norm weight, unscaled, may leave float16's range."""
+    if gluon is None or x.dtype != torch.bfloat16 or size % 8 or size > CHUNK * MOST_CHUNKS * 8:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def num_warps(size: int) -> int:
+    return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
+
+
+def num_columns(tiles: int, outputs: int) -> int:
+    """Outputs a program: more of them read the rows less often, as long as there are enough programs."""
+    return 16 if tiles * (outputs // 16) >= ENOUGH_PROGRAMS else 8
+
+
+def direct_linear(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm=None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    before_attention: bool = False,
+    columns: int | None = None,
+    warps: int | None = None,
+) -> Tensor:
+    """As `fused_linear`; `columns` and `warps` are for measuring."""
+    num_rows, size = x_MK.shape
+    outputs = weight_OK.shape[0] // (2 if gated else 1)
+    tiles = -(-num_rows // TILE)
+    columns, warps = columns or num_columns(tiles, outputs), warps or num_warps(size)
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    _direct_linear[(tiles, -(-outputs // columns))](
+        x_MK,
+        weight_OK,
+        bias_O if bias_O is not None else x_MK,
+        norm.weight if norm is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        out,
+        num_rows,
+        norm.eps if norm is not None else 0.0,
+        COLUMNS=columns,
+        CHUNKS=-(-size // (CHUNK * warps)),
+        SIZE=size,
+        OUTPUTS=outputs,
+        HAS_BIAS=bias_O is not None,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        GATED=gated,
+        HOLD=before_attention,
+        WARPS=warps,
+        num_warps=warps,
+        **overlap(x_MK),
+    )
+    return out
+
+
+@jit
+def _let_next_start():
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _wait_for_inputs():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _times(x, y):
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@jit
+def _direct_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    COLUMNS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr,
+    HOLD: gl.constexpr,
+    PDL: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    ROWS: gl.constexpr = 16
+    EACH: gl.constexpr = 64
+    # Both halves of a gated weight are columns of one product.
+    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=8)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
+    # The last sum: one thread has an output's shares of all warps.
+    last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
+    answer: gl.constexpr = gl.SliceLayout(0, last)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if PDL == 1 and not HOLD:
+        _let_next_start()
+
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+    warp_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None]
+    input_w = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
+    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))[None, None, :]
+    column_w = first_column + product % COLUMNS
+    weights = weight_ptr + (column_w + product // COLUMNS * OUTPUTS).to(gl.int64) * SIZE
+    ws = ()
+    for i in gl.static_range(CHUNKS):
+        k = (i * WARPS + warp_w) * EACH + input_w
+        ws = ws + (gl.load(weights + k, mask=(column_w < OUTPUTS) & (k < SIZE), other=0.0),)  # noqa: RUF005
+    norms = ()
+    if HAS_NORM:
+        warp_n = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, left)))[:, None]
+        input_n = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, :]
+        for i in gl.static_range(CHUNKS):
+            k = (i * WARPS + warp_n) * EACH + input_n
+            norms = norms + (gl.load(norm_ptr + k, mask=k < SIZE, other=0.0),)  # noqa: RUF005
+    if PDL:
+        _wait_for_inputs()
+        if HOLD or PDL == 2:
+            _let_next_start()
+
+    warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None]
+    row_x = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :, None]
+    input_x = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
+    xs = ()
+    for i in gl.static_range(CHUNKS):
+        k = (i * WARPS + warp_x) * EACH + input_x
+        xs = xs + (gl.load(x_ptr + row_x * SIZE + k, mask=(row_x < num_rows) & (k < SIZE), other=0.0),)  # noqa: RUF005
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
+
+    total = gl.zeros([WARPS, ROWS, PRODUCTS], gl.float32, layout=mma)
+    for i in gl.static_range(CHUNKS):
+        x = xs[i]
+        if HAS_NORM:
+            x = _times(x, norms[i][:, None, :])
+        total = mma_v2(x, ws[i], total)
+    shares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    if HAS_NORM:
+        square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
+        for i in gl.static_range(CHUNKS):
+            wide = xs[i].to(gl.float32)
+            square += wide * wide
+        squares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+        squares.store(gl.sum(square, axis=2))
+    shares.store(total)
+    if HAS_NORM:
+        mean = gl.sum(squares.load(gl.SliceLayout(2, last)), axis=0) / SIZE
+        scale = gl.convert_layout(1.0 / gl.sqrt(mean + eps), gl.SliceLayout(1, answer))[:, None]
+    if GATED:
+        out = gl.sum(shares.slice(0, COLUMNS, dim=2).load(last), axis=0)
+        up = gl.sum(shares.slice(COLUMNS, COLUMNS, dim=2).load(last), axis=0)
+        if HAS_NORM:
+            out, up = out * scale, up * scale
+        if HAS_BIAS:
+            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+        # Rounded between the two products, as the unfused network does.
+        gate = out.to(dtype).to(gl.float32)
+        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    else:
+        out = gl.sum(shares.load(last), axis=0)
+        if HAS_NORM:
+            out = out * scale
+        if HAS_BIAS:
+            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if HAS_RESIDUAL:
+        out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
+    gl.store(out_ptr + row * OUTPUTS + column, out.to(dtype), mask=inside)

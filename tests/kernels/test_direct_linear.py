@@ -1,0 +1,79 @@
+"""The linear that feeds tensor cores from memory: on the card against float64, and compiled for it anywhere Triton is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.kernels import direct_linear as module
+from fledge.kernels.direct_linear import direct_linear, num_columns, num_warps
+from fledge.kernels.fused_linear import Norm
+from tests.kernels.support import INTERPRETED
+
+on_card = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(module.gluon is None or INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA"),
+]
+compiles = pytest.mark.skipif(module.gluon is None or INTERPRETED, reason="needs Triton")
+SHAPES = [(576, 960, 1), (576, 1536, 5), (576, 576, 16), (1536, 576, 17), (64, 40, 3), (200, 30, 6), (1728, 576, 64)]
+
+
+@pytest.mark.parametrize(("size", "outputs", "rows"), [pytest.param(*shape, marks=on_card) for shape in SHAPES])
+@pytest.mark.parametrize("surroundings", ["nothing", "norm", "norm and gate", "residual", "all with bias"])
+def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundings):
+    gated = surroundings in ("norm and gate", "all with bias")
+
+    def drawn(*shape):
+        return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+    x, weight = drawn(rows, size), drawn(outputs * (2 if gated else 1), size) / size**0.5
+    bias = drawn(len(weight)) if surroundings == "all with bias" else None
+    norm = Norm(drawn(size), 1e-5) if surroundings not in ("nothing", "residual") else None
+    residual = drawn(rows, outputs) if surroundings in ("residual", "all with bias") else None
+    wanted = x.double()
+    if norm is not None:
+        wanted = wanted / (wanted.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    wanted = wanted @ weight.double().t() + (bias.double() if bias is not None else 0)
+    if gated:
+        gate, up = wanted.chunk(2, -1)
+        wanted = torch.nn.functional.silu(gate) * up
+    wanted = wanted + (residual.double() if residual is not None else 0)
+    for columns in (8, 16):
+        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, columns=columns).double()
+        assert (found - wanted).norm() / wanted.norm() < 6e-3
+
+
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40)])
+def test_a_row_does_not_depend_on_the_others(rows):
+    x, weight = torch.randn(rows, 576, device="cuda").bfloat16(), torch.randn(960, 576, device="cuda").bfloat16()
+    norm = Norm(torch.randn(576, device="cuda").bfloat16(), 1e-5)
+    together = direct_linear(x, weight, norm=norm)
+    assert all(torch.equal(direct_linear(x[row : row + 1], weight, norm=norm)[0], together[row]) for row in range(rows))
+
+
+@compiles
+@pytest.mark.parametrize("gated", [False, True])
+def test_it_compiles_for_hopper_with_one_barrier(gated):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_kernel
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
+    constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
+    kernel = module._direct_linear
+    types = {"num_rows": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(
+        kernel,
+        {name: types.get(name, "*bf16") for name in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(6)},
+    )
+    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    assert assembly.count("bar.sync") == 1
+    assert assembly.count("mma.sync") == (24 if gated else 12)
+    assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
+
+
+def test_programs_and_warps():
+    assert [num_warps(size) for size in (576, 1024, 1536)] == [4, 4, 8]
+    assert [num_columns(tiles, 960) for tiles in (1, 2, 4)] == [8, 16, 16]
