@@ -26,7 +26,7 @@ except ImportError:
 TILE = 16  # rows of a product
 CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
 MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
-ENOUGH_PROGRAMS = 120  # that fill an H200's 132 multiprocessors
+COLUMNS = 16  # outputs a program: 8 make more programs, and yet each takes longer
 
 
 def jit(function):
@@ -42,11 +42,6 @@ def can_be_direct(x: Tensor, size: int) -> bool:
 
 def num_warps(size: int) -> int:
     return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
-
-
-def num_columns(tiles: int, outputs: int) -> int:
-    """Outputs a program: more of them read the rows less often, as long as there are enough programs."""
-    return 16 if tiles * (outputs // 16) >= ENOUGH_PROGRAMS else 8
 
 
 def direct_linear(
@@ -65,7 +60,7 @@ def direct_linear(
     num_rows, size = x_MK.shape
     outputs = weight_OK.shape[0] // (2 if gated else 1)
     tiles = -(-num_rows // TILE)
-    columns, warps = columns or num_columns(tiles, outputs), warps or num_warps(size)
+    columns, warps = columns or COLUMNS, warps or num_warps(size)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     _direct_linear[(tiles, -(-outputs // columns))](
         x_MK,

@@ -28,7 +28,7 @@ from fledge.kernels.triton_support import jit, let_next_start, loaded, next_powe
 # Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
 WHOLE_ROWS = 64
-DIRECT_FROM, DIRECT_ROWS = 1, 64
+DIRECT_FROM, DIRECT_ROWS = 1, 96
 # Programs that fill an H200's 132 multiprocessors.
 ENOUGH_PROGRAMS = 120
 # Inputs up to which a program's part of the weight, and for `whole` 16 rows of inputs too, fit the registers.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels import direct_linear as module
-from fledge.kernels.direct_linear import direct_linear, num_columns, num_warps
+from fledge.kernels.direct_linear import direct_linear, num_warps
 from fledge.kernels.fused_linear import Norm
 from tests.kernels.support import INTERPRETED
 
@@ -74,6 +74,5 @@ def test_it_compiles_for_hopper_with_one_barrier(gated):
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
 
 
-def test_programs_and_warps():
+def test_warps_by_size():
     assert [num_warps(size) for size in (576, 1024, 1536)] == [4, 4, 8]
-    assert [num_columns(tiles, 960) for tiles in (1, 2, 4)] == [8, 16, 16]
