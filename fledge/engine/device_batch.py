@@ -95,7 +95,9 @@ class DeviceBatch:
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
-        self.prompts = PromptPass(self.fused, self.drafter, self.device, max_pages=self.max_pages, capture=capture)
+        self.prompts = PromptPass(
+            self.fused, self.drafter, self.slots, self.say_first, max_pages=self.max_pages, capture=capture
+        )
 
     def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
         size, dtype = self.config.page_size, self.config.activation_dtype
@@ -144,13 +146,13 @@ class DeviceBatch:
         lengths = [len(entry.prompt) - entry.cached for entry in entries]
         sequence = np.repeat(np.arange(len(entries)), lengths)
         positions = np.concatenate([np.arange(entry.cached, len(entry.prompt)) for entry in entries])
-        table = self.page_tables(entries)
+        numbers, fractions, table = self.new_rows(entries)
         tokens = np.concatenate([np.asarray(entry.prompt[entry.cached :], dtype=np.int64) for entry in entries])
-        where = (tokens, positions, self.cache_slots(table[sequence, :], positions), lengths)
-        prompts = Rests(*where, starts, table) if any(starts) else Prompts(*where)
-        accepted = self._first_tokens(entries, table, self.prompts.target(prompts))
-        if self.drafter is not None:
-            self._keep_states(entries, self.prompts.draft(accepted.tokens_BT[:, 0]))
+        where = self.cache_slots(table[sequence, :], positions)
+        prompts = Prompts(tokens, positions, where, lengths, numbers, fractions, table)
+        if any(starts):
+            prompts = Rests(**vars(prompts), starts=starts)
+        self.prompts.read(prompts, max(entry.how for entry in entries))
 
     @torch.inference_mode()
     def read_piece(self, entry: Entry, start: int) -> int:
@@ -158,44 +160,38 @@ class DeviceBatch:
         length = len(entry.prompt)
         end = min(start + PIECE, length)
         start = max(end - PIECE, 0)  # the last piece reads some tokens again, so that all pieces have one shape
-        table = self.page_tables([entry])
+        numbers, fractions, table = self.new_rows([entry])
         positions = np.arange(start, end)
         tokens = np.asarray(entry.prompt[start:end], dtype=np.int64)
         following = np.asarray([*entry.prompt[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
         uploaded = self.upload(np.stack([tokens, positions, self.cache_slots(table[[0]], positions), following]))
-        where = (uploaded[1], uploaded[2], self.upload(table[0]), self.upload(np.array([end], dtype=np.int32)))
+        where = (uploaded[1], uploaded[2], self.upload(table[0].astype(np.int32)), self.upload(np.array([end], dtype=np.int32)))
         attend: FusedAttend = ChunkAttend(self.cache, self.fused.rope_table, *where)
         x, taps = self.fused(self.decoder.embed(uploaded[0]), attend, self.taps)
         if end == length:
-            accepted = self._first_tokens([entry], table, x[-1:])
-            uploaded[3, -1:] = accepted.tokens_BT[:, 0]
+            new = NewRows(self.upload(numbers), self.upload(fractions), self.upload(table))
+            uploaded[3, -1:] = self.say_first(new, x[-1:], entry.how)
         if self.drafter is not None:
             attend = ChunkAttend(self.drafter.cache, self.drafter.rope_table, *where)
             states = self.drafter.read_prompts(taps, uploaded[3], attend)
             if end == length:
-                self._keep_states([entry], states[-1:])
+                self.slots.draft_state[entry.row] = states[-1]
         return end
 
-    def _first_tokens(self, entries: Sequence[Entry], table: np.ndarray, x: Tensor) -> Accepted:
-        numbers = [
-            [entry.row, len(entry.prompt), entry.answered, entry.limit, entry.depth_limit, entry.seed, *padded(entry.stop_ids)]
-            for entry in entries
-        ]
-        whole = self.upload(np.array(numbers, dtype=np.int64))
-        fractions = self.upload(np.array([[entry.temperature, entry.top_p] for entry in entries], dtype=np.float32))
-        rows, lengths, *others = whole[:, :6].unbind(1)
-        new = NewRows(rows, lengths, *others, *fractions.unbind(1), whole[:, 6:], self.upload(table))
+    def say_first(self, new: NewRows, x: Tensor, how: int) -> Tensor:
+        """Requests take their rows and say their first tokens, which are returned; `x`: the states of their prompts' ends."""
         self.slots.fill(new)
-        return self.accept(self.choose(x, rows, 1, max(entry.how for entry in entries)), 1, rows.contiguous())
+        return self.accept(self.choose(x, new.rows, 1, how), 1, new.rows).tokens_BT[:, 0]
 
-    def _keep_states(self, entries: Sequence[Entry], states: Tensor) -> None:
-        self.slots.draft_state.index_copy_(0, self.upload(np.array([entry.row for entry in entries])), states)
-
-    def page_tables(self, entries: Sequence[Entry]) -> np.ndarray:
-        table = np.zeros((len(entries), self.max_pages), dtype=np.int32)
+    def new_rows(self, entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `NewRows` has them."""
+        numbers = [(e.row, 1, len(e.prompt), e.answered, e.limit, e.depth_limit, e.seed) for e in entries]
+        stops = [padded(entry.stop_ids) for entry in entries]
+        table = np.zeros((len(entries), self.max_pages), dtype=np.int64)
         for index, entry in enumerate(entries):
             table[index, : len(entry.pages)] = entry.pages
-        return table
+        fractions = np.array([[entry.temperature, entry.top_p] for entry in entries], dtype=np.float64)
+        return np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1), fractions, table
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = self.config.page_size

@@ -26,6 +26,7 @@ import torch
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, why_not_captured
 from fledge.engine.engine import Engine
+from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
@@ -86,6 +87,7 @@ class DeviceEngine:
         )
         self.scheduler = RowQueue(engine)
         self.free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
+        self.gathering = Gathering()
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
@@ -131,7 +133,8 @@ class DeviceEngine:
 
     def enter(self) -> None:
         """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
-        queue, budget, entries = self.scheduler, self.config.max_batched_tokens, []
+        queue, entries = self.scheduler, []
+        budget = 0 if self.gathers() else self.config.max_batched_tokens
         while queue.waiting_rows and self.free_rows and budget > 0:
             request = queue.waiting_rows[0]
             found = self.cached_pages(request)
@@ -157,6 +160,7 @@ class DeviceEngine:
             if some:
                 self.rows.read_prompts(some)
         if entries:
+            self.gathering.entered(self.enterable, time.perf_counter())
             self.was_read({entry.row: queue.owners[entry.row] for entry in entries})
         if queue.reading:
             entry, read = queue.reading.popleft()
@@ -165,6 +169,22 @@ class DeviceEngine:
                 queue.reading.appendleft((entry, read))
             else:
                 self.was_read({entry.row: queue.owners[entry.row]})
+
+    @property
+    def enterable(self) -> int:
+        return min(len(self.scheduler.waiting_rows), len(self.free_rows))
+
+    def gathers(self) -> bool:
+        """Whether those who wait should wait for more to come."""
+        if not self.enterable:
+            return False
+        now = time.perf_counter()
+        return self.gathering.goes_on(
+            waiting=self.enterable,
+            rows=len(self.scheduler.owners),
+            pass_seconds=self.rows.prompts.least_seconds,
+            now=now,
+        )
 
     def cached_pages(self, request: Request) -> list[int]:
         """Pages that hold a prompt's beginning, if using them pays.
@@ -215,7 +235,7 @@ class DeviceEngine:
         if drafted_for and not depth:
             self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
             self.behind |= {running[row].id for row in drafted_for}
-        entering = self.scheduler.reading or (self.scheduler.waiting_rows and self.free_rows)
+        entering = self.scheduler.reading or self.enterable
         cycles = CYCLES_TOGETHER if len(running) >= MANY_ROWS and not entering else 1
         self.grow(running, cycles * (depth + 1))
         if not running:
@@ -331,7 +351,7 @@ class DeviceEngine:
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        self.rows.prompts.record(product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest))
+        self.rows.prompts.record(product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (SAMPLED, GREEDY)))
         say(f"recorded in {time.perf_counter() - started:.0f} s")
 
     def check_integrity(self) -> None:

@@ -1,7 +1,9 @@
-"""Prompts through the target and the drafter, recorded once per size: eagerly such a pass is ten times as long as its work.
+"""New requests enter: their prompts through the target and the drafter, their first tokens said, their rows filled.
 
-Prompts lie one after the other in a buffer that is a little longer than they are; what is left over belongs to no prompt, is
-stored nowhere, and its rows are never read. One token at least is left over: ends of prompts that are not there point at it.
+All of it is one pass that is recorded once per size (eagerly it is ten times as long as its work) and reads one buffer, which
+the host fills with one copy. Prompts lie one after the other in it; it is a little longer than they are. What is left over
+belongs to no prompt, is stored nowhere, and its rows are never read. One token at least is left over: ends of prompts that are
+not there point at it, and such prompts enter a row that is nobody's.
 
     tokens   | prompt A | prompt B | padding … |        ends  | A's last | B's last | the buffer's last … |
 
@@ -10,9 +12,9 @@ Prompts whose beginnings the cache holds go the same way from there on, but atte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from fledge.engine.fused_decoder import (
     attends_by_device_lengths,
 )
 from fledge.engine.fused_drafter import FusedDrafter
+from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
 from fledge.kernels.paged_attention import PagedKV
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
@@ -39,12 +42,15 @@ OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one l
 
 @dataclass
 class Prompts:
-    """Tokens of several prompts, one after the other, and where they go. All on the host."""
+    """Tokens of several prompts, one after the other, where they go, and the rows they enter. All on the host."""
 
     tokens: np.ndarray  # int64 [N]
     positions: np.ndarray  # int64 [N]
     slots: np.ndarray  # int64 [N], of the caches
     lengths: list[int]
+    numbers: np.ndarray  # int64 [S, …] and
+    fractions: np.ndarray  # float64 [S, 2]: as `NewRows` has them
+    tables: np.ndarray  # int64 [S, P]: the prompts' pages
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -54,15 +60,29 @@ class Prompts:
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), size_for(LONGEST, wanted[2]))
 
-    def padded(self, num_tokens: int, num_prompts: int) -> Prompts:
-        """The same, with as many tokens and prompts as asked for; what is added is stored nowhere."""
-        left = num_tokens - len(self.tokens)
-        return Prompts(
-            np.pad(self.tokens, (0, left)),
-            np.pad(self.positions, (0, left)),
-            np.pad(self.slots, (0, left), constant_values=-1),
-            self.lengths + [0] * (num_prompts - len(self.lengths)),
+    def padded(self, num_tokens: int, num_prompts: int, nobody: int) -> Prompts:
+        """The same, with as many tokens and prompts as asked for; what is added is stored nowhere and enters `nobody`."""
+        left, more = num_tokens - len(self.tokens), num_prompts - len(self.lengths)
+        numbers = np.pad(self.numbers, ((0, more), (0, 0)))
+        numbers[len(self.lengths) :, 0] = nobody
+        return replace(
+            self,
+            tokens=np.pad(self.tokens, (0, left)),
+            positions=np.pad(self.positions, (0, left)),
+            slots=np.pad(self.slots, (0, left), constant_values=-1),
+            lengths=self.lengths + [0] * more,
+            numbers=numbers,
+            fractions=np.pad(self.fractions, ((0, more), (0, 0)), constant_values=1.0),
+            tables=np.pad(self.tables, ((0, more), (0, 0))),
         )
+
+    def arrays(self) -> list[np.ndarray]:
+        """What the pass reads, in its order."""
+        lengths = np.array(self.lengths, dtype=np.int64)
+        offsets = np.concatenate([[0], lengths.cumsum()])
+        ends = np.where(lengths > 0, offsets[1:] - 1, len(self.tokens) - 1)
+        tokens = np.stack([self.tokens, self.positions, self.slots])
+        return [tokens, offsets, ends, self.numbers, self.fractions, self.tables]
 
 
 @dataclass
@@ -70,7 +90,6 @@ class Rests(Prompts):
     """Ends of prompts: `tokens`, `positions`, `slots` and `lengths` are theirs alone."""
 
     starts: list[int]  # tokens before them
-    tables: np.ndarray  # int32 [S, P]: the prompts' pages
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -79,11 +98,12 @@ class Rests(Prompts):
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), OVER_CACHE)
 
-    def padded(self, num_tokens: int, num_prompts: int) -> Rests:
-        more = num_prompts - len(self.lengths)
-        padded = super().padded(num_tokens, num_prompts)
-        tables = np.pad(self.tables, ((0, more), (0, 0)))
-        return Rests(padded.tokens, padded.positions, padded.slots, padded.lengths, self.starts + [0] * more, tables)
+    def padded(self, num_tokens: int, num_prompts: int, nobody: int) -> Rests:
+        padded = super().padded(num_tokens, num_prompts, nobody)
+        return replace(padded, starts=self.starts + [0] * (num_prompts - len(self.starts)))
+
+    def arrays(self) -> list[np.ndarray]:
+        return [*super().arrays(), *self.blocks()]
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`BlockAttend`'s places, page tables and lengths. Padding goes to the last block, which is empty."""
@@ -97,114 +117,112 @@ class Rests(Prompts):
         block_ends = np.arange(1, len(sequence) + 1) * BLOCK_TOKENS
         sizes = ends - first
         places[: lengths.sum()] = np.arange(lengths.sum()) + np.repeat(block_ends - sizes.cumsum(), sizes)
-        tables = np.zeros((num_blocks, self.tables.shape[1]), dtype=np.int32)
+        tables = np.zeros((num_blocks, self.tables.shape[1]), dtype=np.int64)
         tables[: len(sequence)] = self.tables[sequence]
-        block_lengths = np.zeros(num_blocks, dtype=np.int32)
+        block_lengths = np.zeros(num_blocks, dtype=np.int64)
         block_lengths[: len(sequence)] = starts[sequence] + ends
         return places, tables, block_lengths
 
 
-@dataclass
-class _Buffers:
-    """What a recorded pass reads, and what it leaves, always in the same places."""
+class _Buffer:
+    """What a recorded pass reads, always in the same place: arrays of eight-byte numbers, one after the other."""
 
-    tokens_3N: Tensor  # tokens, positions, slots
-    offsets: Tensor  # int32 [S + 1]: where prompts begin; the last one's end
-    ends: Tensor  # int64 [S]
-    first_tokens: Tensor  # int64 [S]: set between the target's pass and the drafter's
-    lengths: list[int]  # used where nothing is recorded
-    blocks: tuple[Tensor, ...] | None  # places, page tables and lengths of `Rests`
-    last_states: Tensor | None = None  # [S, D], the target's
-    taps: Sequence[Tensor] = ()
-    draft_states: Tensor | None = None  # [S, D]
+    def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
+        self.whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int64, device=device)
+        self.parts: list[Tensor] = []
+        first = 0
+        for array in arrays:
+            part = self.whole[first : first + array.size]
+            part = part.view(torch.float64) if array.dtype == np.float64 else part
+            self.parts.append(part.view(array.shape))
+            first += array.size
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        whole = torch.from_numpy(np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays]))
+        self.whole.copy_(whole.pin_memory() if self.whole.is_cuda else whole, non_blocking=True)
 
 
 class PromptPass:
     def __init__(
-        self, fused: FusedDecoder, drafter: FusedDrafter | None, device: torch.device, *, max_pages: int, capture: bool
+        self,
+        fused: FusedDecoder,
+        drafter: FusedDrafter | None,
+        slots: Slots,
+        say_first: Callable[[NewRows, Tensor, int], Tensor],
+        *,
+        max_pages: int,
+        capture: bool,
     ) -> None:
-        """`max_pages`: of one prompt's page table."""
-        self.fused, self.drafter, self.device, self.max_pages = fused, drafter, device, max_pages
+        """`say_first(new, states, how)`: fills rows and gives their first tokens. `max_pages`: of one prompt's page table."""
+        self.fused, self.drafter, self.slots, self.say_first = fused, drafter, slots, say_first
+        self.device, self.max_pages = slots.seed.device, max_pages
         self.taps = drafter.taps if drafter is not None else ()
-        self.buffers: dict[tuple[int, int, int], _Buffers] = {}
-        self.current: _Buffers | None = None
-        self.num_prompts = 0
+        self.buffers: dict[tuple[int, int, int], _Buffer] = {}
         capture = capture and attends_by_device_lengths(fused.cache.keys)
-        self.graphs = StepGraphs(self._run, device, capture=capture, harmless=nullcontext)
+        self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
         self.pads = capture
+        self.lengths: Sequence[int] = ()  # of the prompts that were read last
 
-    def target(self, prompts: Prompts) -> Tensor:
-        """Keys and values into the cache; the states [S, D] of the prompts' last tokens."""
-        shape, self.num_prompts = prompts.shape if self.pads else None, len(prompts.lengths)
+    def read(self, prompts: Prompts, how: int) -> None:
+        shape = prompts.shape if self.pads else None
         if shape is None:
-            self.current = self._filled(prompts, None)
-            self._target(self.current, max(prompts.lengths))
+            arrays = prompts.arrays()
+            buffer = _Buffer(arrays, self.device)
+            buffer.fill(arrays)
+            self._pass(buffer, prompts.lengths, max(prompts.lengths), how)
         else:
-            self.buffers[shape] = self.current = self._filled(prompts.padded(*shape[:2]), self.buffers.get(shape))
-            self.graphs.run("target", *shape)
-        return self.current.last_states[: self.num_prompts]
+            prompts = prompts.padded(*shape[:2], self.slots.nobody)
+            self._filled(shape, prompts)
+            self.lengths = prompts.lengths
+            self.graphs.run(*shape, how)
+
+    @property
+    def least_seconds(self) -> float:
+        """What any pass takes at least, as far as is known."""
+        return min(self.graphs.seconds.values(), default=0.0)
 
     @torch.inference_mode()
-    def record(self, shapes: Iterable[tuple[int, int, int]]) -> None:
-        """Ahead of use."""
+    def record(self, shapes: Iterable[tuple[int, int, int, int]]) -> None:
+        """Ahead of use: tokens, prompts, the longest of them, and how tokens are chosen."""
         nothing = np.zeros(0, dtype=np.int64)
-        for shape in shapes if self.graphs.capture else ():
+        width = FIRST_STOP_ID + MAX_STOP_IDS
+        for *shape, how in shapes if self.graphs.capture else ():
+            shape = tuple(shape)
+            tables = np.zeros((0, self.max_pages), dtype=np.int64)
+            empty = Prompts(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 2)), tables)
+            if shape[-1] == OVER_CACHE:
+                empty = Rests(**vars(empty), starts=[])
             if shape not in self.buffers:
-                empty = Prompts(nothing, nothing, nothing, [])
-                if shape[-1] == OVER_CACHE:
-                    empty = Rests(nothing, nothing, nothing, [], [], np.zeros((0, self.max_pages), dtype=np.int32))
-                self.buffers[shape] = self._filled(empty.padded(*shape[:2]), None)
-                self.graphs.record([("target", *shape)])
-                if self.drafter is not None:
-                    self.graphs.record([("drafter", *shape)])
+                self._filled(shape, empty.padded(*shape[:2], self.slots.nobody))
+            self.graphs.record([(*shape, how)])
 
-    def draft(self, first_tokens: Tensor) -> Tensor:
-        """After `target`: the same for the drafter, given the tokens that follow the prompts."""
-        self.current.first_tokens[: self.num_prompts] = first_tokens
-        shape = next((shape for shape, buffers in self.buffers.items() if buffers is self.current), None)
-        if shape is None:
-            self._draft(self.current, max(self.current.lengths))
-        else:
-            self.graphs.run("drafter", *shape)
-        return self.current.draft_states[: self.num_prompts]
+    def _filled(self, shape: tuple[int, int, int], prompts: Prompts) -> None:
+        arrays = prompts.arrays()
+        if shape not in self.buffers:
+            self.buffers[shape] = _Buffer(arrays, self.device)
+        self.buffers[shape].fill(arrays)
 
-    def _run(self, network: str, *shape: int) -> None:
-        # Run again on the same buffers it does the same again, so warming up needs no care.
-        run = self._target if network == "target" else self._draft
-        run(self.buffers[shape], shape[-1])
+    def _run(self, num_tokens: int, num_prompts: int, longest: int, how: int) -> None:
+        # Run again on the same buffer it does the same again, so warming up needs no care.
+        self._pass(self.buffers[num_tokens, num_prompts, longest], self.lengths, longest, how)
 
-    def _target(self, buffers: _Buffers, longest: int) -> None:
-        attend = self._attend(buffers, longest, self.fused.cache, self.fused.rope_table)
-        x, buffers.taps = self.fused(self.fused.decoder.embed(buffers.tokens_3N[0]), attend, self.taps)
-        buffers.last_states = x[buffers.ends]
+    def _pass(self, buffer: _Buffer, lengths: Sequence[int], longest: int, how: int) -> None:
+        """`lengths`: used where nothing is recorded."""
+        (tokens, positions, slots), offsets, ends, numbers, fractions, tables, *blocks = buffer.parts
+        new = NewRows(numbers, fractions, tables)
+        places, block_tables, block_lengths = (blocks[0], *(part.int() for part in blocks[1:])) if blocks else (None,) * 3
+        offsets = offsets.int()
 
-    def _draft(self, buffers: _Buffers, longest: int) -> None:
-        # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
-        following = buffers.tokens_3N[0].roll(-1).index_copy_(0, buffers.ends, buffers.first_tokens)
-        attend = self._attend(buffers, longest, self.drafter.cache, self.drafter.rope_table)
-        buffers.draft_states = self.drafter.read_prompts(buffers.taps, following, attend)[buffers.ends]
+        def attend(cache: PagedKV, rope_table: Tensor) -> FusedAttend:
+            if blocks:
+                return BlockAttend(cache, rope_table, positions, slots, places, block_tables, block_lengths)
+            return PromptAttend(cache, rope_table, positions, slots, lengths, offsets, longest)
 
-    def _attend(self, buffers: _Buffers, longest: int, cache: PagedKV, rope_table: Tensor) -> FusedAttend:
-        _, positions, slots = buffers.tokens_3N
-        if buffers.blocks is not None:
-            return BlockAttend(cache, rope_table, positions, slots, *buffers.blocks)
-        return PromptAttend(cache, rope_table, positions, slots, buffers.lengths, buffers.offsets, longest)
-
-    def _filled(self, prompts: Prompts, into: _Buffers | None) -> _Buffers:
-        num_tokens, lengths = len(prompts.tokens), np.array(prompts.lengths)
-        offsets = np.concatenate([[0], lengths.cumsum()])
-        ends = np.where(lengths > 0, offsets[1:] - 1, num_tokens - 1)
-        tokens = np.stack([prompts.tokens, prompts.positions, prompts.slots])
-        arrays = (tokens, offsets.astype(np.int32), ends, *(prompts.blocks() if isinstance(prompts, Rests) else ()))
-        if into is None:
-            whole, begins, ends, *blocks = (self._pinned(array).to(self.device, non_blocking=True) for array in arrays)
-            first_tokens = torch.zeros(len(ends), dtype=torch.int64, device=self.device)
-            return _Buffers(whole, begins, ends, first_tokens, prompts.lengths, tuple(blocks) or None)
-        for tensor, array in zip((into.tokens_3N, into.offsets, into.ends, *(into.blocks or ())), arrays, strict=True):
-            tensor.copy_(self._pinned(array), non_blocking=True)
-        into.lengths = prompts.lengths
-        return into
-
-    def _pinned(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory()
+        fused = self.fused
+        x, taps = fused(fused.decoder.embed(tokens), attend(fused.cache, fused.rope_table), self.taps)
+        first_tokens = self.say_first(new, x[ends], how)
+        if self.drafter is not None:
+            # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
+            following = tokens.roll(-1).index_copy_(0, ends, first_tokens)
+            states = self.drafter.read_prompts(taps, following, attend(self.drafter.cache, self.drafter.rope_table))
+            self.slots.draft_state.index_copy_(0, new.rows, states[ends])

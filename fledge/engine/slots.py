@@ -15,27 +15,31 @@ from fledge.kernels.sample import Draws
 
 MAX_STOP_IDS = 16
 MAX_DEPTH = 16
-NO_DEPTH_LIMIT = 1 << 20
+FIRST_STOP_ID = 7  # among the numbers of `NewRows`
 
 
 @dataclass
 class NewRows:
-    """What the host knows of requests that enter, on the device: one entry each."""
+    """What the host knows of requests that enter, one entry each."""
 
-    rows: Tensor
-    lengths: Tensor  # of the prompts
-    answered: Tensor  # tokens of the answer that are in the prompt already: a request that comes back
-    limits: Tensor  # most tokens of the answer
-    depth_limits: Tensor  # most drafted tokens a step that may stand
-    seeds: Tensor
-    temperatures: Tensor
-    top_ps: Tensor
-    stop_ids: Tensor  # [B, MAX_STOP_IDS], -1: none
+    # int64 [B, 7 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
+    # already (of a request that comes back); most tokens of the answer; most drafted tokens a step that may stand; the
+    # seed; and the stop ids, -1: none
+    numbers: Tensor
+    fractions: Tensor  # [B, 2]: temperature and top-p
     page_table: Tensor  # [B, P]
+
+    @property
+    def rows(self) -> Tensor:
+        return self.numbers[:, 0].contiguous()
 
 
 class Slots:
     def __init__(self, num_rows: int, max_answer: int, max_pages: int, device: torch.device) -> None:
+        # One row more than requests: what has to be written somewhere and belongs to nobody goes there.
+        self.nobody = num_rows
+        num_rows += 1
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -75,20 +79,22 @@ class Slots:
     def fill(self, new: NewRows) -> None:
         """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
         state = self.state
+        rows, active, lengths, answered, limits, depth_limits, seeds = new.numbers[:, :FIRST_STOP_ID].unbind(1)
+        temperatures, top_ps = new.fractions.unbind(1)
         for tensor, values in (
-            (state.length, new.lengths),
-            (state.answered, new.answered),
-            (state.limit, new.limits),
-            (state.depth_limit, new.depth_limits),
-            (state.stop_ids, new.stop_ids),
-            (self.seed, new.seeds),
-            (self.temperature, new.temperatures),
-            (self.top_p, new.top_ps),
+            (state.active, active),
+            (state.length, lengths),
+            (state.answered, answered),
+            (state.limit, limits),
+            (state.depth_limit, depth_limits),
+            (state.stop_ids, new.numbers[:, FIRST_STOP_ID:]),
+            (self.seed, seeds),
+            (self.temperature, temperatures),
+            (self.top_p, top_ps),
             (self.page_table, new.page_table),
         ):
-            tensor.index_copy_(0, new.rows, values.to(tensor.dtype))
-        state.status.index_fill_(0, new.rows, 0)
-        state.active.index_fill_(0, new.rows, 1)
+            tensor.index_copy_(0, rows, values.to(tensor.dtype))
+        state.status.index_fill_(0, rows, 0)
 
     def add_pages(self, rows: Tensor, places: Tensor, pages: Tensor) -> None:
         """Rows have grown: entries of their page tables."""

@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from fledge.engine import device_batch
+from fledge.engine import device_batch, gathering
 from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine, can_capture
+from fledge.engine.prompt_pass import PromptPass
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
@@ -268,3 +269,25 @@ def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
     assert not engine.behind
     assert not any(request.stats.steps for request in found[:4])
     assert all(request.stats.steps for request in found[4:])
+
+
+def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
+    """Where a pass over prompts takes long, and ten rows are under way, they wait for each other; nobody is forgotten."""
+    monkeypatch.setattr(PromptPass, "least_seconds", 10.0)
+    monkeypatch.setattr(gathering, "PATIENCE", 0.02)
+    decoder, texts = tiny_decoder(3), prompts(40, seed=9)
+    plain = engine_with(decoder, Speculation("none"))
+    wanted = [plain.add_request(text, GREEDY) for text in texts]
+    finish(plain)
+    engine = device_engine(decoder, max_num_seqs=16, kv_cache_tokens=4096)
+    groups = []
+    read = engine.rows.read_prompts
+    monkeypatch.setattr(engine.rows, "read_prompts", lambda entries: (groups.append(len(entries)), read(entries)))
+    found = []
+    for text in texts:
+        found.append(engine.add_request(text, GREEDY))
+        engine.step()
+    finish(engine)
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+    assert max(groups) > 1
+    assert sum(groups) == len(texts)

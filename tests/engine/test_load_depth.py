@@ -34,7 +34,7 @@ def test_acceptance_moves_the_choice():
     assert bad.tokens(5) < 1.2
     for _ in range(5000):
         bad.saw(3, 3)
-    assert bad.choose(1.0, cost) == 3
+    assert bad.choose(1.0, cost) in (3, 4)  # of the fourth place it knows little
 
 
 def test_requests_that_cannot_be_drafted_for_count_against_it():
@@ -58,14 +58,14 @@ def test_what_many_rows_saw_counts_as_often():
 
 
 def test_rows_that_may_not_be_drafted_for_so_deep_gain_nothing_from_depth():
-    depths, cost = LoadDepth(5), costs(1.0, 0.1)
-    assert depths.choose(1.0, cost) == 5
-    assert depths.choose(1.0, cost, [5, 5, 5, 5]) == 5
-    assert depths.choose(1.0, cost, [1, 1, 1, 5]) < 5
+    depths, cost = LoadDepth(7), costs(1.0, 0.02)
+    assert depths.choose(1.0, cost) == 7
+    assert depths.choose(1.0, cost, [7, 7, 7, 7]) == 7
+    assert depths.choose(1.0, cost, [1, 1, 1, 7]) < 7
     assert depths.choose(1.0, cost, [1, 1]) == 1
-    assert depths.choose(1.0, cost, [4, 1]) <= 5, "4 is not among the depths: the next one above it is the most"
+    assert depths.choose(1.0, cost, [6, 1]) <= 7, "6 is not among the depths: the next one above it is the most"
     assert depths.choose(1.0, lambda depth: None, [2, 1]) == 2
-    assert depths.choose(1.0, lambda depth: None, [4]) == 5
+    assert depths.choose(1.0, lambda depth: None, [6]) == 7
 
 
 def test_drafts_that_stop_early_are_expected_to():
