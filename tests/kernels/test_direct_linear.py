@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels import direct_linear as module
-from fledge.kernels.direct_linear import direct_linear, num_warps
+from fledge.kernels.direct_linear import direct_linear, num_warps, tiles_a_program
 from fledge.kernels.fused_linear import Norm
 from tests.kernels.support import INTERPRETED
 
@@ -38,8 +38,9 @@ def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundin
         gate, up = wanted.chunk(2, -1)
         wanted = torch.nn.functional.silu(gate) * up
     wanted = wanted + (residual.double() if residual is not None else 0)
-    for columns in (8, 16):
-        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, columns=columns).double()
+    for columns, each in ((8, 1), (16, 1), (16, 3)):
+        options = {"norm": norm, "gated": gated, "residual_MO": residual, "columns": columns, "each": each}
+        found = direct_linear(x, weight, bias, **options).double()
         assert (found - wanted).norm() / wanted.norm() < 6e-3
 
 
@@ -58,7 +59,7 @@ def test_it_compiles_for_hopper_with_one_barrier(gated):
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
+    constants = {"TILES": 1, "COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
     constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
     kernel = module._direct_linear
     types = {"num_rows": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -76,3 +77,8 @@ def test_it_compiles_for_hopper_with_one_barrier(gated):
 
 def test_warps_by_size():
     assert [num_warps(size) for size in (576, 1024, 1536)] == [4, 4, 8]
+
+
+def test_tiles_a_program_so_that_all_run_at_once():
+    """96 blocks of columns: up to two tiles each program takes one; six tiles are two programs of three."""
+    assert [tiles_a_program(tiles, 96) for tiles in (1, 2, 3, 4, 6, 8, 100)] == [1, 1, 2, 2, 3, 4, 4]
