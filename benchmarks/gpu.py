@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--honour-stops", action="store_true")
     parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
+    parser.add_argument("--shared-memory", type=int, help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
@@ -285,8 +286,8 @@ def spec(bench: Bench) -> dict[str, object]:
 @torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
-    many_rows = [(64, 0)] + ([(4, 5), (16, 3)] if bench.drafter is not None else [])
-    few_rows = [(1, 0), (4, 0)] + ([(1, 3)] if bench.drafter is not None else [])
+    many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])
+    few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
         "as it is": (few_rows + many_rows, fused_linear, "DIRECT_ROWS", fused_linear.DIRECT_ROWS),
         "vector for 1 and 2 rows": (few_rows, fused_linear, "DIRECT_FROM", 3),
@@ -298,6 +299,15 @@ def settings(bench: Bench) -> dict[str, object]:
     }
     rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
     found: dict[str, object] = {}
+    asked = triton_support.SHARED_MEMORY
+    for percent in (-1, 0, 20, 50, 100):
+        triton_support.share_memory(percent)
+        rows.graphs.graphs.clear()
+        shapes = few_rows + many_rows
+        found[f"shared memory {percent} %"] = {
+            f"batch {n}, depth {depth}": step_time(bench, rows, n, depth) for n, depth in shapes
+        }
+    triton_support.share_memory(-1 if asked is None else asked)
     for name, (shapes, module, setting, value) in changes.items():
         before = getattr(module, setting)
         setattr(module, setting, value)
@@ -417,6 +427,8 @@ def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, 
 def main() -> None:
     args = arguments()
     triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
+    if args.shared_memory is not None:
+        triton_support.share_memory(args.shared_memory)
     torch.cuda.set_device(0)
     began = time.perf_counter()
     bench = load(args)

@@ -1,14 +1,14 @@
 """What the target settled and the drafter has not taken in, because nothing was to be drafted from it.
 
-Synchronising the drafter takes a twentieth of a plain step on CPU. While the load leaves no room for speculation the
-target's states are kept instead; they are taken in, in one pass, when the request is drafted for again. They lie in one
-tensor that only grows with the number of requests that lag, so that a server's memory stays what it is.
+Synchronising the drafter takes a twentieth of a plain step on CPU, and of reading a prompt. While the load leaves no room for
+speculation the target's states are kept instead; they are taken in, in one pass, when the request is drafted for again. They
+lie in one tensor that grows up to a limit, so that a server's memory stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,51 +16,52 @@ from torch import Tensor
 from fledge.engine.request import Request
 from fledge.speculation.drafting import Settled
 
-# Tokens after which a request is not caught up with any more: it goes on plainly.
-LONGEST_LAG = 128
+# A request whose states find no room among these is not caught up with any more: it goes on plainly.
+LARGEST_STORE = 128 * 2**20  # bytes
+FIRST_PLACES = 1024
 
 
 @dataclass
 class _Lag:
-    slot: int  # of `Backlog.states`
     start: int  # position of the first state
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
+    places: list[int] = field(default_factory=list)  # of the states in `Backlog.states`
 
 
 class Backlog:
     def __init__(self) -> None:
+        self.reach: dict[Request, int] = {}  # how far its text was computed when it was last seen
         self.lags: dict[Request, _Lag] = {}
-        self.left: dict[Request, int] = {}  # requests that were left behind, and how far their text was computed then
-        self.states: Tensor | None = None  # [slots, LONGEST_LAG, the taps side by side]
-        self.free_slots: list[int] = []
+        self.left: set[Request] = set()  # left behind: the drafter lacks a part of them
+        self.apart: set[Request] = set()  # requests whose pages others may find before the drafter has taken them in
+        self.states: Tensor | None = None  # [places, the taps side by side]
+        self.free_places: list[int] = []
 
     def lag(self, request: Request) -> int:
         """How many tokens the drafter is behind."""
         lag = self.lags.get(request)
-        return len(lag) if lag is not None else 0
+        return len(lag.places) if lag is not None else 0
 
     def forget(self, request: Request) -> None:
-        self.left.pop(request, None)
-        if (lag := self.lags.pop(request, None)) is not None:
-            self.free_slots.append(lag.slot)
+        self._start_over(request)
+        self.apart.discard(request)
 
-    def due(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> tuple[list[Settled], Sequence[Tensor]]:
-        """What the drafter must take in now, with the states it needs. Prompts never wait: their pages can be shared."""
+    def due(
+        self, settled: Sequence[Settled], taps: Sequence[Tensor], prompt_waits: Callable[[Request], bool]
+    ) -> tuple[list[Settled], Sequence[Tensor]]:
+        """What the drafter must take in now, with the states it needs."""
         due: list[Settled] = []
         lags: list[_Lag | None] = []  # of those
         postponed: list[Settled] = []
         for item in settled:
             request = item.sequence
-            if self.left.get(request, item.start) != item.start or (
-                request in self.lags and self.lags[request].end != item.start
-            ):  # it was preempted and starts over
-                self.forget(request)
+            if item.start != self.reach.get(request, 0):  # it begins with what the cache had, or was preempted
+                self._start_over(request)
+                if item.start and request in self.apart:
+                    self.left.add(request)
+            self.reach[request] = item.start + len(item.rows)
             if request in self.left:
-                self.left[request] = item.start + len(item.rows)
-            elif item.room or item.start < len(request.prompt):
+                continue
+            if item.room or (item.start < len(request.prompt) and not prompt_waits(request)):
                 lags.append(self.lags.pop(request, None))
                 due.append(item)
             else:
@@ -68,23 +69,27 @@ class Backlog:
         self._keep(postponed, taps)
         return self._caught_up(due, lags, taps) if any(lag is not None for lag in lags) else (due, taps)
 
+    def _start_over(self, request: Request) -> None:
+        self.reach.pop(request, None)
+        self.left.discard(request)
+        if (lag := self.lags.pop(request, None)) is not None:
+            self.free_places += lag.places
+
     def _keep(self, postponed: Sequence[Settled], taps: Sequence[Tensor]) -> None:
-        slots, offsets, rows = [], [], []
+        places, rows = [], []
         for item in postponed:
             request, count = item.sequence, len(item.rows)
-            lag = self.lags.get(request)
-            if lag is None:
-                lag = self.lags[request] = _Lag(self._free_slot(taps), item.start, item.start)
-            if len(lag) + count > LONGEST_LAG:
-                self.forget(request)
-                self.left[request] = item.start + count
+            if not self._has_room(count, taps):
+                self.free_places += self.lags.pop(request, _Lag(0)).places
+                self.left.add(request)
                 continue
-            slots += [lag.slot] * count
-            offsets += range(len(lag), len(lag) + count)
+            taken = self.free_places[-count:]
+            del self.free_places[-count:]
+            self.lags.setdefault(request, _Lag(item.start)).places.extend(taken)
+            places += taken
             rows += item.rows
-            lag.end += count
         if rows:
-            self.states[torch.tensor(slots), torch.tensor(offsets)] = torch.cat([tap[rows] for tap in taps], -1)
+            self.states[torch.tensor(places)] = torch.cat([tap[rows] for tap in taps], -1)
 
     def _caught_up(
         self, due: Sequence[Settled], lags: Sequence[_Lag | None], taps: Sequence[Tensor]
@@ -96,21 +101,27 @@ class Backlog:
         for item, lag in zip(due, lags, strict=True):
             start, count = item.start, len(item.rows)
             if lag is not None:
-                for part, kept in zip(parts, self.states[lag.slot, : len(lag)].split(widths, -1), strict=True):
+                for part, kept in zip(parts, self.states[torch.tensor(lag.places)].split(widths, -1), strict=True):
                     part.append(kept)
-                self.free_slots.append(lag.slot)
-                start, count = lag.start, count + len(lag)
+                self.free_places += lag.places
+                start, count = lag.start, count + len(lag.places)
             for part, tap in zip(parts, taps, strict=True):
                 part.append(tap[item.rows])
             settled.append(Settled(item.sequence, start, list(range(first, first + count)), item.room))
             first += count
         return settled, [torch.cat(part) for part in parts]
 
-    def _free_slot(self, taps: Sequence[Tensor]) -> int:
-        if not self.free_slots:
-            before = 0 if self.states is None else len(self.states)
-            larger = taps[0].new_empty(max(8, 2 * before), LONGEST_LAG, sum(tap.shape[-1] for tap in taps))
-            if self.states is not None:
-                larger[:before] = self.states
-            self.states, self.free_slots = larger, list(range(before, len(larger)))
-        return self.free_slots.pop(0)
+    def _has_room(self, count: int, taps: Sequence[Tensor]) -> bool:
+        """Whether so many places are free; the store grows for them while it may."""
+        width, before = sum(tap.shape[-1] for tap in taps), 0 if self.states is None else len(self.states)
+        missing = count - len(self.free_places)
+        if missing <= 0:
+            return True
+        most = LARGEST_STORE // (width * taps[0].element_size())
+        if before + missing > most:
+            return False
+        larger = taps[0].new_empty(min(max(FIRST_PLACES, 2 * before, before + missing), most), width)
+        if self.states is not None:
+            larger[:before] = self.states
+        self.states, self.free_places = larger, [*range(len(larger) - 1, before - 1, -1), *self.free_places]
+        return True

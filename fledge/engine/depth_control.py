@@ -21,6 +21,10 @@ from fledge.speculation.verification import Draft
 # Steps after which one request is drafted for to the limit although the load speaks against it: else an acceptance that
 # was poor once would never be seen to have become better. It costs less than a hundredth of the time.
 LOOK_AGAIN = 128
+# Speculation must be expected to gain so much, or what is not known well enough loses more than it gains.
+LEAST_GAIN = 1.03
+# What a draft step takes of a pass over as many rows of the target, until it is known.
+USUAL_DRAFT_SHARE = 1 / 14
 
 
 class DepthControl:
@@ -40,7 +44,7 @@ class DepthControl:
         self.is_adaptive, self.clock = by_load, clock
         self.by_load = by_load and self.limit > 0
         self.tree: TreeShape | None = getattr(drafter, "tree", None) or None
-        self.load = LoadDepth(self.limit, margin=1.0)
+        self.load = LoadDepth(self.limit, margin=1 / LEAST_GAIN)
         self.verifying = CostTable()  # all of a step but drafting, by rows of the pass
         self.reading = CostTable()  # the same of steps that read prompts
         self.drafting = {depth: CostTable() for depth in self.load.depths}  # by the number of requests drafted for
@@ -62,10 +66,23 @@ class DepthControl:
         self.num_drafted_for, self.explorer = len(eligible), None
         allowed = [self._allowed(request) for request in eligible]
         rows, share = len(running), len(eligible) / max(len(running), 1)
-        self.now = self.load.choose(share, lambda depth: self.seconds(rows, len(eligible), depth), allowed)
+        self.now = 0  # what a plain step takes is learnt first: that costs nothing
+        if self.is_known:
+            self.now = self.load.choose(share, lambda depth: self.seconds(rows, len(eligible), depth), allowed)
         self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
         if self.shallow_steps >= LOOK_AGAIN and eligible:
             self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of what steps cost."""
+        return bool(self.verifying.costs)
+
+    def is_crowd(self, num_requests: int) -> bool:
+        """Whether so many leave no room for speculation."""
+        if not (self.by_load and self.is_known):
+            return False
+        return not self.load.choose(1.0, lambda depth: self.seconds(num_requests, num_requests, depth))
 
     def seconds(self, num_running: int, num_drafted_for: int, depth: int) -> float | None:
         """What a step is expected to take, drafting included; None before the first."""
@@ -76,18 +93,24 @@ class DepthControl:
 
     def verify_seconds(self, rows: float) -> float | None:
         """More rows than any draft had yet are taken to cost what as many rows of prompts do: trying it would be dear."""
+        most, least = self.verifying.most_rows, self.reading.least_rows
         seconds = self.verifying.seconds(rows)
-        if seconds is None or rows <= self.verifying.most_rows or not rows >= self.reading.least_rows:
+        if seconds is None or rows <= most or not self.reading.costs:
             return seconds
-        return max(seconds, self.reading.seconds(rows))
+        if rows >= least:
+            return max(seconds, self.reading.seconds(rows))
+        known = self.verifying.seconds(most)
+        return max(seconds, known + (self.reading.seconds(least) - known) * (rows - most) / (least - most))
 
     def draft_seconds(self, num_drafted_for: int, depth: int) -> float:
-        """From the nearest depth that was tried; nothing before any was."""
+        """From the nearest depth that was tried; for more requests than were drafted for yet it grows as the target's does."""
         for known in sorted(self.drafting, key=lambda other: abs(other - depth)):
-            seconds = self.drafting[known].seconds(num_drafted_for)
-            if seconds is not None:
-                return seconds * depth / known
-        return 0.0
+            table = self.drafting[known]
+            if table.costs:
+                tried = min(num_drafted_for, table.most_rows)
+                growth = self.verify_seconds(num_drafted_for) / self.verify_seconds(tried)
+                return table.seconds(tried) * max(growth, 1.0) * depth / known
+        return self.verify_seconds(num_drafted_for) * USUAL_DRAFT_SHARE * depth
 
     def nodes(self, depth: int) -> float:
         if self.tree is None:
@@ -107,7 +130,7 @@ class DepthControl:
 
     def due(self, settled: list[Settled], taps: Sequence[Tensor]) -> tuple[list[Settled], Sequence[Tensor]]:
         """What the drafter must take in now."""
-        return (settled, taps) if self.backlog is None else self.backlog.due(settled, taps)
+        return (settled, taps) if self.backlog is None else self.backlog.due(settled, taps, self._prompt_waits)
 
     # After the fact
 
@@ -145,6 +168,11 @@ class DepthControl:
 
     def _allowed(self, request: Request) -> int:
         return self.limit if self.guard is None else self.guard.depth(request)
+
+    def _prompt_waits(self, request: Request) -> bool:
+        """Pages that others find must hold the drafter's pairs, unless the request was let in under load."""
+        is_hidden = request.page_keys is None or request in self.backlog.apart
+        return not self.now and self.is_known and is_hidden and not is_repeatable(request)
 
     def _lag(self, request: Request) -> int:
         return self.backlog.lag(request) if self.backlog is not None else 0

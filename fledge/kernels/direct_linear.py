@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import overlap
+from fledge.kernels.triton_support import kernel_names, overlap
 
 try:
     from triton.experimental import gluon
@@ -32,6 +32,7 @@ COLUMNS = 16  # outputs a program: 8 make more programs, and yet each takes long
 
 
 def jit(function):
+    kernel_names.add(function.__name__)
     return function if gluon is None else gluon.jit(function)
 
 

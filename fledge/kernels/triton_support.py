@@ -10,6 +10,7 @@ How far they overlap is a choice: a kernel that lets the next one start at once 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,8 +30,40 @@ NONE, FAR, NEAR = range(3)
 OVERLAP = FAR  # benchmarks change it to measure what it brings
 
 
+# Percent of a multiprocessor's memory that every kernel here asks to be shared memory; None: as the driver thinks best, for
+# each by itself. To change it the multiprocessor must be empty, so kernels that disagree do not overlap there.
+SHARED_MEMORY: int | None = None
+_SHARED_MEMORY_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+kernel_names: set[str] = set()  # of the kernels here
+_loaded: list[int] = []  # their handles
+
+
 def jit(function: Callable) -> Callable:
+    kernel_names.add(function.__name__)
     return function if triton is None else triton.jit(function)
+
+
+def share_memory(percent: int) -> None:
+    """All kernels that are loaded now or later ask for it; -1: as the driver thinks best. A hint: nothing depends on it."""
+    global SHARED_MEMORY
+    SHARED_MEMORY = percent
+    for handle in _loaded:
+        _ask_for(handle, percent)
+
+
+def _ask_for(handle: int, percent: int) -> None:
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(handle), _SHARED_MEMORY_ATTRIBUTE, percent)
+
+
+def _was_loaded(_module: object, handle: int, name: str, *_others: object) -> None:
+    if name in kernel_names:
+        _loaded.append(handle)
+        if SHARED_MEMORY is not None:
+            _ask_for(handle, SHARED_MEMORY)
+
+
+if triton is not None and hasattr(getattr(triton, "knobs", None), "runtime"):
+    triton.knobs.runtime.kernel_load_end_hook.add(_was_loaded)
 
 
 def use_triton(x: Tensor) -> bool:
