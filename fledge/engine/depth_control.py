@@ -23,6 +23,8 @@ from fledge.speculation.verification import Draft
 LOOK_AGAIN = 128
 # Speculation must be expected to gain so much, or what is not known well enough loses more than it gains.
 LEAST_GAIN = 1.03
+# So many rows are tried without much thought.
+FEW_ROWS = 8
 # What a draft step takes of a pass over as many rows of the target, until it is known.
 USUAL_DRAFT_SHARE = 1 / 14
 
@@ -46,7 +48,7 @@ class DepthControl:
         self.tree: TreeShape | None = getattr(drafter, "tree", None) or None
         self.load = LoadDepth(self.limit, margin=1 / LEAST_GAIN)
         self.verifying = CostTable()  # all of a step but drafting, by rows of the pass
-        self.reading = CostTable()  # the same of steps that read prompts
+        self.reading = CostTable(optimism=0)  # the same of steps that read prompts
         self.drafting = {depth: CostTable() for depth in self.load.depths}  # by the number of requests drafted for
         self.backlog = Backlog() if self.by_load and drafter.taps else None
         self.now = self.limit  # the depth that the load allows, for the next step
@@ -78,11 +80,18 @@ class DepthControl:
         """Whether anything is known of what steps cost."""
         return bool(self.verifying.costs)
 
-    def is_crowd(self, num_requests: int) -> bool:
-        """Whether so many leave no room for speculation."""
-        if not (self.by_load and self.is_known):
+    def may_wait(self, request: Request, num_requests: int) -> bool:
+        """Whether so many leave no room for speculation, so that the drafter may read the request's prompt later or never."""
+        if self.backlog is None or not self.is_known or is_repeatable(request):
             return False
         return not self.load.choose(1.0, lambda depth: self.seconds(num_requests, num_requests, depth))
+
+    def set_apart(self, request: Request) -> None:
+        """Others will find its pages before the drafter has taken them in."""
+        self.backlog.apart.add(request)
+
+    def is_apart(self, request: Request) -> bool:
+        return self.backlog is not None and request in self.backlog.apart
 
     def seconds(self, num_running: int, num_drafted_for: int, depth: int) -> float | None:
         """What a step is expected to take, drafting included; None before the first."""
@@ -92,15 +101,11 @@ class DepthControl:
         return None if verifying is None else verifying + self.draft_seconds(num_drafted_for, depth)
 
     def verify_seconds(self, rows: float) -> float | None:
-        """More rows than any draft had yet are taken to cost what as many rows of prompts do: trying it would be dear."""
-        most, least = self.verifying.most_rows, self.reading.least_rows
+        """More rows than any draft had yet are taken to cost no less a row than prompts do: trying them would be dear."""
         seconds = self.verifying.seconds(rows)
-        if seconds is None or rows <= most or not self.reading.costs:
+        if seconds is None or rows <= self.verifying.most_rows or rows <= FEW_ROWS or not self.reading.costs:
             return seconds
-        if rows >= least:
-            return max(seconds, self.reading.seconds(rows))
-        known = self.verifying.seconds(most)
-        return max(seconds, known + (self.reading.seconds(least) - known) * (rows - most) / (least - most))
+        return max(seconds, self.reading.seconds(rows))
 
     def draft_seconds(self, num_drafted_for: int, depth: int) -> float:
         """From the nearest depth that was tried; for more requests than were drafted for yet it grows as the target's does."""
@@ -170,9 +175,9 @@ class DepthControl:
         return self.limit if self.guard is None else self.guard.depth(request)
 
     def _prompt_waits(self, request: Request) -> bool:
-        """Pages that others find must hold the drafter's pairs, unless the request was let in under load."""
-        is_hidden = request.page_keys is None or request in self.backlog.apart
-        return not self.now and self.is_known and is_hidden and not is_repeatable(request)
+        """Others find a prompt's pages, and rely on the drafter's pairs in them, unless the request was set apart."""
+        may_wait = request.page_keys is None or self.is_apart(request)
+        return may_wait and not self.now and self.is_known and not is_repeatable(request)
 
     def _lag(self, request: Request) -> int:
         return self.backlog.lag(request) if self.backlog is not None else 0

@@ -82,7 +82,7 @@ class Engine:
             speculate,
         )
         if self.config.prefix_caching:
-            request.page_keys = PageKeys(request.tokens, self.pool.page_size, drafted=self._is_drafted(request))
+            request.page_keys = self._page_keys(request)
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -165,7 +165,7 @@ class Engine:
                 delta = self._append(item, verdict, verified, index)
                 deltas.append(delta)
                 if request.finished:
-                    if not self._is_drafted(request):
+                    if self._is_shared_at_once(request):
                         self.scheduler.share(request, item.start + item.num_tokens)
                     self._leave(request)
                     continue
@@ -175,7 +175,7 @@ class Engine:
             request.num_computed = item.start + len(rows)
             if self.drafter is not None and request.speculate:
                 settled.append(Settled(request, item.start, rows, self._room(request) if verdict is not None else 0))
-            else:
+            if self._is_shared_at_once(request):
                 self.scheduler.share(request, request.num_computed)
         return deltas, settled
 
@@ -200,6 +200,22 @@ class Engine:
     def _is_drafted(self, request: Request) -> bool:
         """Whether the drafter has a cache of its own and keeps it up with the request."""
         return self.drafter is not None and bool(self.drafter.taps) and request.speculate
+
+    def _is_shared_at_once(self, request: Request) -> bool:
+        """Whether others find its pages as soon as the target has computed them, not when the drafter has."""
+        return not self._is_drafted(request) or self.depth_control.is_apart(request)
+
+    def _page_keys(self, request: Request) -> PageKeys:
+        """In a crowd, where nobody will draft, pages without the drafter's pairs do, unless some with them are found."""
+        size = self.pool.page_size
+        keys = PageKeys(request.tokens, size, drafted=self._is_drafted(request))
+        if self._is_drafted(request) and self.depth_control.may_wait(request, len(self.requests) + 1):
+            apart = PageKeys(request.tokens, size, drafted=False)
+            found, found_apart = len(self.pool.find(keys)), len(self.pool.find(apart))
+            if found_apart > found or not found:
+                self.depth_control.set_apart(request)
+                return apart
+        return keys
 
     def _room(self, request: Request) -> int:
         """How deep a draft may be: the pending token and the draft stay inside the context."""

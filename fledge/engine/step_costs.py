@@ -19,10 +19,11 @@ class _Cost:
     seconds: float
     count: int
     when: int
+    optimism: float
 
     @property
     def expected(self) -> float:
-        return self.seconds * (1 - OPTIMISM / self.count)
+        return self.seconds * (1 - self.optimism / self.count)
 
 
 class CostTable:
@@ -31,7 +32,9 @@ class CostTable:
     Beyond what was seen it errs towards cheap: fewer rows cost in proportion, more rows go on as those that were seen do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimism: float = OPTIMISM) -> None:
+        """`optimism`: 0 for what is not there to be tried again."""
+        self.optimism = optimism
         self.costs: dict[int, _Cost] = {}
         self.now = 0
         self._ordered: list[_Cost] | None = None
@@ -41,7 +44,7 @@ class CostTable:
         place = rows if rows <= 8 else round(4 * math.log2(rows)) - 4
         cost = self.costs.get(place)
         if cost is None:
-            self.costs[place] = _Cost(rows, seconds, 1, self.now)
+            self.costs[place] = _Cost(rows, seconds, 1, self.now, self.optimism)
             self._ordered = None
         else:
             if cost.count >= STEADY:
