@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from fledge.engine.request import Request
+from fledge.speculation import rows as row_copies
 from fledge.speculation.drafting import Settled
 
 # A request whose states find no room among these is not caught up with any more: it goes on plainly.
@@ -24,7 +24,7 @@ FIRST_PLACES = 1024
 @dataclass
 class _Lag:
     start: int  # position of the first state
-    places: list[int] = field(default_factory=list)  # of the states in `Backlog.states`
+    places: list[int] = field(default_factory=list)  # of the states in each of `Backlog.states`
 
 
 class Backlog:
@@ -33,7 +33,7 @@ class Backlog:
         self.lags: dict[Request, _Lag] = {}
         self.left: set[Request] = set()  # left behind: the drafter lacks a part of them
         self.apart: set[Request] = set()  # requests whose pages others may find before the drafter has taken them in
-        self.states: Tensor | None = None  # [places, the taps side by side]
+        self.states: list[Tensor] = []  # per tap: [places, size]
         self.free_places: list[int] = []
 
     def lag(self, request: Request) -> int:
@@ -89,39 +89,40 @@ class Backlog:
             places += taken
             rows += item.rows
         if rows:
-            self.states[torch.tensor(places)] = torch.cat([tap[rows] for tap in taps], -1)
+            for states, tap in zip(self.states, taps, strict=True):
+                row_copies.put(states, places, row_copies.take(tap, rows))
 
     def _caught_up(
         self, due: Sequence[Settled], lags: Sequence[_Lag | None], taps: Sequence[Tensor]
     ) -> tuple[list[Settled], list[Tensor]]:
         """The same with what was kept before it; rows count anew, through the states that are returned."""
-        widths = [tap.shape[-1] for tap in taps]
         parts: list[list[Tensor]] = [[] for _ in taps]
         settled, first = [], 0
         for item, lag in zip(due, lags, strict=True):
             start, count = item.start, len(item.rows)
             if lag is not None:
-                for part, kept in zip(parts, self.states[torch.tensor(lag.places)].split(widths, -1), strict=True):
-                    part.append(kept)
+                for part, states in zip(parts, self.states, strict=True):
+                    part.append(row_copies.take(states, lag.places))
                 self.free_places += lag.places
                 start, count = lag.start, count + len(lag.places)
             for part, tap in zip(parts, taps, strict=True):
-                part.append(tap[item.rows])
+                part.append(row_copies.take(tap, item.rows))
             settled.append(Settled(item.sequence, start, list(range(first, first + count)), item.room))
             first += count
-        return settled, [torch.cat(part) for part in parts]
+        return settled, [row_copies.join(part) for part in parts]
 
     def _has_room(self, count: int, taps: Sequence[Tensor]) -> bool:
         """Whether so many places are free; the store grows for them while it may."""
-        width, before = sum(tap.shape[-1] for tap in taps), 0 if self.states is None else len(self.states)
         missing = count - len(self.free_places)
         if missing <= 0:
             return True
-        most = LARGEST_STORE // (width * taps[0].element_size())
+        before = len(self.states[0]) if self.states else 0
+        most = LARGEST_STORE // sum(tap[0].nbytes for tap in taps)
         if before + missing > most:
             return False
-        larger = taps[0].new_empty(min(max(FIRST_PLACES, 2 * before, before + missing), most), width)
-        if self.states is not None:
-            larger[:before] = self.states
-        self.states, self.free_places = larger, [*range(len(larger) - 1, before - 1, -1), *self.free_places]
+        after = min(max(FIRST_PLACES, 2 * before, before + missing), most)
+        larger = [tap.new_empty(after, tap.shape[-1]) for tap in taps]
+        for new, old in zip(larger, self.states, strict=False):
+            new[:before] = old
+        self.states, self.free_places = larger, [*range(after - 1, before - 1, -1), *self.free_places]
         return True

@@ -82,7 +82,7 @@ class DepthControl:
 
     def may_wait(self, request: Request, num_requests: int) -> bool:
         """Whether so many leave no room for speculation, so that the drafter may read the request's prompt later or never."""
-        if self.backlog is None or not self.is_known or is_repeatable(request):
+        if self.backlog is None or not self.is_known or num_requests == 1 or is_repeatable(request):
             return False
         return not self.load.choose(1.0, lambda depth: self.seconds(num_requests, num_requests, depth))
 

@@ -12,6 +12,7 @@ Prompts whose beginnings the cache holds go the same way from there on, but atte
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -34,9 +35,10 @@ from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
 from fledge.kernels.paged_attention import PagedKV
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
-TOKENS = sorted({64 << k for k in range(8)} | {768 << k for k in range(4)})
-PROMPTS = [1, 4, 16, 64, 256]
+TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
+PROMPTS = [1, 4, 16, 64]
 LONGEST = [256, 1024]
+RECORDED_AT = 3  # recording takes as long as dozens of passes: the use of a size that it begins with, unless asked for before
 OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one length
 
 
@@ -162,10 +164,12 @@ class PromptPass:
         self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
         self.pads = capture
         self.lengths: Sequence[int] = ()  # of the prompts that were read last
+        self.uses: Counter[tuple] = Counter()
 
     def read(self, prompts: Prompts, how: int) -> None:
         shape = prompts.shape if self.pads else None
-        if shape is None:
+        self.uses[shape, how] += 1
+        if shape is None or (self.uses[shape, how] < RECORDED_AT and (*shape, how) not in self.graphs.graphs):
             arrays = prompts.arrays()
             buffer = _Buffer(arrays, self.device)
             buffer.fill(arrays)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import probabilities
 from fledge.speculation.lean_drafter import lean
 from fledge.speculation.outside import OutsideShare
+from fledge.speculation.rows import take
 from fledge.speculation.verification import Draft
 
 
@@ -91,11 +93,11 @@ class EagleSpeculator:
         drafts = [Draft() for _ in settled]
         wanted = [index for index, item in enumerate(settled) if item.room > 0]
         if wanted:
-            ends = torch.tensor([len(item.rows) for item in settled], device=self.device).cumsum(0) - 1
-            last = ends[torch.tensor(wanted, device=self.device)]
-            items, logits = [settled[index] for index in wanted], self.network.logits(hidden[last])
+            ends = list(accumulate(len(item.rows) for item in settled))
+            last = [ends[index] - 1 for index in wanted]
+            items, logits = [settled[index] for index in wanted], self.network.logits(take(hidden, last))
             grow = self.grow_chains if self.tree is None else self.grow_trees
-            for index, draft in zip(wanted, grow(items, logits, feedback[last]), strict=True):
+            for index, draft in zip(wanted, grow(items, logits, take(feedback, last)), strict=True):
                 drafts[index] = draft
         return drafts
 
@@ -103,8 +105,7 @@ class EagleSpeculator:
         """Rebuilds the drafter's cache for the settled rows from the target's states."""
         rows = [row for item in settled for row in item.rows]
         if rows != list(range(taps[0].shape[0])):
-            chosen = torch.tensor(rows, device=self.device)
-            taps = [tap[chosen] for tap in taps]
+            taps = [take(tap, rows) for tap in taps]
         tokens, positions, layouts = [], [], []
         for item in settled:
             end = item.start + len(item.rows)
@@ -140,7 +141,7 @@ class EagleSpeculator:
             if not kept:
                 return drafts
             if len(kept) < len(active):
-                h = h[torch.tensor(kept, device=self.device)]
+                h = take(h, kept)
                 active = [active[place] for place in kept]
             ends = [items[index].start + len(items[index].rows) + depth for index in active]
             layouts = [SequenceLayout(items[index].sequence.pages, 1, end) for index, end in zip(active, ends, strict=True)]
@@ -200,7 +201,7 @@ class EagleSpeculator:
             if not kept:
                 return [tree.draft(self.tree.nodes) for tree in trees]
             parents = [parent for place in kept for parent in frontier_rows[place]]
-            parents_h = parents_h[torch.tensor(parents, device=self.device)]
+            parents_h = take(parents_h, parents)
             active = [active[place] for place in kept]
             fan_out = [len(tree.frontier) for tree in active]
             level = [tree.expand_frontier(depth) for tree in active]

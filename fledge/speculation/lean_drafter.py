@@ -9,6 +9,7 @@ from torch import Tensor
 from fledge.kernels import native
 from fledge.kernels.paged_attention import PagedAttend, PagedKV
 from fledge.models.drafter import DrafterOutput, EagleDrafter
+from fledge.speculation.rows import copy
 
 
 class LeanDrafter:
@@ -32,7 +33,7 @@ class LeanDrafter:
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         network = self.network
-        if network.input_norm is not None or network.fc_norm is None or len(taps[0]) > native.QUICK_ROWS:
+        if network.input_norm is not None or network.fc_norm is None:
             return network.fuse(taps)
         size = network.config.target_hidden_size
         fused = taps[0].new_empty(len(taps[0]), size * len(taps))
@@ -49,7 +50,7 @@ class LeanDrafter:
         pair = h_ND.new_empty(len(h_ND), 2 * size)
         native.rms_norm(embedded, first.input_layernorm.weight, first.input_layernorm.eps, pair[:, :size])
         native.rms_norm(h_ND.contiguous(), first.hidden_norm.weight, first.hidden_norm.eps, pair[:, size:])
-        x = pair[:, size:].contiguous() if first.norm_before_residual else h_ND.clone()
+        x = copy(pair[:, size:] if first.norm_before_residual else h_ND)
         batch = native.NativeBatch(attend, *network.rotary(positions_N, highest_position))
         self.layers[0](batch, x, pair)
         for layer in self.layers[1:]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fledge.engine import prompt_pass
 from fledge.engine.device_batch import GREEDY
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
 from tests.engine.test_device_batch import device_batch, entries, prompts
@@ -30,7 +31,8 @@ def test_too_much_for_any_recorded_pass(lengths):
 
 @pytest.mark.parametrize("windows", [None, (7, None, 7, None)])
 @pytest.mark.parametrize("count", [1, 5])
-def test_padding_changes_nothing(count, windows):
+def test_padding_changes_nothing(count, windows, monkeypatch):
+    monkeypatch.setattr(prompt_pass, "RECORDED_AT", 1)
     decoder = tiny_decoder(windows=windows) if windows else tiny_decoder()
     drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
     batches = [device_batch(decoder, drafter, 8) for _ in range(2)]
@@ -60,9 +62,18 @@ def test_recording_ahead_makes_the_buffers_that_are_used():
     passes.graphs.capture = False
     before = dict(passes.buffers)
     made = entries(batch, [list(range(20)), list(range(40, 47))])
+    passes.graphs.graphs = {(*shape, GREEDY): None for shape in before}  # they count as recorded
     batch.read_prompts(made)
     for entry, cached in zip(made, (16, 0), strict=True):
         entry.cached = cached
     batch.read_prompts(made)
     assert {shape: id(buffers) for shape, buffers in passes.buffers.items()} == {k: id(v) for k, v in before.items()}
     assert len(before) == 2
+
+
+def test_a_size_is_recorded_when_it_comes_again_and_again():
+    batch = device_batch(tiny_decoder(), None, 8)
+    batch.prompts.pads = True
+    for expected in (0, 0, 1, 1):
+        batch.read_prompts(entries(batch, [[1, 2, 3]]))
+        assert len(batch.prompts.buffers) == expected
