@@ -14,7 +14,7 @@ from fledge.engine import fused_decoder
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
 from fledge.engine.fused_decoder import rope_table
 from fledge.kernels import fused_linear
-from fledge.kernels.rope_attention import rope_attention
+from fledge.kernels.rope_attention import rope_attention, rope_attention_triton
 from fledge.kernels.sample import Choice
 from fledge.models.decoder import Decoder
 
@@ -61,16 +61,19 @@ def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, fl
     table = rope_table(size, config.max_positions, config.rope, longest, torch.device(DEVICE))
     pages = -(-longest // page)
     found = {}
-    for batch in (1, 4, 16, 64, 256):
+    for batch in (1, 4, 16, 64, 256, 1024):
         caches = torch.randn(2, kv_heads, batch * pages * page, size, device=DEVICE, dtype=torch.bfloat16)
         tables = torch.arange(batch * pages, device=DEVICE, dtype=torch.int32).view(batch, pages)
-        for new in (1, 4, 6):
+        for new in (1, 4, 6) if batch <= 256 else (1,):
             qkv = torch.randn(batch * new, (heads + 2 * kv_heads) * size, device=DEVICE, dtype=torch.bfloat16)
             times = {}
+            run = rope_attention_triton if torch.cuda.is_available() else lambda *where, streamed: rope_attention(*where)
             for context in (128, 256, 384, 512, 1900):
                 starts, counts = (torch.full((batch,), n, device=DEVICE, dtype=torch.int32) for n in (context, new))
                 where = (table, starts, counts, *caches, tables, page)
-                times[f"{context} keys"] = graph_time(partial(rope_attention, qkv, *where))
+                for name, streamed in {"": None, ", streamed": True, ", not streamed": False}.items():
+                    if not name or batch >= 64:
+                        times[f"{context} keys{name}"] = graph_time(partial(run, qkv, *where, streamed=streamed))
             found[f"batch {batch}, {new} new"] = times
         del caches
     return found

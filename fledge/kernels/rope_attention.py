@@ -32,8 +32,10 @@ FIRST_BYTES = 32768
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
 MAX_SHARES = 64
-# Two programs for each of an H200's 132 multiprocessors: below this the keys are split.
+# Two programs for each of an H200's 132 multiprocessors: below this the keys are split. Above, programs wait for each other
+# anyhow: they begin with few keys, and there are more of them at once.
 ENOUGH_PROGRAMS = 264
+STREAMED_KEYS = 64
 
 
 def rope_attention(
@@ -103,7 +105,9 @@ def rope_attention_triton(
     norms: Norms | None = None,
     window: int | None = None,
     smallest_share: int = SMALLEST_SHARE,
+    streamed: bool | None = None,
 ) -> Tensor:
+    """`streamed`: keys come in small blocks all the way; None: with many programs."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads
@@ -117,6 +121,8 @@ def rope_attention_triton(
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
     first = min(max(FIRST_BYTES // (lanes * qkv_NX.element_size()), 64), 256)
+    streamed = num_programs > ENOUGH_PROGRAMS if streamed is None else streamed
+    first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, first // 2)
     reach = page_table_BP.shape[1] * page_size
     shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), smallest_share)
     device = qkv_NX.device
@@ -158,14 +164,14 @@ def rope_attention_triton(
         ROW_BLOCKS=row_blocks,
         PAGE=page_size,
         FIRST=first,
-        BLOCK_KEYS=first // 2,
+        BLOCK_KEYS=block,
         SHARES=shares,
         SMALLEST_SHARE=max(smallest_share, first),
         WINDOW=window or 0,
         HAS_NORMS=norms is not None,
-        num_warps=8,
+        num_warps=4 if streamed else 8,
         num_stages=3,
-        maxnreg=128,  # two programs a multiprocessor, or one beside other kernels
+        maxnreg=128,  # not streamed: two programs a multiprocessor, or one beside other kernels
         **overlap(qkv_NX),
     )
     return out

@@ -57,8 +57,8 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, sha
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     run = rope_attention_reference if kernel == "reference" else rope_attention_triton
-    options = {} if kernel == "reference" else {"smallest_share": share}
-    for _ in range(2):  # a second time: the counts of arrived programs were left as they must be
+    ways = [{}] if kernel == "reference" else [{"smallest_share": share}] * 2 + [{"smallest_share": share, "streamed": True}]
+    for options in ways:  # a second time: the counts of arrived programs were left as they must be
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, wanted_values)
