@@ -175,14 +175,15 @@ class Tallies:
         lab, settings = self.lab, self.lab.settings
         looping = [is_looping(text.tokens_T[text.answer_start :].tolist()) for text in texts]
         chosen = [index for index, prompt in enumerate(prompts) if prompt in probed]
-        # Texts that are probed go deeper than the others.
+        # Texts that are probed go deeper than the others; where nothing is probed, attention need not be held to be looked at.
         parts = ((chosen, lab.probe_depths), ([i for i in range(len(prompts)) if i not in set(chosen)], lab.depths))
         for subject in lab.subjects:
             mine = [self._seen_by(subject, text) for text in texts]
             for indexes, depths in parts:
                 if not indexes:
                     continue
-                rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=lab.sink.column)
+                probe = indexes is chosen
+                rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=lab.sink.column, probe=probe)
                 for index, figures in zip(indexes, by_text(rollout, len(indexes), depths), strict=True):
                     for suite, condition, name in places[prompts[index]]:
                         tally = self.by_place.setdefault((subject.name, suite, condition), Tally(lab.depths))

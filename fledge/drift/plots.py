@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from fledge.drift.words import shown_depth
 
-COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
+COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a", "#d98cb3", "#63b7af", "#8c6239", "#a3a3ff")
 BY_STEP = (
     ("rms", "RMS of the fed-back state", True),
     ("sink_share", "attention on the sink", False),

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
+from fledge.drift.row_attention import attend_rows, can_attend_rows
 from fledge.drift.texts import SideBySide, TargetText
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
@@ -84,6 +85,9 @@ class RolloutAttention:
             if layer in self.own:
                 new = [torch.cat([kept, x], 2) for kept, x in zip(self.own[layer], new, strict=True)]
             self.own[layer] = (new[0], new[1])
+            if not self.probe and can_attend_rows(q, window, step):
+                context = self.context[layer]
+                return attend_rows(self.batch, q, *context, *self.own[layer], window=window, step=step).flatten(0, 1)
             return self._rows(layer, q, self.own[layer], window, step).flatten(0, 1)
 
         return attend
