@@ -27,7 +27,7 @@ def attend_rows(
     window: int | None,
     step: int,
 ) -> Tensor:
-    """A row sees its text up to its own column, no further back than the window reaches from `step` tokens on, and its own keys."""
+    """A row sees its text up to its own column, as far back as the window reaches from `step` tokens on, and its own keys."""
     is_row = batch.is_row_BR
     num_rows_B = batch.num_rows_B
     seen_B = batch.prompt_length_B - 1 + num_rows_B  # columns that the last row of a text sees
