@@ -26,8 +26,6 @@ except ImportError:
 TILE = 16  # rows of a product
 CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
 MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
-MOST_TILES = 4  # of a program
-AT_ONCE = 264  # programs with two products an output, of which an H200's 132 multiprocessors hold two each
 COLUMNS = 16  # outputs a program: 8 make more programs, and yet each takes longer
 
 
@@ -47,11 +45,6 @@ def num_warps(size: int) -> int:
     return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
 
 
-def tiles_a_program(tiles: int, num_blocks: int) -> int:
-    """As many as make all programs run at once: a second round takes longer than a second tile, whose weights are there."""
-    return next((each for each in range(1, MOST_TILES) if -(-tiles // each) * num_blocks <= AT_ONCE), MOST_TILES)
-
-
 def direct_linear(
     x_MK: Tensor,
     weight_OK: Tensor,
@@ -63,7 +56,7 @@ def direct_linear(
     before_attention: bool = False,
     columns: int | None = None,
     warps: int | None = None,
-    each: int | None = None,
+    each: int = 1,
 ) -> Tensor:
     """As `fused_linear`; `columns`, `warps` and `each` (tiles a program) are for measuring."""
     num_rows, size = x_MK.shape
@@ -71,7 +64,6 @@ def direct_linear(
     tiles = -(-num_rows // TILE)
     columns, warps = columns or COLUMNS, warps or num_warps(size)
     num_blocks = -(-outputs // columns)
-    each = each or (tiles_a_program(tiles, num_blocks) if gated else 1)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     _direct_linear[(-(-tiles // each), num_blocks)](
         x_MK,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels import direct_linear as module
-from fledge.kernels.direct_linear import direct_linear, num_warps, tiles_a_program
+from fledge.kernels.direct_linear import direct_linear, num_warps
 from fledge.kernels.fused_linear import Norm
 from tests.kernels.support import INTERPRETED
 
@@ -77,8 +77,3 @@ def test_it_compiles_for_hopper_with_one_barrier(gated):
 
 def test_warps_by_size():
     assert [num_warps(size) for size in (576, 1024, 1536)] == [4, 4, 8]
-
-
-def test_tiles_a_program_so_that_all_run_at_once():
-    """96 blocks of columns: up to two tiles each program takes one; six tiles are two programs of three."""
-    assert [tiles_a_program(tiles, 96) for tiles in (1, 2, 3, 4, 6, 8, 100)] == [1, 1, 2, 2, 3, 4, 4]
