@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from fledge import sources
+from fledge.engine.build import Speculation
 from fledge.engine.offline import AnswerGenerator, DeviceAnswers, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.tokenizer import Tokenizer
@@ -79,6 +80,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--concurrency", type=int)
+    parser.add_argument("--drafter", default="none", help="as the command takes it")
+    parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--processes", type=int, help="helper processes; default: as the command decides")
     parser.add_argument("--out", type=Path, help="keep the answers here (must not exist); default: they are thrown away")
     parser.add_argument("--decoder", action="store_true", help="also measure the generator alone")
@@ -226,7 +229,8 @@ def main() -> None:
             lines = (json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(made_up(args.count, args.seed)))
             prompts.write_text("\n".join(lines) + "\n")
         tokenizer = Tokenizer(sources.resolve(args.model))
-        generator = answer_generator(args.model, device=args.device, concurrency=args.concurrency)
+        speculation = Speculation(args.drafter, args.depth)
+        generator = answer_generator(args.model, device=args.device, concurrency=args.concurrency, speculation=speculation)
         figures = end_to_end(generator, tokenizer, prompts, out, args, started)
         if args.decoder or args.checked:
             turns = first_turns(prompts, tokenizer, args, generator.max_model_len)

@@ -27,11 +27,16 @@ def regenerate(
         list[Path] | None, typer.Option(help="Files of prompts: what shares 13 words in a row with one is not answered.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Answers under way at once; default: what fits.")] = None,
+    drafter: Annotated[
+        str, typer.Option(help="Draft while answering: the same answers, sooner. auto: the shipped one; a folder; none.")
+    ] = "none",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="With a drafter: tokens drafted a step.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Let the target answer prompts; a drafter learns best from the target's own words."""
     started = time.monotonic()  # the report counts everything from here
     from fledge import sources
+    from fledge.engine.build import Speculation
     from fledge.engine.offline import answer_generator
     from fledge.tokenizer import Tokenizer
     from fledge.training.data import DataError
@@ -40,7 +45,8 @@ def regenerate(
     if prompts is None and not self_prompted:
         raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")
     tokenizer = Tokenizer(sources.resolve(model))
-    generator = answer_generator(model, device=device, concurrency=concurrency)
+    speculation = Speculation(drafter, depth)
+    generator = answer_generator(model, device=device, concurrency=concurrency, speculation=speculation)
     try:
         report = run(
             generator,

@@ -11,18 +11,20 @@ from typing import Protocol
 import torch
 
 from fledge import sources
+from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.config import ModelConfig
 from fledge.engine.batched_answers import Answer, BatchedAnswers, Task
-from fledge.engine.build import Speculation, build_engine
+from fledge.engine.build import Speculation, build_engine, fit
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.engine import Engine
 from fledge.engine.slots import MAX_STOP_IDS
-from fledge.errors import RequestError
+from fledge.errors import RequestError, UserError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
+from fledge.speculation.depth import DepthPolicy
 
 # Past about 2,000 rows a step is bound by reading the cache, and more rows only make the tail longer.
 DEVICE_CONCURRENCY = 2048
@@ -63,12 +65,17 @@ def answer_generator(
     concurrency: int | None = None,
     dtype: str = "auto",
     max_model_len: int = 0,
+    speculation: Speculation | None = None,
     profile: bool = False,
 ) -> AnswerGenerator:
-    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `profile`: time the device's work."""
+    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `profile`: time the device's work.
+
+    `speculation`: the same answers, sooner; None: without. On a GPU: an EAGLE drafter, as deep as asked for.
+    """
+    speculation = speculation or Speculation(drafter=None)
     config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=concurrency or 0)
     if not (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())):
-        return EngineAnswers(build_engine(model, Speculation(drafter=None), config))
+        return EngineAnswers(build_engine(model, speculation, config))
     config = replace(config, page_size=DEVICE_PAGE_SIZE, max_num_seqs=concurrency or DEVICE_CONCURRENCY)
     if isinstance(model, Decoder):
         config = config.resolve(model.config)
@@ -78,7 +85,18 @@ def answer_generator(
         settled = config.resolve(load_config(folder))
         decoder = load_decoder(folder, settled.weight_dtype, settled.device)
         config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
-    return DeviceAnswers(decoder.eval().requires_grad_(False), config, capture=True, profile=profile)
+    found = speculation.resolve_drafter(model if isinstance(model, str) else "")
+    if found == "ngram" and speculation.drafter == "auto":  # there is none for this model
+        found = None
+    if found == "ngram":
+        raise UserError("on a GPU answers are drafted by an EAGLE drafter; name one, or leave --drafter out")
+    drafter, depth = None, 0
+    if found is not None:
+        drafter = fit(found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config), config)
+        depth = DepthPolicy.parse(speculation.depth).limit
+    return DeviceAnswers(
+        decoder.eval().requires_grad_(False), config, drafter=drafter, depth=depth, capture=True, profile=profile
+    )
 
 
 class DeviceAnswers:

@@ -13,7 +13,7 @@ from fledge.engine.cuda_graphs import batch_sizes, size_for
 from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, seed_function
 from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError
-from tests.tiny import tiny_decoder
+from tests.tiny import tiny_decoder, tiny_drafter
 
 STOPS = (5, 17, 40, 99)
 
@@ -159,6 +159,16 @@ def test_on_cpu_the_engine_answers():
     assert isinstance(generator, EngineAnswers)
     found = collected(generator.generate(prompts(5), max_tokens=6, stop_ids=STOPS))
     assert sorted(found) == [0, 1, 2, 3, 4]
+
+
+def test_with_a_drafter_the_answers_are_the_same():
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
+    drafted = answer_generator(tiny_decoder(11), **options, speculation=Speculation(tiny_drafter(), 3))
+    assert drafted.engine.drafter is not None
+    plain = answer_generator(tiny_decoder(11), **options)
+    found, wanted = (collected(g.generate(prompts(5), max_tokens=20, stop_ids=STOPS)) for g in (drafted, plain))
+    assert found == wanted
+    assert drafted.engine.stats.steps > 0
 
 
 def seeds(seed: int, count: int) -> list[int]:
