@@ -215,7 +215,7 @@ def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | Non
         lasted = [(request, request.finish_time - request.first_token_time) for request in done]
         return total, statistics.median((request.num_answer - 1) / seconds for request, seconds in lasted if seconds)
 
-    run(2 * concurrency)  # kernels are compiled, graphs recorded
+    run(max(2 * concurrency, 16))  # kernels are compiled, graphs recorded
     before = replace(engine.stats)
     totals, own = zip(*(run(num_requests(concurrency)) for _ in range(bench.args.rounds)), strict=True)
     steps = engine.stats.steps - before.steps

@@ -38,7 +38,7 @@ from fledge.kernels.paged_attention import PagedKV
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
 PROMPTS = [1, 4, 16, 64]
 LONGEST = [256, 1024]
-RECORDED_AT = 3  # recording takes as long as dozens of passes: the use of a size that it begins with, unless asked for before
+RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
 OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one length
 
 
@@ -196,9 +196,9 @@ class PromptPass:
             empty = Prompts(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 2)), tables)
             if shape[-1] == OVER_CACHE:
                 empty = Rests(**vars(empty), starts=[])
-            if shape not in self.buffers:
+            if (*shape, how) not in self.graphs.graphs:
                 self._filled(shape, empty.padded(*shape[:2], self.slots.nobody))
-            self.graphs.record([(*shape, how)])
+                self.graphs.record([(*shape, how)])
 
     def _filled(self, shape: tuple[int, int, int], prompts: Prompts) -> None:
         arrays = prompts.arrays()
