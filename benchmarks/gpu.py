@@ -299,21 +299,17 @@ def settings(bench: Bench) -> dict[str, object]:
     }
     rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
     found: dict[str, object] = {}
-    asked = triton_support.SHARED_MEMORY
-    for percent in (-1, 0, 20, 50, 100):
-        triton_support.share_memory(percent)
-        rows.graphs.graphs.clear()
-        shapes = few_rows + many_rows
-        found[f"shared memory {percent} %"] = {
-            f"batch {n}, depth {depth}": step_time(bench, rows, n, depth) for n, depth in shapes
-        }
-    triton_support.share_memory(-1 if asked is None else asked)
     for name, (shapes, module, setting, value) in changes.items():
         before = getattr(module, setting)
         setattr(module, setting, value)
         rows.graphs.graphs.clear()
         found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
         setattr(module, setting, before)
+    for percent in (-1, 25, 50, 100):  # last: there is no way back to what the driver thought best for each
+        triton_support.share_memory(percent)
+        rows.graphs.graphs.clear()
+        times = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in few_rows + many_rows}
+        found[f"shared memory {percent} %"] = times
     show("settings: microseconds a step", found)
     return found
 

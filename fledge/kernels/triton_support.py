@@ -34,6 +34,7 @@ OVERLAP = FAR  # benchmarks change it to measure what it brings
 # each by itself. To change it the multiprocessor must be empty, so kernels that disagree do not overlap there.
 SHARED_MEMORY: int | None = None
 _SHARED_MEMORY_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED: what Triton itself asks for where a kernel needs more than 48 KB
 kernel_names: set[str] = set()  # of the kernels here
 _loaded: list[int] = []  # their handles
 
@@ -44,7 +45,7 @@ def jit(function: Callable) -> Callable:
 
 
 def share_memory(percent: int) -> None:
-    """All kernels that are loaded now or later ask for it; -1: as the driver thinks best. A hint: nothing depends on it."""
+    """All kernels that are loaded now or later ask for it; -1: for more of it rather than less. Hints: nothing depends on them."""
     global SHARED_MEMORY
     SHARED_MEMORY = percent
     for handle in _loaded:
@@ -52,7 +53,9 @@ def share_memory(percent: int) -> None:
 
 
 def _ask_for(handle: int, percent: int) -> None:
-    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(handle), _SHARED_MEMORY_ATTRIBUTE, percent)
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuFuncSetCacheConfig(ctypes.c_void_p(handle), _PREFER_SHARED)
+    driver.cuFuncSetAttribute(ctypes.c_void_p(handle), _SHARED_MEMORY_ATTRIBUTE, percent)
 
 
 def _was_loaded(_module: object, handle: int, name: str, *_others: object) -> None:
