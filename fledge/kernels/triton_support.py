@@ -45,7 +45,7 @@ def jit(function: Callable) -> Callable:
 
 
 def share_memory(percent: int) -> None:
-    """All kernels that are loaded now or later ask for it; -1: for more of it rather than less. Hints: nothing depends on them."""
+    """All kernels loaded now or later ask for it; -1: for more of it rather than less. Hints: nothing depends on them."""
     global SHARED_MEMORY
     SHARED_MEMORY = percent
     for handle in _loaded:
