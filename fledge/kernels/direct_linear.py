@@ -56,16 +56,14 @@ def direct_linear(
     before_attention: bool = False,
     columns: int | None = None,
     warps: int | None = None,
-    each: int = 1,
 ) -> Tensor:
-    """As `fused_linear`; `columns`, `warps` and `each` (tiles a program) are for measuring."""
+    """As `fused_linear`; `columns` and `warps` are for measuring."""
     num_rows, size = x_MK.shape
     outputs = weight_OK.shape[0] // (2 if gated else 1)
     tiles = -(-num_rows // TILE)
     columns, warps = columns or COLUMNS, warps or num_warps(size)
-    num_blocks = -(-outputs // columns)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _direct_linear[(-(-tiles // each), num_blocks)](
+    _direct_linear[(tiles, -(-outputs // columns))](
         x_MK,
         weight_OK,
         bias_O if bias_O is not None else x_MK,
@@ -74,7 +72,6 @@ def direct_linear(
         out,
         num_rows,
         norm.eps if norm is not None else 0.0,
-        TILES=each,
         COLUMNS=columns,
         CHUNKS=-(-size // (CHUNK * warps)),
         SIZE=size,
@@ -116,7 +113,6 @@ def _direct_linear(
     out_ptr,
     num_rows,
     eps,
-    TILES: gl.constexpr,
     COLUMNS: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -143,7 +139,7 @@ def _direct_linear(
     if PDL == 1 and not HOLD:
         _let_next_start()
 
-    first_row, first_column = gl.program_id(0) * TILES * ROWS, gl.program_id(1) * COLUMNS
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
     warp_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None]
     input_w = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
     product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))[None, None, :]
@@ -166,56 +162,53 @@ def _direct_linear(
             _let_next_start()
 
     warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None]
+    row_x = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :, None]
     input_x = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
-    for tile in gl.static_range(TILES):
-        row_x = first_row + tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :, None]
-        xs = ()
-        for i in gl.static_range(CHUNKS):
-            k = (i * WARPS + warp_x) * EACH + input_x
-            xs = xs + (gl.load(x_ptr + row_x * SIZE + k, mask=(row_x < num_rows) & (k < SIZE), other=0.0),)  # noqa: RUF005
-        row = first_row + tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
-        column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
-        inside = (row < num_rows) & (column < OUTPUTS)
-        if HAS_RESIDUAL:
-            residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
+    xs = ()
+    for i in gl.static_range(CHUNKS):
+        k = (i * WARPS + warp_x) * EACH + input_x
+        xs = xs + (gl.load(x_ptr + row_x * SIZE + k, mask=(row_x < num_rows) & (k < SIZE), other=0.0),)  # noqa: RUF005
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
 
-        total = gl.zeros([WARPS, ROWS, PRODUCTS], gl.float32, layout=mma)
+    total = gl.zeros([WARPS, ROWS, PRODUCTS], gl.float32, layout=mma)
+    for i in gl.static_range(CHUNKS):
+        x = xs[i]
+        if HAS_NORM:
+            x = _times(x, norms[i][:, None, :])
+        total = mma_v2(x, ws[i], total)
+    shares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    if HAS_NORM:
+        square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
         for i in gl.static_range(CHUNKS):
-            x = xs[i]
-            if HAS_NORM:
-                x = _times(x, norms[i][:, None, :])
-            total = mma_v2(x, ws[i], total)
-        shares = gl.allocate_shared_memory(
-            gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-        )
+            wide = xs[i].to(gl.float32)
+            square += wide * wide
+        squares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+        squares.store(gl.sum(square, axis=2))
+    shares.store(total)
+    if HAS_NORM:
+        mean = gl.sum(squares.load(gl.SliceLayout(2, last)), axis=0) / SIZE
+        scale = gl.convert_layout(1.0 / gl.sqrt(mean + eps), gl.SliceLayout(1, answer))[:, None]
+    if GATED:
+        out = gl.sum(shares.slice(0, COLUMNS, dim=2).load(last), axis=0)
+        up = gl.sum(shares.slice(COLUMNS, COLUMNS, dim=2).load(last), axis=0)
         if HAS_NORM:
-            square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
-            for i in gl.static_range(CHUNKS):
-                wide = xs[i].to(gl.float32)
-                square += wide * wide
-            squares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-            squares.store(gl.sum(square, axis=2))
-        shares.store(total)
+            out, up = out * scale, up * scale
+        if HAS_BIAS:
+            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+        # Rounded between the two products, as the unfused network does.
+        gate = out.to(dtype).to(gl.float32)
+        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    else:
+        out = gl.sum(shares.load(last), axis=0)
         if HAS_NORM:
-            mean = gl.sum(squares.load(gl.SliceLayout(2, last)), axis=0) / SIZE
-            scale = gl.convert_layout(1.0 / gl.sqrt(mean + eps), gl.SliceLayout(1, answer))[:, None]
-        if GATED:
-            out = gl.sum(shares.slice(0, COLUMNS, dim=2).load(last), axis=0)
-            up = gl.sum(shares.slice(COLUMNS, COLUMNS, dim=2).load(last), axis=0)
-            if HAS_NORM:
-                out, up = out * scale, up * scale
-            if HAS_BIAS:
-                out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-                up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-            # Rounded between the two products, as the unfused network does.
-            gate = out.to(dtype).to(gl.float32)
-            out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
-        else:
-            out = gl.sum(shares.load(last), axis=0)
-            if HAS_NORM:
-                out = out * scale
-            if HAS_BIAS:
-                out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-        if HAS_RESIDUAL:
-            out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
-        gl.store(out_ptr + row * OUTPUTS + column, out.to(dtype), mask=inside)
+            out = out * scale
+        if HAS_BIAS:
+            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if HAS_RESIDUAL:
+        out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
+    gl.store(out_ptr + row * OUTPUTS + column, out.to(dtype), mask=inside)

@@ -38,9 +38,8 @@ def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundin
         gate, up = wanted.chunk(2, -1)
         wanted = torch.nn.functional.silu(gate) * up
     wanted = wanted + (residual.double() if residual is not None else 0)
-    for columns, each in ((8, 1), (16, 1), (16, 3)):
-        options = {"norm": norm, "gated": gated, "residual_MO": residual, "columns": columns, "each": each}
-        found = direct_linear(x, weight, bias, **options).double()
+    for columns in (8, 16):
+        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, columns=columns).double()
         assert (found - wanted).norm() / wanted.norm() < 6e-3
 
 
@@ -59,7 +58,7 @@ def test_it_compiles_for_hopper_with_one_barrier(gated):
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = {"TILES": 1, "COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
+    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
     constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
     kernel = module._direct_linear
     types = {"num_rows": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
