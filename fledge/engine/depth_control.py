@@ -21,6 +21,10 @@ from fledge.speculation.verification import Draft
 # Steps after which one request is drafted for to the limit although the load speaks against it: else an acceptance that
 # was poor once would never be seen to have become better. It costs less than a hundredth of the time.
 LOOK_AGAIN = 128
+# Steps after which what was not seen meanwhile counts as half as well known.
+FADE = 256
+# Steps for which the choice of no depth stands while as many run: choosing takes a hundredth of a small step.
+KEPT_CHOICE = 8
 # Speculation must be expected to gain so much, or what is not known well enough loses more than it gains.
 LEAST_GAIN = 1.03
 # So many rows are tried without much thought.
@@ -55,6 +59,8 @@ class DepthControl:
         self.num_drafted_for = 0
         self.given: dict[Request, int] = {}  # the depth each request's pending draft might have had
         self.explorer: Request | None = None  # drafted for to the limit, whatever the load
+        self.num_steps = 0
+        self.chosen_for: tuple[int, int] | None = None  # requests that ran and that could be drafted for, at the last choice
         self.shallow_steps = 0  # since some draft might go to the limit
 
     # Before drafting
@@ -66,14 +72,19 @@ class DepthControl:
         left = self.backlog.left if self.backlog is not None else {}
         eligible = [request for request in running if request.speculate and request not in left]
         self.num_drafted_for, self.explorer = len(eligible), None
-        allowed = [self._allowed(request) for request in eligible]
-        rows, share = len(running), len(eligible) / max(len(running), 1)
-        self.now = 0  # what a plain step takes is learnt first: that costs nothing
-        if self.is_known:
-            self.now = self.load.choose(share, lambda depth: self.seconds(rows, len(eligible), depth), allowed)
+        counts = len(running), len(eligible)
+        if self.now or counts != self.chosen_for or self.num_steps % KEPT_CHOICE == 0:
+            self.now = self._choose(*counts, [self._allowed(request) for request in eligible])
+            self.chosen_for = counts if self.is_known else None
         self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
         if self.shallow_steps >= LOOK_AGAIN and eligible:
             self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0
+
+    def _choose(self, num_running: int, num_eligible: int, allowed: Sequence[int]) -> int:
+        if not self.is_known:
+            return 0  # what a plain step takes is learnt first: that costs nothing
+        share = num_eligible / max(num_running, 1)
+        return self.load.choose(share, lambda depth: self.seconds(num_running, num_eligible, depth), allowed)
 
     @property
     def is_known(self) -> bool:
@@ -155,6 +166,10 @@ class DepthControl:
         """Seconds of a step. Those that read prompts, catch up or explore are told apart from the others."""
         if not self.by_load:
             return
+        self.num_steps += 1
+        if self.num_steps % FADE == 0:
+            for table in (self.verifying, self.reading, *self.drafting.values()):
+                table.fade()
         if any(item.num_tokens > 1 for item in batch):
             self.reading.saw(sum(item.num_rows for item in batch), verifying)
             return

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # A cost that was seen n times is taken to be lower by this share of 1/n: what is little known gets tried again.
 OPTIMISM = 0.15
 NEWEST = 0.1  # share of the latest measurement, once there are some
+NEWEST_LOWER = 0.3  # the same if it is lower: what disturbs a pass only makes it longer
 STEADY = 3  # measurements after which one is no longer believed to be twice or half of what it was
 LIFETIME = 2000  # measurements after which a cost that did not come up again is forgotten: the machine may be another by then
 
@@ -30,6 +31,7 @@ class CostTable:
     """Means of sizes that lie close together, with straight lines between them.
 
     Beyond what was seen it errs towards cheap: fewer rows cost in proportion, more rows go on as those that were seen do.
+    No size costs more than a larger one: if it did so once, that was the machine's other work.
     """
 
     def __init__(self, optimism: float = OPTIMISM) -> None:
@@ -37,25 +39,29 @@ class CostTable:
         self.optimism = optimism
         self.costs: dict[int, _Cost] = {}
         self.now = 0
-        self._ordered: list[_Cost] | None = None
+        self._points: list[tuple[float, float]] | None = None  # rows and seconds, both ascending
 
     def saw(self, rows: int, seconds: float) -> None:
         self.now += 1
         place = rows if rows <= 8 else round(4 * math.log2(rows)) - 4
-        cost = self.costs.get(place)
+        cost, self._points = self.costs.get(place), None
         if cost is None:
             self.costs[place] = _Cost(rows, seconds, 1, self.now, self.optimism)
-            self._ordered = None
         else:
             if cost.count >= STEADY:
                 seconds = min(max(seconds, cost.seconds / 2), cost.seconds * 2)
             cost.count, cost.when = cost.count + 1, self.now
-            share = max(1 / cost.count, NEWEST)
+            share = max(1 / cost.count, NEWEST_LOWER if seconds < cost.seconds else NEWEST)
             cost.rows += share * (rows - cost.rows)
             cost.seconds += share * (seconds - cost.seconds)
         if self.now % 64 == 0:
             self.costs = {place: cost for place, cost in self.costs.items() if cost.when > self.now - LIFETIME}
-            self._ordered = None
+
+    def fade(self) -> None:
+        """What is not seen any more is known less and less."""
+        self._points = None
+        for cost in self.costs.values():
+            cost.count = max(1, cost.count // 2)
 
     @property
     def least_rows(self) -> float:
@@ -67,18 +73,20 @@ class CostTable:
 
     def seconds(self, rows: float) -> float | None:
         """None: nothing was seen yet."""
-        if self._ordered is None:
-            self._ordered = [self.costs[place] for place in sorted(self.costs)]
-        costs = self._ordered
-        if not costs:
+        points = self._points = self._points or self._ascending()
+        if not points:
             return None
-        after = bisect_left(costs, rows, key=lambda cost: cost.rows)
+        after = bisect_left(points, (rows,))
         if after == 0:
-            return costs[0].expected * min(rows / costs[0].rows, 1.0)
-        if after == len(costs):
-            first, last = costs[0], costs[-1]
-            slope = max(last.seconds - first.seconds, 0.0) / max(last.rows - first.rows, 1e-9)
-            return last.expected + slope * (rows - last.rows)
-        low, high = costs[after - 1], costs[after]
-        slope = max(high.expected - low.expected, 0.0) / max(high.rows - low.rows, 1e-9)
-        return low.expected + slope * (rows - low.rows)
+            return points[0][1] * min(rows / points[0][0], 1.0)
+        # Beyond the last it is as steep as from the first to the last.
+        (low, cost), (high, higher) = points[after - 1 : after + 1] if after < len(points) else (points[0], points[-1])
+        slope = (higher - cost) / max(high - low, 1e-9)
+        return cost + slope * (rows - low)
+
+    def _ascending(self) -> list[tuple[float, float]]:
+        points, least = [], math.inf
+        for place in sorted(self.costs, reverse=True):
+            least = min(least, self.costs[place].expected)
+            points.append((self.costs[place].rows, least))
+        return points[::-1]

@@ -12,6 +12,7 @@ from fledge.engine import backlog as backlog_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.depth_control import LOOK_AGAIN, DepthControl
 from fledge.engine.engine import Engine
+from fledge.engine.step_costs import CostTable
 from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
@@ -174,6 +175,29 @@ def test_prompts_show_what_many_rows_cost():
     assert known.seconds(1, 1, 4) == unknown.seconds(1, 1, 4), "what was verified is known"
     assert unknown.seconds(16, 16, 4) < 2
     assert known.seconds(16, 16, 4) > 15
+
+
+def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
+    table = CostTable()
+    for _ in range(20):
+        table.saw(8, 40.0)
+        table.saw(20, 35.0)
+    assert table.seconds(8) == table.seconds(14) == table.seconds(20)
+    for _ in range(5):
+        table.saw(8, 16.0)
+    assert table.seconds(8) < 25, "a lower figure is believed sooner than a higher one"
+
+
+def test_costs_that_were_not_seen_for_long_are_tried_again():
+    table = CostTable()
+    for _ in range(50):
+        table.saw(4, 1.0)
+    known = table.seconds(4)
+    for _ in range(6):
+        table.fade()
+    assert table.seconds(4) < 0.9 < known
+    table.saw(4, 0.6)
+    assert table.costs[4].seconds <= 0.8, "the next measurement weighs much"
 
 
 def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
