@@ -89,8 +89,9 @@ class Backlog:
             places += taken
             rows += item.rows
         if rows:
+            is_whole = len(rows) == len(taps[0])
             for states, tap in zip(self.states, taps, strict=True):
-                row_copies.put(states, places, row_copies.take(tap, rows))
+                row_copies.put(states, places, tap if is_whole else row_copies.take(tap, rows))
 
     def _caught_up(
         self, due: Sequence[Settled], lags: Sequence[_Lag | None], taps: Sequence[Tensor]
