@@ -25,6 +25,9 @@ LOOK_AGAIN = 128
 FADE = 256
 # Steps for which the choice of no depth stands while as many run: choosing takes a hundredth of a small step.
 KEPT_CHOICE = 8
+# When drafts come back the drafter first reads what it lags behind, at this share of what the target took for it. They must
+# be expected to gain that within so many steps.
+CATCH_UP_SHARE, CATCH_UP_STEPS = 1 / 20, 32
 # Speculation must be expected to gain so much, or what is not known well enough loses more than it gains.
 LEAST_GAIN = 1.03
 # So many rows are tried without much thought.
@@ -74,17 +77,22 @@ class DepthControl:
         self.num_drafted_for, self.explorer = len(eligible), None
         counts = len(running), len(eligible)
         if self.now or counts != self.chosen_for or self.num_steps % KEPT_CHOICE == 0:
-            self.now = self._choose(*counts, [self._allowed(request) for request in eligible])
+            lag = sum(self._lag(request) for request in eligible)
+            self.now = self._choose(*counts, lag, [self._allowed(request) for request in eligible])
             self.chosen_for = counts if self.is_known else None
         self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
         if self.shallow_steps >= LOOK_AGAIN and eligible:
             self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0
 
-    def _choose(self, num_running: int, num_eligible: int, allowed: Sequence[int]) -> int:
+    def _choose(self, num_running: int, num_eligible: int, lag: int, allowed: Sequence[int]) -> int:
         if not self.is_known:
             return 0  # what a plain step takes is learnt first: that costs nothing
-        share = num_eligible / max(num_running, 1)
-        return self.load.choose(share, lambda depth: self.seconds(num_running, num_eligible, depth), allowed)
+        catching_up = (self.reading.seconds(lag) or 0.0) * CATCH_UP_SHARE / CATCH_UP_STEPS
+
+        def seconds(depth: int) -> float:
+            return self.seconds(num_running, num_eligible, depth) + (catching_up if depth else 0.0)
+
+        return self.load.choose(num_eligible / max(num_running, 1), seconds, allowed)
 
     @property
     def is_known(self) -> bool:

@@ -177,6 +177,19 @@ def test_prompts_show_what_many_rows_cost():
     assert known.seconds(16, 16, 4) > 15
 
 
+def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
+    control = DepthControl(OracleSpeculator({}, 4), by_load=True)
+    for _ in range(100):
+        for rows in range(1, 9):
+            control.verifying.saw(rows, 1.0 + 0.1 * rows)
+        control.reading.saw(100, 10.0)
+        control.reading.saw(500, 50.0)
+        control.drafting[1].saw(1, 0.2)
+    assert control._choose(1, 1, 0, [4]) > 0
+    assert control._choose(1, 1, 100, [4]) > 0
+    assert control._choose(1, 1, 10_000, [4]) == 0
+
+
 def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
     table = CostTable()
     for _ in range(20):
