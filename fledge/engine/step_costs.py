@@ -79,9 +79,12 @@ class CostTable:
         after = bisect_left(points, (rows,))
         if after == 0:
             return points[0][1] * min(rows / points[0][0], 1.0)
-        # Beyond the last it is as steep as from the first to the last.
-        (low, cost), (high, higher) = points[after - 1 : after + 1] if after < len(points) else (points[0], points[-1])
-        slope = (higher - cost) / max(high - low, 1e-9)
+        low, cost = points[after - 1]
+        if after < len(points):
+            high, higher = points[after]
+            return cost + (higher - cost) * (rows - low) / max(high - low, 1e-9)
+        first, last = self.costs[min(self.costs)], self.costs[max(self.costs)]
+        slope = max(last.seconds - first.seconds, 0.0) / max(last.rows - first.rows, 1e-9)
         return cost + slope * (rows - low)
 
     def _ascending(self) -> list[tuple[float, float]]:
