@@ -9,6 +9,7 @@ from torch import Tensor
 from fledge.kernels import native
 from fledge.kernels.paged_attention import PagedAttend, PagedKV
 from fledge.models.decoder import Decoder, DecoderOutput
+from fledge.speculation.rows import copy
 
 
 class LeanDecoder:
@@ -31,7 +32,7 @@ class LeanDecoder:
         batch = native.NativeBatch(attend, *decoder.rotary(positions_N, highest_position))
         for index, layer in enumerate(self.layers):
             if index in taps:
-                captured[index] = x.clone()
+                captured[index] = copy(x)
             layer(batch, x)
         if len(self.layers) in taps:
             captured[len(self.layers)] = x

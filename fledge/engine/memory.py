@@ -65,7 +65,8 @@ def memory_plan(engine: Engine | DeviceEngine) -> MemoryPlan:
     if isinstance(engine, DeviceEngine):
         longest = max(config.max_model_len + engine.rows.lookahead, 512)  # the least that `Rotary` takes
         tables = sum(2 * longest * head_dim * 4 for head_dim in head_dims)
-        rows = config.max_num_seqs * 4 * (config.max_model_len + engine.rows.max_pages)
+        num_rows = config.max_num_seqs + 1  # one is nobody's
+        rows = num_rows * 4 * (config.max_model_len + engine.rows.max_pages)
     return MemoryPlan(
         weights,
         drafter_weights,

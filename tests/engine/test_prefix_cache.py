@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine import device_batch
+from fledge.engine import device_batch, prompt_pass
 from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -322,7 +322,8 @@ def test_rows_read_only_what_is_new(speculation, windows):
     assert [request.stats for request in found] == [request.stats for request in wanted]
 
 
-def test_rests_that_are_padded_as_for_recording():
+def test_rests_that_are_padded_as_for_recording(monkeypatch):
+    monkeypatch.setattr(prompt_pass, "RECORDED_AT", 1)
     decoder = tiny_decoder(3, windows=(20, None, 20, None))
     prompts = [[*text(81), *text(length, seed=length)] for length in (1, 30, 63, 64, 65, 100)]
     answers = []
