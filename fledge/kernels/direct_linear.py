@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import kernel_names, overlap
+from fledge.kernels.triton_support import is_hopper_or_newer, kernel_names, overlap
 
 try:
     from triton.experimental import gluon
@@ -36,9 +36,9 @@ def jit(function):
 
 def can_be_direct(x: Tensor, size: int) -> bool:
     """bfloat16 alone: input times norm weight, unscaled, may leave float16's range."""
-    if gluon is None or x.dtype != torch.bfloat16 or size % 8 or size > CHUNK * MOST_CHUNKS * 8:
+    if gluon is None or not x.is_cuda or x.dtype != torch.bfloat16:
         return False
-    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return size % 8 == 0 and size <= CHUNK * MOST_CHUNKS * 8 and is_hopper_or_newer(x.device)
 
 
 def num_warps(size: int) -> int:

@@ -79,13 +79,13 @@ def next_power_of_2(n: int) -> int:
 
 def overlap(x: Tensor) -> dict[str, int | bool]:
     """Launch options of a kernel that calls the two functions below."""
-    if OVERLAP and x.is_cuda and _can_overlap(x.device):
+    if OVERLAP and x.is_cuda and is_hopper_or_newer(x.device):
         return {"PDL": OVERLAP, "launch_pdl": True}
     return {"PDL": NONE}
 
 
 @lru_cache
-def _can_overlap(device: torch.device) -> bool:
+def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
