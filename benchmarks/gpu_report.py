@@ -29,6 +29,8 @@ def main() -> None:
     where = f"{origin.get('device', 'GPU')}, torch {origin.get('torch', '?')}, commit {origin.get('commit', '?')}"
     head = f"# The engine on a GPU\n\n{where}; `{origin.get('command', '')}`. Written by `benchmarks/gpu_report.py`; "
     head += "every figure is in `benchmarks/results/`.\n"
+    if found.get("note"):
+        head += f"\n{found['note']}\n"
     text = [head, *(part for section in sections if (part := section(found)))]
     if args.picture and "plain" in found:
         draw(found, args.picture)
