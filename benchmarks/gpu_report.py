@@ -94,7 +94,7 @@ def speeds(found: Figures) -> str | None:
         )
     titles = ["users", "plain", "vLLM plain", "×", "speculative", "depth", "depth chosen by load", "acceptance length"]
     titles += ["over plain", "overhead", "vLLM speculative", "×"]
-    return f"## Tokens/s per user, prompts included\n\n{source[0].upper() + source[1:]}.\n\n{table(titles, rows)}"
+    return f"## Tokens/s per user, prompts included\n\n({source})\n\n{table(titles, rows)}"
 
 
 def microseconds(found: Figures) -> str | None:
