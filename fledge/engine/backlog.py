@@ -83,8 +83,7 @@ class Backlog:
                 self.free_places += self.lags.pop(request, _Lag(0)).places
                 self.left.add(request)
                 continue
-            taken = self.free_places[-count:]
-            del self.free_places[-count:]
+            taken = [self.free_places.pop() for _ in range(count)]
             self.lags.setdefault(request, _Lag(item.start)).places.extend(taken)
             places += taken
             rows += item.rows

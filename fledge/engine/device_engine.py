@@ -134,7 +134,7 @@ class DeviceEngine:
     def enter(self) -> None:
         """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
         queue, entries = self.scheduler, []
-        budget = 0 if self.gathers() else self.config.max_batched_tokens
+        budget, num_waiting = 0 if self.gathers() else self.config.max_batched_tokens, len(queue.waiting_rows)
         while queue.waiting_rows and self.free_rows and budget > 0:
             request = queue.waiting_rows[0]
             found = self.cached_pages(request)
@@ -159,8 +159,9 @@ class DeviceEngine:
         for some in ([entry for entry in entries if not entry.cached], [entry for entry in entries if entry.cached]):
             if some:
                 self.rows.read_prompts(some)
-        if entries:
+        if len(queue.waiting_rows) < num_waiting:
             self.gathering.entered(self.enterable, time.perf_counter())
+        if entries:
             self.was_read({entry.row: queue.owners[entry.row] for entry in entries})
         if queue.reading:
             entry, read = queue.reading.popleft()
@@ -176,15 +177,8 @@ class DeviceEngine:
 
     def gathers(self) -> bool:
         """Whether those who wait should wait for more to come."""
-        if not self.enterable:
-            return False
-        now = time.perf_counter()
-        return self.gathering.goes_on(
-            waiting=self.enterable,
-            rows=len(self.scheduler.owners),
-            pass_seconds=self.rows.prompts.least_seconds,
-            now=now,
-        )
+        rows, pass_seconds = len(self.scheduler.owners), self.rows.prompts.least_seconds
+        return self.gathering.goes_on(waiting=self.enterable, rows=rows, pass_seconds=pass_seconds, now=time.perf_counter())
 
     def cached_pages(self, request: Request) -> list[int]:
         """Pages that hold a prompt's beginning, if using them pays.

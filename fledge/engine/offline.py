@@ -76,6 +76,8 @@ def answer_generator(
     config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=concurrency or 0)
     if not (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())):
         return EngineAnswers(build_engine(model, speculation, config))
+    if speculation.drafter == "ngram":
+        raise UserError("on a GPU answers are drafted by an EAGLE drafter; name one, or leave --drafter out")
     config = replace(config, page_size=DEVICE_PAGE_SIZE, max_num_seqs=concurrency or DEVICE_CONCURRENCY)
     if isinstance(model, Decoder):
         config = config.resolve(model.config)
@@ -86,10 +88,8 @@ def answer_generator(
         decoder = load_decoder(folder, settled.weight_dtype, settled.device)
         config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
     found = speculation.resolve_drafter(model if isinstance(model, str) else "")
-    if found == "ngram" and speculation.drafter == "auto":  # there is none for this model
+    if found == "ngram":  # what `auto` falls back to: this model has no drafter
         found = None
-    if found == "ngram":
-        raise UserError("on a GPU answers are drafted by an EAGLE drafter; name one, or leave --drafter out")
     drafter, depth = None, 0
     if found is not None:
         drafter = fit(found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config), config)

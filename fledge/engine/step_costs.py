@@ -64,10 +64,6 @@ class CostTable:
             cost.count = max(1, cost.count // 2)
 
     @property
-    def least_rows(self) -> float:
-        return min((cost.rows for cost in self.costs.values()), default=math.inf)
-
-    @property
     def most_rows(self) -> float:
         return max((cost.rows for cost in self.costs.values()), default=0.0)
 

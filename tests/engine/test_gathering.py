@@ -52,3 +52,12 @@ def test_after_a_burst_the_rest_is_not_waited_for():
     for number in range(60):
         gathering.goes_on(waiting=number + 1, rows=1, pass_seconds=0.0015, now=1.0 + number * 1e-5)
     assert not gathering.goes_on(waiting=60, rows=64, pass_seconds=0.0015, now=1.002)
+
+
+def test_who_waited_and_went_away_is_not_counted_as_waiting():
+    """The next one to come begins to wait when it comes."""
+    gathering = Gathering()
+    asked = {"rows": 500, "pass_seconds": 1.0}
+    assert gathering.goes_on(waiting=1, **asked, now=1.0)
+    assert not gathering.goes_on(waiting=0, **asked, now=1.0 + PATIENCE / 2)
+    assert gathering.goes_on(waiting=1, **asked, now=1.0 + 2 * PATIENCE)

@@ -12,7 +12,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import batch_sizes, size_for
 from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, seed_function
 from fledge.engine.slots import MAX_STOP_IDS
-from fledge.errors import RequestError
+from fledge.errors import RequestError, UserError
 from tests.tiny import tiny_decoder, tiny_drafter
 
 STOPS = (5, 17, 40, 99)
@@ -169,6 +169,11 @@ def test_with_a_drafter_the_answers_are_the_same():
     found, wanted = (collected(g.generate(prompts(5), max_tokens=20, stop_ids=STOPS)) for g in (drafted, plain))
     assert found == wanted
     assert drafted.engine.stats.steps > 0
+
+
+def test_on_a_gpu_n_grams_are_refused_before_anything_is_loaded():
+    with pytest.raises(UserError, match="drafted by an EAGLE drafter"):
+        answer_generator("no such model", device="cuda", speculation=Speculation("ngram"))
 
 
 def seeds(seed: int, count: int) -> list[int]:
