@@ -40,6 +40,10 @@ DEVICE_PAGE_SIZE = 128
 PIECE = 1024
 
 
+def how_chosen(temperature: float, top_p: float) -> int:
+    return GREEDY if temperature <= 0 else (SAMPLED if top_p >= 1 else TOP_P)
+
+
 @dataclass
 class Entry:
     """A request that enters a row."""
@@ -58,7 +62,7 @@ class Entry:
 
     @property
     def how(self) -> int:
-        return GREEDY if self.temperature <= 0 else (SAMPLED if self.top_p >= 1 else TOP_P)
+        return how_chosen(self.temperature, self.top_p)
 
 
 class DeviceBatch:

@@ -1,10 +1,10 @@
 """Serving on a GPU: requests join and leave between captured cycles, and the host reads what was said one cycle behind.
 
-    host     | enter A | launch 1 | read A's first token | enter B | launch 2 | read 1 | …
-    device             |  prompt A  |     cycle 1     |  prompt B  |     cycle 2   …
+    host     | enter A | launch 1 | read A's first token | launch 2 | enter B | read 1 | launch 3 | read 2, B's first | …
+    device             |  prompt A  |     cycle 1     |     cycle 2     |  prompt B  |     cycle 3   …
 
-With many rows the host takes about as long over what they said as the device over saying it: then it launches several cycles
-together and reads them together, which costs it little more than one.
+Newcomers enter behind the next cycle, which keeps the device busy while the host gets their prompts ready. Where the host takes
+longer over what was said than the device over saying it, several cycles are launched and read together: `Pace`.
 Before each launch every row gets the pages that the cycles under way and the next ones may fill. When none are left the
 youngest request gives up its row and pages, keeps its text, and starts over from there before any newcomer. A long prompt is
 read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from fledge.engine.cuda_graphs import size_for
-from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, why_not_captured
+from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
+from fledge.engine.pace import Pace
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
 from fledge.engine.row_queue import RowQueue
@@ -38,9 +39,8 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 
-# With so many rows, and nobody about to enter, so many cycles are launched together.
-MANY_ROWS = 96
-CYCLES_TOGETHER = 4
+# Cycles that those who wait to enter wait for at most.
+MOST_BEFORE_ENTRY = 2
 LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
 
 
@@ -53,6 +53,10 @@ def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
         and params.min_p == 0
         and num_stop_ids <= MAX_STOP_IDS
     )
+
+
+def how_of(params: SamplingParams) -> int:
+    return how_chosen(0.0 if params.greedy else params.temperature, params.top_p)
 
 
 def can_capture(drafter: Drafter | None) -> bool:
@@ -88,6 +92,7 @@ class DeviceEngine:
         self.scheduler = RowQueue(engine)
         self.free_rows = list(range(self.config.max_num_seqs))  # a heap: low rows first keeps the batch dense
         self.gathering = Gathering()
+        self.pace = Pace()
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
@@ -125,14 +130,21 @@ class DeviceEngine:
     def step(self) -> list[Delta]:
         """Cycles are launched, and what those before them said is handed on."""
         deltas = self.engine.step()
-        self.enter()
         self.compact()
-        said = self.reports.read(but_last=self.launch())
+        num_preempted = self.scheduler.num_rows_preempted
+        unread = self.launch()
+        if self.scheduler.num_rows_preempted == num_preempted:  # what is under way of one that was is read first
+            entries = self.enter()
+            unread = unread + entries if unread else self.launch()
+        said = self.reports.read(but_last=unread)
         self.leave([delta.request for delta in said if delta.finished])
         return deltas + said
 
-    def enter(self) -> None:
-        """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach."""
+    def enter(self) -> int:
+        """Waiting requests take free rows in order of arrival, as far as pages and the step's token budget reach.
+
+        How many passes said first tokens.
+        """
         queue, entries = self.scheduler, []
         budget, num_waiting = 0 if self.gathers() else self.config.max_batched_tokens, len(queue.waiting_rows)
         while queue.waiting_rows and self.free_rows and budget > 0:
@@ -161,6 +173,7 @@ class DeviceEngine:
                 self.rows.read_prompts(some)
         if len(queue.waiting_rows) < num_waiting:
             self.gathering.entered(self.enterable, time.perf_counter())
+        num_passes = bool(entries)
         if entries:
             self.was_read({entry.row: queue.owners[entry.row] for entry in entries})
         if queue.reading:
@@ -170,6 +183,8 @@ class DeviceEngine:
                 queue.reading.appendleft((entry, read))
             else:
                 self.was_read({entry.row: queue.owners[entry.row]})
+                num_passes += 1
+        return num_passes
 
     @property
     def enterable(self) -> int:
@@ -223,14 +238,16 @@ class DeviceEngine:
         if not running:
             return 0
         size = size_for(self.rows.sizes, max(running) + 1)
-        how = max(self.how(request.params) for request in running.values())
+        how = max(how_of(request.params) for request in running.values())
         drafted_for = [row for row, request in running.items() if request.speculate and request.id not in self.behind]
         depth = self.choose_depth(size, how, running, drafted_for)
         if drafted_for and not depth:
             self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
             self.behind |= {running[row].id for row in drafted_for}
+        if self.reports.snapshots:
+            self.pace.saw(self.reports.all_said)
         entering = self.scheduler.reading or self.enterable
-        cycles = CYCLES_TOGETHER if len(running) >= MANY_ROWS and not entering else 1
+        cycles = min(self.pace.cycles, MOST_BEFORE_ENTRY) if entering else self.pace.cycles
         self.grow(running, cycles * (depth + 1))
         if not running:
             return 0
@@ -290,9 +307,6 @@ class DeviceEngine:
         self.rows.graphs.record([(size, depth, how)])
         return self.rows.graphs.seconds.get((size, depth, how))
 
-    def how(self, params: SamplingParams) -> int:
-        return Entry(0, (), (), 0, temperature=0.0 if params.greedy else params.temperature, top_p=params.top_p).how
-
     def leave(self, requests: list[Request]) -> None:
         """They are finished, in their rows or, interrupted, in the queue."""
         self.give_up([request for request in requests if request.id in self.row_of])
@@ -320,9 +334,9 @@ class DeviceEngine:
         queue.reading = deque((entry, read) for entry, read in queue.reading if entry.row not in rows)
 
     def compact(self) -> None:
-        """The highest rows move into holes once a smaller graph holds all."""
+        """The highest rows move into holes once a smaller graph holds all, unless newcomers will take the holes."""
         owners, queue = self.scheduler.owners, self.scheduler
-        if not owners or queue.reading:
+        if not owners or queue.reading or self.enterable:
             return
         size = size_for(self.rows.sizes, len(owners))
         if size == size_for(self.rows.sizes, max(owners) + 1):

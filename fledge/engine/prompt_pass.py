@@ -42,6 +42,13 @@ RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was as
 OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one length
 
 
+def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
+    """The same with more entries at its end; `np.pad` takes ten times as long, and every row under way waits for it."""
+    longer = np.full((length, *array.shape[1:]), filling, dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer
+
+
 @dataclass
 class Prompts:
     """Tokens of several prompts, one after the other, where they go, and the rows they enter. All on the host."""
@@ -64,18 +71,17 @@ class Prompts:
 
     def padded(self, num_tokens: int, num_prompts: int, nobody: int) -> Prompts:
         """The same, with as many tokens and prompts as asked for; what is added is stored nowhere and enters `nobody`."""
-        left, more = num_tokens - len(self.tokens), num_prompts - len(self.lengths)
-        numbers = np.pad(self.numbers, ((0, more), (0, 0)))
+        numbers = lengthened(self.numbers, num_prompts, 0)
         numbers[len(self.lengths) :, 0] = nobody
         return replace(
             self,
-            tokens=np.pad(self.tokens, (0, left)),
-            positions=np.pad(self.positions, (0, left)),
-            slots=np.pad(self.slots, (0, left), constant_values=-1),
-            lengths=self.lengths + [0] * more,
+            tokens=lengthened(self.tokens, num_tokens, 0),
+            positions=lengthened(self.positions, num_tokens, 0),
+            slots=lengthened(self.slots, num_tokens, -1),
+            lengths=self.lengths + [0] * (num_prompts - len(self.lengths)),
             numbers=numbers,
-            fractions=np.pad(self.fractions, ((0, more), (0, 0)), constant_values=1.0),
-            tables=np.pad(self.tables, ((0, more), (0, 0))),
+            fractions=lengthened(self.fractions, num_prompts, 1.0),
+            tables=lengthened(self.tables, num_prompts, 0),
         )
 
     def arrays(self) -> list[np.ndarray]:

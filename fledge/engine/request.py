@@ -94,12 +94,15 @@ class Request:
         """Takes tokens until one of them ends the request; what follows is dropped and not counted."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
+        if self.decoder is None:
+            taken = self._take(tokens, max_len)
+            return Delta(self, tokens[:taken], drafted[:taken], "", self.finished, [])
         before = len(self.text)
         taken, spans = 0, []
         for token, from_draft in zip(tokens, drafted, strict=True):
             self.tokens.append(token)
             taken += 1
-            ends = token in self.end_token_ids and self.num_answer >= max(self.params.min_tokens, 1)
+            ends = self._ends(token, self.num_answer)
             piece = self._decode(token, ends)
             spans.append((piece, from_draft))
             if ends:
@@ -112,6 +115,27 @@ class Request:
                 break
         return Delta(self, tokens[:taken], drafted[:taken], self.text[before:], self.finished, _clip(spans, before, self))
 
+    def _take(self, tokens: list[int], max_len: int) -> int:
+        """All at once, where nobody asks for text: how many were taken."""
+        answered = self.num_answer
+        room = max(min(self.params.max_tokens - answered, max_len - len(self.tokens)), 1)
+        taken = min(len(tokens), room)
+        end = None
+        if not self.end_token_ids.isdisjoint(tokens):
+            end = next((place for place in range(taken) if self._ends(tokens[place], answered + place + 1)), None)
+        if end is not None:
+            taken = end + 1
+        self.tokens += tokens[:taken]
+        if end is not None:
+            self.finish("stop", None if tokens[end] in self.eos_token_ids else tokens[end])
+        elif taken == room:
+            self.finish("length")
+        return taken
+
+    def _ends(self, token: int, number: int) -> bool:
+        """Whether it is an end token and, being the answer's `number`-th, counts as one."""
+        return token in self.end_token_ids and number >= max(self.params.min_tokens, 1)
+
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
         if self.finished:
             return
@@ -122,8 +146,6 @@ class Request:
         self.draft = Draft()
 
     def _decode(self, token: int, ends: bool) -> str:
-        if self.decoder is None:
-            return ""
         if ends and not self.params.include_stop_str_in_output:
             piece = self.decoder.flush()
         else:

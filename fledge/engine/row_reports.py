@@ -50,6 +50,12 @@ class RowReports:
         """Tokens that a row may have said since the last reading."""
         return sum(snapshot.depth + 1 for snapshot in self.snapshots)
 
+    @property
+    def all_said(self) -> bool:
+        """Whether the device is done with all that was launched. On a CPU, which is the host, it never counts as done."""
+        event = self.snapshots[-1].event
+        return event is not None and event.query()
+
     def snap(self, owners: dict[int, Request], depth: int) -> None:
         report = self.rows.slots.state.report[: max(owners) + 1]
         self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
@@ -61,21 +67,23 @@ class RowReports:
         for snapshot in snapshots:
             if snapshot.event is not None:
                 snapshot.event.synchronize()
-            lines = snapshot.report[list(snapshot.owners)].tolist()
-            for request, (count, *tokens) in zip(snapshot.owners.values(), lines, strict=True):
-                if count:
-                    said.setdefault(request, []).append((snapshot.depth, tokens[:count]))
+            lines = snapshot.report.tolist()
+            for row, request in snapshot.owners.items():
+                line = lines[row]
+                if line[0]:
+                    said.setdefault(request, []).append((snapshot.depth, line[1 : 1 + line[0]]))
         deltas, seen = [], Counter()
         watches = self.watches_now(len(said))
         for request, passes in said.items():
             if request.finished:  # by the host meanwhile
                 continue
-            tokens = [token for _, some in passes for token in some]
+            tokens = passes[0][1] if len(passes) == 1 else [token for _, some in passes for token in some]
             deltas.append(
                 request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
             )
             if request.speculate and request.id not in self.behind:
-                seen.update(self.counted(request, passes, deltas[-1]))
+                for counts in self.counted(request, passes, deltas[-1]):
+                    seen[counts] += 1
                 if watches:
                     self.watch(request, passes, deltas[-1])
         for (depth, accepted, emitted), times in seen.items():

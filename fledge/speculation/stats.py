@@ -22,10 +22,14 @@ class AcceptanceStats:
         self.drafted += nodes
         self.accepted += accepted
         self.emitted += emitted
-        for counts, reached in ((self.drafted_at, depth), (self.accepted_at, accepted)):
-            counts.extend([0] * (max(depth, accepted) - len(counts)))
-            for position in range(reached):
-                counts[position] += 1
+        missing = max(depth, accepted) - len(self.drafted_at)
+        if missing > 0:
+            self.drafted_at += [0] * missing
+            self.accepted_at += [0] * missing
+        for position in range(depth):
+            self.drafted_at[position] += 1
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
     def merge(self, other: AcceptanceStats) -> None:
         for name in ("steps", "drafted", "accepted", "emitted"):

@@ -11,6 +11,7 @@ from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine, can_capture
+from fledge.engine.pace import Pace
 from fledge.engine.prompt_pass import PromptPass
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
@@ -44,8 +45,9 @@ def finish(engine) -> list:
 @pytest.fixture(params=[1, 4], ids=["single cycles", "several together"])
 def cycles(request, monkeypatch):
     """How many cycles are launched and read together, however few rows there are."""
-    monkeypatch.setattr(device_engine_module, "MANY_ROWS", 1)
-    monkeypatch.setattr(device_engine_module, "CYCLES_TOGETHER", request.param)
+    monkeypatch.setattr(Pace, "saw", lambda *_: None)
+    monkeypatch.setattr(Pace, "cycles", property(lambda _: request.param, lambda *_: None), raising=False)
+    monkeypatch.setattr(device_engine_module, "MOST_BEFORE_ENTRY", request.param)
     return request.param
 
 
