@@ -291,8 +291,8 @@ def settings(bench: Bench) -> dict[str, object]:
     changes = {
         "as it is": (few_rows + many_rows, fused_linear, "DIRECT_ROWS", fused_linear.DIRECT_ROWS),
         "vector for 1 and 2 rows": (few_rows, fused_linear, "DIRECT_FROM", 3),
-        "direct up to 32 rows": (many_rows, fused_linear, "DIRECT_ROWS", 32),
-        "direct up to 128 rows": (many_rows, fused_linear, "DIRECT_ROWS", 128),
+        "direct up to 64 rows": (many_rows, fused_linear, "DIRECT_ROWS", 64),
+        "gated direct up to 96 rows": (many_rows, fused_linear, "DIRECT_GATED_ROWS", 96),
         "every layer holds": (few_rows, fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),

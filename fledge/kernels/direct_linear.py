@@ -104,20 +104,17 @@ def _times(x, y):
 
 
 @jit
-def _direct_linear(
+def direct_products(
     x_ptr,
     weight_ptr,
-    bias_ptr,
     norm_ptr,
     residual_ptr,
-    out_ptr,
     num_rows,
     eps,
     COLUMNS: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
     OUTPUTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     GATED: gl.constexpr,
@@ -125,6 +122,7 @@ def _direct_linear(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
+    """All up to the barrier: the warps' shares of the products, in shared memory; the norm's scale by row; the residual."""
     ROWS: gl.constexpr = 16
     EACH: gl.constexpr = 64
     # Both halves of a gated weight are columns of one product.
@@ -132,10 +130,8 @@ def _direct_linear(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=8)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
-    # The last sum: one thread has an output's shares of all warps.
     last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
     answer: gl.constexpr = gl.SliceLayout(0, last)
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
     if PDL == 1 and not HOLD:
         _let_next_start()
 
@@ -168,11 +164,11 @@ def _direct_linear(
     for i in gl.static_range(CHUNKS):
         k = (i * WARPS + warp_x) * EACH + input_x
         xs = xs + (gl.load(x_ptr + row_x * SIZE + k, mask=(row_x < num_rows) & (k < SIZE), other=0.0),)  # noqa: RUF005
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
-    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
-    inside = (row < num_rows) & (column < OUTPUTS)
+    residual = gl.zeros([ROWS, COLUMNS], x_ptr.dtype.element_ty, layout=answer)
     if HAS_RESIDUAL:
-        residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=inside, other=0.0)
+        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
+        column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
+        residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=(row < num_rows) & (column < OUTPUTS), other=0.0)
 
     total = gl.zeros([WARPS, ROWS, PRODUCTS], gl.float32, layout=mma)
     for i in gl.static_range(CHUNKS):
@@ -189,9 +185,61 @@ def _direct_linear(
         squares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
         squares.store(gl.sum(square, axis=2))
     shares.store(total)
+    scale = gl.full([ROWS, 1], 1.0, gl.float32, layout=answer)
     if HAS_NORM:
         mean = gl.sum(squares.load(gl.SliceLayout(2, last)), axis=0) / SIZE
         scale = gl.convert_layout(1.0 / gl.sqrt(mean + eps), gl.SliceLayout(1, answer))[:, None]
+    return shares, scale, residual
+
+
+@jit
+def _direct_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    COLUMNS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr,
+    HOLD: gl.constexpr,
+    PDL: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    ROWS: gl.constexpr = 16
+    # The last sum: one thread has an output's shares of all warps.
+    last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
+    answer: gl.constexpr = gl.SliceLayout(0, last)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    shares, scale, residual = direct_products(
+        x_ptr,
+        weight_ptr,
+        norm_ptr,
+        residual_ptr,
+        num_rows,
+        eps,
+        COLUMNS,
+        CHUNKS,
+        SIZE,
+        OUTPUTS,
+        HAS_NORM,
+        HAS_RESIDUAL,
+        GATED,
+        HOLD,
+        PDL,
+        WARPS,
+    )
+    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
     if GATED:
         out = gl.sum(shares.slice(0, COLUMNS, dim=2).load(last), axis=0)
         up = gl.sum(shares.slice(COLUMNS, COLUMNS, dim=2).load(last), axis=0)

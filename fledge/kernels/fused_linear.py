@@ -28,7 +28,7 @@ from fledge.kernels.triton_support import jit, let_next_start, loaded, next_powe
 # Rows up to which each kernel is used; `benchmarks/gpu.py --stages linears` measures them.
 VECTOR_ROWS = 2
 WHOLE_ROWS = 64
-DIRECT_FROM, DIRECT_ROWS = 1, 96
+DIRECT_FROM, DIRECT_ROWS, DIRECT_GATED_ROWS = 1, 128, 64
 # Programs that fill an H200's 132 multiprocessors.
 ENOUGH_PROGRAMS = 120
 # Inputs up to which a program's part of the weight, and for `whole` 16 rows of inputs too, fit the registers.
@@ -59,7 +59,7 @@ def fused_linear(
     options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
     if not use_triton(x_MK):
         return fused_linear_reference(x_MK, weight_OK, bias_O, **options)
-    kernel = choose_kernel(*x_MK.shape, direct=can_be_direct(x_MK, x_MK.shape[1]))
+    kernel = choose_kernel(*x_MK.shape, gated, direct=can_be_direct(x_MK, x_MK.shape[1]))
     if kernel is None:
         return wide_linear(x_MK, weight_OK, bias_O, **options, in_place=in_place)
     return fused_linear_triton(x_MK, weight_OK, bias_O, **options, kernel=kernel, before_attention=before_attention)
@@ -170,10 +170,10 @@ def fused_linear_triton(
     return out
 
 
-def choose_kernel(num_rows: int, size: int, direct: bool = False) -> str | None:
+def choose_kernel(num_rows: int, size: int, gated: bool = False, *, direct: bool = False) -> str | None:
     """None: cuBLAS."""
     if direct and num_rows >= DIRECT_FROM:
-        return "direct" if num_rows <= DIRECT_ROWS else None
+        return "direct" if num_rows <= (DIRECT_GATED_ROWS if gated else DIRECT_ROWS) else None
     if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
         return "vector"
     return "whole" if num_rows <= WHOLE_ROWS and size <= WHOLE_INPUTS else None

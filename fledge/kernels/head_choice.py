@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.direct_head import direct_head
+from fledge.kernels.direct_linear import can_be_direct
 from fledge.kernels.fused_linear import TILE, WHOLE_INPUTS, Norm, two_parts, whole_products
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.quantized_linear import quantized_linear
@@ -36,7 +38,8 @@ def head_choice(
             return quantized_head_choice_triton(x_ND, norm, weight_VD, ids_V)
         return choose(quantized_linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
-        return head_choice_triton(x_ND, norm, weight_VD, ids_V)
+        choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1]) else head_choice_triton
+        return choose_few(x_ND, norm, weight_VD, ids_V)
     if use_triton(x_ND):
         hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
     else:

@@ -51,24 +51,28 @@ def test_a_row_does_not_depend_on_the_others(rows):
     assert all(torch.equal(direct_linear(x[row : row + 1], weight, norm=norm)[0], together[row]) for row in range(rows))
 
 
-@compiles
-@pytest.mark.parametrize("gated", [False, True])
-def test_it_compiles_for_hopper_with_one_barrier(gated):
+def compiled_for_hopper(kernel, constants, types=None) -> str:
+    """Its assembly."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
-    constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
-    kernel = module._direct_linear
-    types = {"num_rows": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types = {"num_rows": "i32", "eps": "fp32"} | dict.fromkeys(constants, "constexpr") | (types or {})
     source = GluonASTSource(
         kernel,
         {name: types.get(name, "*bf16") for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in range(6)},
     )
-    assembly = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+
+@compiles
+@pytest.mark.parametrize("gated", [False, True])
+def test_it_compiles_for_hopper_with_one_barrier(gated):
+    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
+    constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
+    assembly = compiled_for_hopper(module._direct_linear, constants)
     assert assembly.count("bar.sync") == 1
     assert assembly.count("mma.sync") == (24 if gated else 12)
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")

@@ -52,4 +52,5 @@ def test_kernels_by_size():
     assert [choose_kernel(rows, 576) for rows in (1, 2, 3, 64, 65)] == ["vector", "vector", "whole", "whole", None]
     assert [choose_kernel(rows, 4096) for rows in (1, 3)] == ["vector", None]
     assert choose_kernel(1, 8192) is None
-    assert [choose_kernel(rows, 576, direct=True) for rows in (1, 96, 97)] == ["direct", "direct", None]
+    assert [choose_kernel(rows, 576, direct=True) for rows in (1, 128, 129)] == ["direct", "direct", None]
+    assert [choose_kernel(rows, 576, gated=True, direct=True) for rows in (64, 65)] == ["direct", None]
