@@ -33,6 +33,7 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -54,6 +55,7 @@ from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY, DeviceBatch, En
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
+from fledge.engine.prompt_pass import LONGEST, PROMPTS, TOKENS
 from fledge.kernels import fused_linear, triton_support
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -119,8 +121,11 @@ class Bench:
         return DeviceAnswers(self.decoder, self.config(rows), drafter=drafter, capture=capture)
 
     def engine(self, rows: int, *, speculate: bool = False) -> DeviceEngine:
+        """Warm as a server is: passes over prompts are recorded before they are needed."""
         speculation = Speculation(self.drafter if speculate else None, max(self.args.depths))
-        return build_engine(self.decoder, speculation, self.config(rows))
+        engine = build_engine(self.decoder, speculation, self.config(rows))
+        engine.rows.prompts.record(product(TOKENS[::-1], PROMPTS[::-1], LONGEST[::-1], (GREEDY,)))
+        return engine
 
     def some_prompts(self, count: int, offset: int = 0) -> list[list[int]]:
         return [self.prompts[(offset + index) % len(self.prompts)] for index in range(count)]
@@ -393,11 +398,26 @@ def profile(bench: Bench) -> dict[str, object]:
         rows = bench.answers(count, speculate=bench.drafter is not None).batch.rows
         for depth in [0] + ([3] if bench.drafter is not None else []):
             step = step_time(bench, rows, count, depth)
-            figures = {"step_us": step, "over_floor": step / floor} | kernel_times(bench, rows, count, depth)
+            figures = {"step_us": step, "over_floor": step / floor, "launch_us": launch_time(bench, rows, count, depth)}
+            figures |= kernel_times(bench, rows, count, depth)
             found[f"batch {count}, depth {depth}"] = figures
     triton_support.OVERLAP = overlap
     show("profile: microseconds a step, launches a step", found)
     return found
+
+
+@torch.inference_mode()
+def launch_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 10) -> float:
+    """Microseconds that the host is busy with launching a step while the device has nothing to do."""
+    filled(bench, rows, concurrency, (depth + 1) * (steps + 8))
+    seconds = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        rows.graphs.run(concurrency, depth, GREEDY)
+        seconds.append(time.perf_counter() - began)
+    rows.slots.clear()
+    return statistics.median(seconds) * 1e6
 
 
 @torch.inference_mode()
