@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from fledge.engine.cuda_graphs import size_for
+from fledge.engine.cycle_times import CycleTimes
 from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
@@ -96,8 +97,9 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
+        self.times = CycleTimes(self.rows.graphs.seconds)
         self.reports = RowReports(
-            self.rows, self.depths, self.stats, self.depth_control, self.behind, self.config.max_model_len
+            self.rows, self.depths, self.stats, self.depth_control, self.behind, self.times, self.config.max_model_len
         )
 
     def add_request(
@@ -208,7 +210,7 @@ class DeviceEngine:
         """Whole prompts are in the caches: they can be shared, and the first tokens are on their way."""
         for request in owners.values():
             self.pool.share(request.pages, request.page_keys, len(request.tokens))
-        self.reports.snap(owners, 0)
+        self.reports.snap(owners)
 
     def entry(self, row: int, request: Request) -> Entry:
         params = request.params
@@ -253,7 +255,7 @@ class DeviceEngine:
             return 0
         for _ in range(cycles):
             self.rows.graphs.run(size, depth, how)
-            self.reports.snap(running, depth)
+            self.reports.snap(running, depth, (size, depth, how))
         return cycles
 
     def grow(self, running: dict[int, Request], num_tokens: int) -> None:
@@ -303,9 +305,9 @@ class DeviceEngine:
         return self.depths.choose(len(drafted_for) / len(running), seconds, allowed)
 
     def seconds(self, size: int, depth: int, how: int) -> float | None:
-        """What a cycle costs; None where nothing is captured. Recorded and measured on first use."""
+        """What a cycle costs; None where nothing is captured. Recorded on first use."""
         self.rows.graphs.record([(size, depth, how)])
-        return self.rows.graphs.seconds.get((size, depth, how))
+        return self.times.seconds((size, depth, how))
 
     def leave(self, requests: list[Request]) -> None:
         """They are finished, in their rows or, interrupted, in the queue."""

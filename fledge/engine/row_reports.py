@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.engine.cycle_times import CycleTimes, Shape
 from fledge.engine.depth_control import DepthControl
 from fledge.engine.device_batch import DeviceBatch
 from fledge.engine.load_depth import LoadDepth
@@ -27,6 +28,8 @@ class _Snapshot:
     depth: int
     report: Tensor
     event: torch.cuda.Event | None
+    shape: Shape | None  # of a cycle
+    before: torch.cuda.Event | None  # of the pass before it, if the device went from that one to this one without a pause
 
 
 class RowReports:
@@ -37,10 +40,11 @@ class RowReports:
         stats: AcceptanceStats,
         depth_control: DepthControl,
         behind: set[str],
+        times: CycleTimes,
         max_len: int,
     ) -> None:
         """`behind`: requests whose drafter state a plain step has left behind; the engine's own set."""
-        self.rows, self.depths, self.stats, self.depth_control = rows, depths, stats, depth_control
+        self.rows, self.depths, self.stats, self.depth_control, self.times = rows, depths, stats, depth_control, times
         self.behind, self.max_len = behind, max_len
         self.snapshots: deque[_Snapshot] = deque()
         self.readings = 0
@@ -56,9 +60,11 @@ class RowReports:
         event = self.snapshots[-1].event
         return event is not None and event.query()
 
-    def snap(self, owners: dict[int, Request], depth: int) -> None:
+    def snap(self, owners: dict[int, Request], depth: int = 0, shape: Shape | None = None) -> None:
+        """`shape`: of the cycle that was launched last; None: it was a pass over prompts."""
+        before = self.snapshots[-1].event if self.snapshots and not self.all_said else None
         report = self.rows.slots.state.report[: max(owners) + 1]
-        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report)))
+        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report), shape, before))
 
     def read(self, *, but_last: int) -> list[Delta]:
         """What all passes but the last so many said, once they are done."""
@@ -67,6 +73,8 @@ class RowReports:
         for snapshot in snapshots:
             if snapshot.event is not None:
                 snapshot.event.synchronize()
+                if snapshot.shape is not None and snapshot.before is not None:
+                    self.times.saw(snapshot.shape, snapshot.before.elapsed_time(snapshot.event) / 1e3)
             lines = snapshot.report.tolist()
             for row, request in snapshot.owners.items():
                 line = lines[row]

@@ -1,0 +1,46 @@
+"""What captured cycles take, as far as is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from fledge.engine.cycle_times import CycleTimes
+
+RECORDED = {(16, 0, 0): 5.0, (16, 4, 0): 6.0, (16, 5, 0): 6.5, (16, 4, 1): 7.0, (8, 4, 0): 3.0}
+
+
+def test_before_anything_is_seen_it_is_as_recorded():
+    times = CycleTimes(RECORDED)
+    assert times.seconds((16, 4, 0)) == 6.0
+    assert times.seconds((99, 4, 0)) is None
+
+
+def test_what_is_seen_counts_and_stretches_what_is_not():
+    times = CycleTimes(RECORDED)
+    times.saw((16, 4, 0), 9.0)
+    assert times.seconds((16, 4, 0)) == 9.0
+    assert times.seconds((16, 5, 0)) == pytest.approx(9.5)
+    assert times.seconds((16, 0, 0)) == pytest.approx(8.0)
+    assert times.seconds((16, 4, 1)) == 7.0, "another way of choosing"
+    assert times.seconds((8, 4, 0)) == 3.0, "another size"
+    times.saw((16, 5, 0), 12.0)  # more than the others let expect: it was tried, and is known now
+    assert times.seconds((16, 5, 0)) == 12.0
+    assert times.seconds((16, 0, 0)) == pytest.approx(8.0), "the least stretched counts"
+
+
+def test_what_is_seen_follows_slowly():
+    times = CycleTimes(RECORDED)
+    times.saw((16, 4, 0), 9.0)
+    times.saw((16, 4, 0), 29.0)
+    assert times.seconds((16, 4, 0)) == pytest.approx(10.0)
+    for _ in range(200):
+        times.saw((16, 4, 0), 5.0)
+    assert times.seconds((16, 4, 0)) == pytest.approx(5.0, abs=0.01)
+    assert times.seconds((16, 0, 0)) == 5.0, "never less than recorded"
+
+
+def test_a_shape_that_was_never_recorded_is_known_once_seen():
+    times = CycleTimes({})
+    times.saw((4, 2, 0), 1.0)
+    assert times.seconds((4, 2, 0)) == 1.0
+    assert times.seconds((4, 3, 0)) is None
