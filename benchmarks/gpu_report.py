@@ -110,8 +110,18 @@ def microseconds(found: Figures) -> str | None:
         text += (
             f"### {name}: {step['step_us']:.0f} µs, {step['over_floor']:.1f}× the floor, {step['launches']:.0f} launches\n\n"
         )
+        if overlapping := step_with_overlap(found, name):
+            over = overlapping / profile["floor_us"]
+            text += f"As it runs, the kernels overlapping: {overlapping:.0f} µs, {over:.1f}× the floor.\n\n"
         text += table(["kernel", "launches", "µs"], rows) + "\n"
     return text
+
+
+def step_with_overlap(found: Figures, shape: str) -> float | None:
+    """`shape`: batch 64, depth 3."""
+    users, depth = (part.split()[-1] for part in shape.split(", "))
+    step = found.get("plain", {}).get(users) if depth == "0" else found.get("spec", {}).get(f"{users}, depth {depth}")
+    return step["step_us"] if step else None
 
 
 def parts(found: Figures) -> str | None:
