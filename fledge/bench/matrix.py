@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +39,36 @@ class Case:
 
     @property
     def label(self) -> str:
-        name = self.drafter if self.drafter in ("auto", "ngram") else Path(self.drafter).name
+        """What it is called alone; beside others it may need more of its drafter's path: see `labelled`."""
+        return next(iter(labelled([self])))
+
+    def label_as(self, name: str) -> str:
         shape = f"tree {self.tree.nodes}" if self.tree else "chain"
         return f"{name}, depth {'up to ' if self.adaptive else ''}{self.depth}, {shape}"
+
+
+def labelled(cases: Sequence[Case]) -> dict[str, Case]:
+    """The cases by labels that tell them apart; one that is there twice stays once."""
+    names = drafter_names([case.drafter for case in cases])
+    return {case.label_as(names[case.drafter]): case for case in cases}
+
+
+def drafter_names(drafters: Sequence[str]) -> dict[str, str]:
+    """For each drafter its folder's name, or as much more of its path as sets it apart: training calls all of them `best`."""
+    paths = {drafter: _path_parts(drafter) for drafter in drafters}
+    return {drafter: _shortest_name(parts, set(paths.values()) - {parts}) for drafter, parts in paths.items()}
+
+
+def _path_parts(drafter: str) -> tuple[str, ...]:
+    if drafter in ("auto", "ngram", "none"):
+        return (drafter,)
+    return Path(os.path.abspath(Path(drafter).expanduser())).parts
+
+
+def _shortest_name(parts: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
+    ends = (parts[-count:] for count in range(1, len(parts) + 1))
+    own = next((end for end in ends if not any(other[-len(end) :] == end for other in others)), parts)
+    return str(Path(*own))
 
 
 class Bench:
@@ -88,7 +116,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """With `repeats` the fastest run of each counts: other work on the machine only ever slows one down."""
     bandwidth = copy_bandwidth(bench.config.device)
-    engines = {"": bench.plain} | {case.label: bench.engine(case) for case in cases}
+    ways = labelled(cases)
+    engines = {"": bench.plain} | {label: bench.engine(case) for label, case in ways.items()}
     for label, engine in engines.items():
         on_progress(f"warming up {label or 'plain decoding'}")
         short = replace(params, max_tokens=WARM_UP_TOKENS)
@@ -109,8 +138,8 @@ def run_bench(
                 "concurrency": concurrency,
                 "plain": _speed(plain, bandwidth),
                 "speculative": [
-                    _compared(case, engines[case.label], runs[case.label], plain, bandwidth, params, is_looping)
-                    for case in cases
+                    {"label": label} | _compared(case, engines[label], runs[label], plain, bandwidth, params, is_looping)
+                    for label, case in ways.items()
                 ],
             }
         )
@@ -204,7 +233,6 @@ def _compared(
     speed_up = run.tokens_per_second_per_user / base if base else 0.0
     accepted = acceptance(run.turns, is_looping)
     return {
-        "label": case.label,
         "drafter": engine.drafter.description if engine.drafter is not None else "none",
         "depth": case.depth,
         "adaptive": case.adaptive,

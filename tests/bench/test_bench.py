@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fledge.bench.baselines import run_baseline
 from fledge.bench.datasets import Item
-from fledge.bench.matrix import Bench, Case, baselines, run_bench
+from fledge.bench.matrix import Bench, Case, baselines, drafter_names, run_bench
 from fledge.bench.runs import Run, Turn, acceptance, identical, run_items, step_bytes
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
@@ -243,3 +243,24 @@ def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
     assert adaptive.by_load
     assert adaptive.guard is not None
     assert Case("auto", 3, adaptive=True).label != Case("auto", 3).label
+
+
+def test_drafters_in_folders_of_the_same_name_are_told_apart(bench, tmp_path):
+    for run, parts in (("a", {}), ("b", {"norm_output": True, "fc_norm": True})):
+        save_drafter(tiny_drafter(tiny_drafter_config(bench.decoder.config, **parts)), tmp_path / run / "best")
+    cases = [Case(str(tmp_path / run / "best"), depth) for run in ("a", "b", "a") for depth in (2, 3)]
+    figures = run_bench(bench, cases, ITEMS[1:2], concurrencies=(1,), params=PARAMS, is_looping=lambda _: False)
+    rows = figures["results"][0]["speculative"]
+    assert [row["label"] for row in rows] == [f"{run}/best, depth {depth}, chain" for run in ("a", "b") for depth in (2, 3)]
+    assert ["3.1" in row["drafter"] for row in rows] == [False, False, True, True]
+    assert [row["depth"] for row in rows] == [2, 3, 2, 3]
+
+
+def test_a_drafter_is_named_by_as_much_of_its_path_as_it_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = ["x/a/best", "x/a/best/", "y/a/best", "x/last", "runs/ngram", "ngram", "auto"]
+    assert list(drafter_names(asked).values()) == [
+        "x/a/best", "x/a/best", "y/a/best", "last", "runs/ngram", "ngram", "auto",
+    ]  # fmt: skip
+    assert drafter_names(["."]) == {".": tmp_path.name}
+    assert Case("x/a/best", 3).label == "best, depth 3, chain"
