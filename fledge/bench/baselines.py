@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +19,23 @@ from fledge.errors import UserError
 SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py"}
 
 
+def check_baselines(names: Sequence[str], *, greedy: bool = True, assistant: str = "") -> None:
+    """Refuses what cannot run, before anything is measured."""
+    for name in names:
+        if name not in SCRIPTS:
+            raise UserError(f"baseline {name!r} is not known; there are {', '.join(SCRIPTS)}")
+    if names and not greedy:
+        raise UserError("baselines are compared greedily; leave out --temperature")
+    if assistant and "transformers" not in names:
+        raise UserError("--assistant is a model for transformers' assisted generation; add --baseline transformers")
+
+
 def run_baseline(
     name: str,
     prompts: Sequence[Sequence[int]],
     *,
     model: Path,
-    drafter: Path | None,
+    drafter: Path | Mapping[str, Path] | None,
     depths: Sequence[int],
     concurrencies: Sequence[int],
     max_tokens: int,
@@ -36,22 +47,23 @@ def run_baseline(
     timeout: float = 3600,
     **more: Any,
 ) -> dict[str, Any]:
-    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model.
+    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model; both where it ended
+    early.
 
-    `path`: a folder to import the engine from. `more`: further keys of the script's task.
+    `drafter`: one, or several by name. `path`: a folder to import the engine from. `more`: further keys of the script's task.
     """
-    if name not in SCRIPTS:
-        raise UserError(f"baseline {name!r} is not known; there are {', '.join(SCRIPTS)}")
+    check_baselines([name])
     python = python or sys.executable
     environment = os.environ | ({"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"} if path else {})
     missing = _missing(python, name, environment)
     if missing:
         return {"baseline": name, "skipped": missing}
+    drafters = drafter if isinstance(drafter, Mapping) else {"": drafter} if drafter else {}
     with TemporaryDirectory() as folder:
         task, out = Path(folder) / "task.json", Path(folder) / "out.json"
         content = {
             "model": str(model),
-            "drafter": str(drafter) if drafter else None,
+            "drafters": {label: str(where) for label, where in drafters.items()},
             "assistant": assistant or None,
             "prompts": [list(prompt) for prompt in prompts],
             "depths": list(depths),
@@ -68,15 +80,12 @@ def run_baseline(
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
         except subprocess.TimeoutExpired:
-            found = json.loads(out.read_text()) if out.exists() else {}
-            return {"baseline": name, **found, "skipped": f"it took more than {timeout:.0f} seconds"}
-        if not out.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return {
-                "baseline": name,
-                "skipped": f"it ended with code {done.returncode}: {lines[-1] if lines else 'no message'}",
-            }
-        return {"baseline": name, **json.loads(out.read_text())}
+            ended = {"skipped": f"it took more than {timeout:.0f} seconds"}
+        else:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+            failed = done.returncode or not out.exists()
+            ended = {"skipped": f"it ended with code {done.returncode}: {lines[-1]}"} if failed else {}
+        return {"baseline": name, **(json.loads(out.read_text()) if out.exists() else {}), **ended}
 
 
 def _missing(python: str, name: str, environment: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge import sources
-from fledge.bench.baselines import run_baseline
+from fledge.bench.baselines import check_baselines, run_baseline
 from fledge.bench.datasets import Item
 from fledge.bench.provenance import provenance
 from fledge.bench.runs import IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
@@ -18,7 +18,6 @@ from fledge.checkpoints.hf import load_config
 from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
-from fledge.errors import UserError
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
@@ -172,13 +171,10 @@ def baselines(
     on_progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Other engines on the first turns, greedily, each answer compared with this engine's plain one."""
-    if not params.greedy:
-        raise UserError("baselines are compared greedily; leave out --temperature")
+    check_baselines(names, greedy=params.greedy, assistant=assistant)
     first = [replace(item, turns=item.turns[:1]) for item in items]
     prompts = [bench.encode([{"role": "user", "content": item.turns[0]}]) for item in first]
     expected = run_items(bench.plain, first, bench.encode, params, max(concurrencies), speculate=False)
-    resolved = [Speculation(case.drafter).resolve_drafter(bench.model) for case in cases]
-    drafter = next((found for found in resolved if isinstance(found, Path)), None)
     results = []
     for name in names:
         on_progress(f"running {name}")
@@ -186,7 +182,7 @@ def baselines(
             name,
             prompts,
             model=sources.resolve(bench.model),
-            drafter=drafter,
+            drafter=_eagle_drafters(bench.model, cases),
             depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [DEFAULT_DEPTH],
             concurrencies=concurrencies,
             max_tokens=params.max_tokens,
@@ -200,6 +196,16 @@ def baselines(
             run["identical"] = {"same": same, "of": len(expected.turns)}
         results.append(result)
     return results
+
+
+def _eagle_drafters(model: str, cases: Sequence[Case]) -> dict[str, Path]:
+    """The cases' EAGLE drafters by name, each once even where `auto` is one that is named too."""
+    folders: dict[Path, str] = {}
+    for drafter, name in drafter_names([case.drafter for case in cases]).items():
+        found = Speculation(drafter).resolve_drafter(model)
+        if isinstance(found, Path):
+            folders.setdefault(found.resolve(), name)
+    return {name: folder for folder, name in folders.items()}
 
 
 DEFINITIONS = {

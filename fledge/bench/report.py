@@ -32,14 +32,13 @@ def table(figures: dict[str, Any]) -> Table:
             shown.add_row(one["label"], concurrency, *_speeds(one), *_speculative_cells(one))
         shown.add_section()
     for baseline in figures.get("baselines", ()):
-        if "skipped" in baseline:
-            shown.add_row(f"{baseline['baseline']}: skipped")
-            continue
-        for run in baseline["runs"]:
+        for run in baseline.get("runs", ()):
             label = f"{baseline['baseline']} {baseline['version']}: {run['label']}"
             length = run.get("acceptance_length_micro")
             accepted = f"{length:.2f}" if length else ""
             shown.add_row(label, str(run["concurrency"]), *_speeds(run), "", accepted, "", "", _same(run))
+        if "skipped" in baseline:
+            shown.add_row(f"{baseline['baseline']}: {_how_it_ended(baseline)}")
     return shown
 
 
@@ -62,6 +61,16 @@ def _same(one: dict[str, Any]) -> str:
     if check is None:
         return ""
     return "all" if check["same"] == check["of"] else f"[red]{check['same']} of {check['of']}[/]"
+
+
+def _how_it_ended(baseline: dict[str, Any]) -> str:
+    return f"stopped after {len(baseline['runs'])} runs" if baseline.get("runs") else "skipped"
+
+
+def skipped_lines(figures: dict[str, Any]) -> list[str]:
+    """Why other engines did not run, or not to their end."""
+    skipped = [one for one in figures.get("baselines", ()) if "skipped" in one]
+    return [f"{one['baseline']}, {_how_it_ended(one)}: {one['skipped']}" for one in skipped]
 
 
 def acceptance_lines(figures: dict[str, Any]) -> list[str]:

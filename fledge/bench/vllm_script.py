@@ -1,4 +1,4 @@
-"""vLLM on given prompts: plain, then with the EAGLE drafter at each depth. Run by `baselines.py` as a script, perhaps by
+"""vLLM on given prompts: plain, then with each EAGLE drafter at each depth. Run by `baselines.py` as a script, perhaps by
 another environment's Python: imports nothing of this package."""
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def main(task_file: str, out_file: str) -> None:
     ignore_eos = task.get("ignore_eos", False)
     params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=ignore_eos, detokenize=False)
     ways = {"plain": None}
-    if task["drafter"]:
+    for name, drafter in task["drafters"].items():
         for depth in task["depths"]:
-            ways[f"EAGLE, depth {depth}"] = {"method": "eagle3", "model": task["drafter"], "num_speculative_tokens": depth}
+            label = f"EAGLE {name}".strip() + f", depth {depth}"
+            ways[label] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": depth}
     runs = []
     for label, speculation in ways.items():
         llm = LLM(

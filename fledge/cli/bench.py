@@ -41,10 +41,12 @@ def bench(
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
     from rich.console import Console
 
+    from fledge import sources
+    from fledge.bench.baselines import check_baselines
     from fledge.bench.datasets import load_items
     from fledge.bench.loops import is_looping
     from fledge.bench.matrix import Bench, Case, baselines, run_bench
-    from fledge.bench.report import acceptance_lines, table, write
+    from fledge.bench.report import acceptance_lines, skipped_lines, table, write
     from fledge.engine.config import EngineConfig
     from fledge.sampling import SamplingParams
     from fledge.speculation.depth import TreeShape
@@ -52,6 +54,9 @@ def bench(
     at_once = _numbers(concurrency, "--concurrency")
     depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
     names = [name.strip() for name in baseline.split(",") if name.strip()]
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    check_baselines(names, greedy=params.greedy, assistant=assistant)
+    assistant = str(sources.resolve(assistant)) if assistant else ""
     items = load_items(data, limit=limit, categories=category or ())
     shapes = [None, TreeShape(tree_width, tree_nodes)] if tree else [None]
     cases = [
@@ -72,7 +77,6 @@ def bench(
             deterministic=deterministic,
         )
         loaded = Bench(model, config, items, max_tokens, raw=raw)
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         figures = run_bench(
             loaded,
             cases,
@@ -83,17 +87,17 @@ def bench(
             repeats=repeats,
             on_progress=status.update,
         )
+        files = write(figures, out) if out is not None else []  # before other engines run, which may take long or fail
         if names:
             figures["baselines"] = baselines(
                 loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=status.update
             )
-        files = write(figures, out) if out is not None else []
+            files = write(figures, out) if out is not None else []
     console.print(table(figures))
     for line in acceptance_lines(figures):
         console.print(f"[dim]{line}[/]", highlight=False)
-    for one in figures.get("baselines", ()):
-        if "skipped" in one:
-            console.print(f"[yellow]{one['baseline']} was skipped:[/] {one['skipped']}", highlight=False)
+    for line in skipped_lines(figures):
+        console.print(line, style="yellow", markup=False, highlight=False)
     for file in files:
         print(file)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-import sys
+import shutil
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fledge.bench.baselines import run_baseline
 from fledge.bench.datasets import Item
 from fledge.bench.matrix import Bench, Case, baselines, drafter_names, run_bench
+from fledge.bench.report import skipped_lines, table
 from fledge.bench.runs import Run, Turn, acceptance, identical, run_items, step_bytes
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
@@ -153,7 +156,7 @@ def test_command(folders, tmp_path):
         "--baseline",
         "vllm",
         "--vllm-python",
-        sys.executable,
+        tmp_path / "nothing",
     ]
     result = CliRunner().invoke(command(), list(map(str, arguments)))
     assert result.exit_code == 0, result.output
@@ -164,6 +167,35 @@ def test_command(folders, tmp_path):
     assert (tmp_path / "speed.png").exists()
     assert (tmp_path / "acceptance.png").exists()
     assert stored["baselines"][0]["baseline"] == "vllm"
+    assert "vllm, skipped: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--baseline", "transformers,tgi"], "'tgi' is not known; there are transformers, vllm"),
+        (["--baseline", "transformers", "--temperature", "0.7"], "leave out --temperature"),
+        (["--assistant", "smollm2-135m"], "add --baseline transformers"),
+        (["--baseline", "transformers", "--assistant", "./no/such/model"], "no/such/model"),
+    ],
+)
+def test_baselines_that_cannot_run_are_refused_before_anything_is_measured(folders, monkeypatch, arguments, said):
+    monkeypatch.setattr("fledge.bench.matrix.Bench", None)
+    result = CliRunner().invoke(command(), [str(folders / "model"), *arguments])
+    assert isinstance(result.exception, UserError), result.exception
+    assert said in str(result.exception)
+
+
+def test_results_are_written_before_other_engines_run(folders, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fledge.bench.matrix.run_baseline", interrupted)
+    arguments = [folders / "model", "--drafter", "ngram", "--limit", 1, "--category", "qa", "--max-tokens", 4, "--depth", 2]
+    CliRunner().invoke(command(), list(map(str, [*arguments, "--baseline", "vllm", "--out", tmp_path])))
+    stored = json.loads((tmp_path / "bench.json").read_text())
+    assert stored["results"][0]["speculative"][0]["label"] == "ngram, depth 2, chain"
+    assert "baselines" not in stored
 
 
 @pytest.mark.parametrize("option", ["--concurrency", "--depth"])
@@ -211,6 +243,7 @@ class Engine:
         return outs
 class LLM:
     def __init__(self, model, speculative_config=None, **options):
+        if speculative_config and "broken" in speculative_config["model"]: raise ValueError("no such drafter")
         self.llm_engine = Engine(speculative_config and speculative_config["num_speculative_tokens"])
     def get_metrics(self):
         if not self.llm_engine.depth: return []
@@ -264,3 +297,29 @@ def test_a_drafter_is_named_by_as_much_of_its_path_as_it_needs(tmp_path, monkeyp
     ]  # fmt: skip
     assert drafter_names(["."]) == {".": tmp_path.name}
     assert Case("x/a/best", 3).label == "best, depth 3, chain"
+
+
+def test_vllm_runs_every_drafter_and_says_where_it_stopped(bench, folders, tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    drafters = [tmp_path / "a" / "best", tmp_path / "b" / "best"]
+    for drafter in drafters:
+        shutil.copytree(folders / "drafter", drafter)
+    cases = [Case(name, 3) for name in (str(drafters[0]), "ngram", str(drafters[1]))]
+    (result,) = baselines(bench, cases, ITEMS, ["vllm"], [1], PARAMS)
+    labels = ["plain", "EAGLE a/best, depth 3", "EAGLE b/best, depth 3"]
+    assert [run["label"] for run in result["runs"]] == labels
+    assert "skipped" not in result
+
+    shutil.copytree(folders / "drafter", broken := tmp_path / "broken")
+    (result,) = baselines(bench, [*cases, Case(str(broken), 3)], ITEMS, ["vllm"], [1], PARAMS)
+    assert [run["label"] for run in result["runs"]] == labels
+    assert skipped_lines({"baselines": [result]}) == [
+        "vllm, stopped after 3 runs: it ended with code 1: ValueError: no such drafter"
+    ]
+    console = Console(width=200, record=True, file=io.StringIO())
+    results = {"model": "m", "device": "cpu", "dtype": "float32", "turns": 3, "max_tokens": 10, "results": []}
+    console.print(table(results | {"baselines": [result]}))
+    shown = console.export_text()
+    assert "EAGLE b/best, depth 3" in shown
+    assert "vllm: stopped after 3 runs" in shown
