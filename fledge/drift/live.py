@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
+from fledge.drift.sinks import find_own_sink
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
@@ -99,15 +100,26 @@ class LiveProbe:
         by_step[self.step_index] += total
 
 
-def watch_drafts(engine: Engine | DeviceEngine, every: int = EVERY) -> LiveProbe | None:
+def watch_drafts(engine: Engine | DeviceEngine, every: int = EVERY, sink: int | None = None) -> LiveProbe | None:
     """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
 
+    `sink`: its column; None: found from the target's own attention, or column 0 where there is no tokenizer to ask it with.
     Captured cycles draft on the device and are not looked at: there the guard goes by acceptance alone.
     """
     if not isinstance(engine.drafter, EagleSpeculator):
         return None
+    if sink is None:
+        sink = 0 if engine.tokenizer is None else find_own_sink(engine.runner.decoder, engine.tokenizer).column
     guard = engine.depth_control.guard
-    return LiveProbe(engine.drafter, every=every, listener=None if guard is None else guard.probed)
+    return LiveProbe(engine.drafter, every=every, sink=sink, listener=None if guard is None else guard.probed)
+
+
+def coverage(engine: Engine | DeviceEngine, probe: LiveProbe) -> str:
+    """Which drafts a probe sees, for the log: silence would read as if it saw all."""
+    seen = f"drift probe: one draft in {probe.every}, sink at column {probe.sink}"
+    if isinstance(engine, DeviceEngine):
+        return f"{seen}; only of requests outside the captured cycles, whose drafts stay on the device and are not looked at"
+    return seen if probe.speculator.tree is None else f"{seen}; chains only, so none of the trees that are drafted here"
 
 
 class _ProbedAttend:

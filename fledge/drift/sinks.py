@@ -8,13 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.drift import templates
 from fledge.drift.probes import attention_scores
 from fledge.models.decoder import Decoder, causal_attend
+from fledge.tokenizer import Tokenizer
 
 # Tokens of each text that are looked at: the sink shows within a few dozen, and the cost grows with the square.
 TOKENS = 256
 # A column is called a sink when it draws this many times what it would if attention were uniform.
 CLEAR_RATIO = 5.0
+# What is asked where there are no texts at hand: where a target parks its attention hardly depends on what it reads.
+ASKED = (
+    "Describe a walk along a river in autumn: the light on the water, the leaves, the people one meets, what they carry.",
+    "My sister bakes bread every Saturday. Last week it did not rise, though the flour and the oven were as always. Why?",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,11 @@ class Sink:
     @property
     def clear(self) -> bool:
         return self.share >= CLEAR_RATIO * self.uniform
+
+
+def find_own_sink(decoder: Decoder, tokenizer: Tokenizer) -> Sink:
+    """From short questions in the target's own chat template: for those who have no texts of it yet."""
+    return find_sink(decoder, [templates.own(tokenizer, [{"role": "user", "content": text}]) for text in ASKED])
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from fledge.training.endpoint import EndpointTarget
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import LatentRecipe, Recipe, RecipeError
 from fledge.training.samples import SampleSet
-from fledge.training.target import DecoderTarget, Target, TransformersTarget
+from fledge.training.target import DecoderTarget, Target, TransformersTarget, load_sharded
 from fledge.training.vocabulary import DraftVocabulary
 from fledge.training.warm_start import (
     last_layer,
@@ -99,11 +99,12 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
         config = drafter_config(recipe, shape)
-        decoder = load_decoder(folder, dtype, device)
+        if recipe.run.distributed == "fsdp" and world.size > 1:
+            decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
+        else:
+            decoder = load_decoder(folder, dtype, device)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes")
         stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
-        if recipe.run.distributed == "fsdp" and world.size > 1:
-            target.shard(world)
     else:
         model, shape = _transformers_model(folder, dtype, device)
         config = drafter_config(recipe, shape)
@@ -369,4 +370,8 @@ def held_out_texts(pieces: Pieces) -> HeldOut:
     else:
         answers = transformers_continuations(target.model, pieces.prompts, most, pieces.stop_ids)
     texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]
-    return HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)
+    held_out = HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)
+    # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.
+    if isinstance(target, DecoderTarget) and pieces.recipe.evaluation.sink_column is None:
+        held_out = held_out.with_sink(target.decoder)
+    return held_out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fledge.drift.rollout import roll_out
+from fledge.drift.sinks import find_sink
 from fledge.drift.tally import Tally, by_text
 from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
@@ -19,6 +20,7 @@ from fledge.training.target import DecoderTarget, Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 TOKENS_AT_ONCE = 1 << 15  # of texts that are drafted over together
+SINK_TEXTS = 4  # that the sink is looked for in
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class HeldOut:
     start_BT: Tensor
     states: TargetStates  # the hidden states are not kept
     answers: list[tuple[int, int, int]]  # (flat index of the text's first token, answer start, length) of each text
+    sink_column: int = 0  # found from the target's attention, where it can be seen (`with_sink`)
 
     @classmethod
     def of(cls, target: Target, texts: Sequence[Sequence[int]], answer_starts: Sequence[int], device: torch.device) -> HeldOut:
@@ -71,6 +74,11 @@ class HeldOut:
             [answers[i] for i in range(len(texts))],
         )
 
+    def with_sink(self, decoder: Decoder) -> HeldOut:
+        """With the column that draws most of the target's attention over the longest of these texts."""
+        some = sorted((text.tokens_T.tolist() for text in self.texts), key=len)[-SINK_TEXTS:]
+        return replace(self, sink_column=find_sink(decoder, some).column)
+
     @property
     def texts(self) -> list[TargetText]:
         """Each text with answer tokens to draft, for itself."""
@@ -86,18 +94,21 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int = 0, per_text: bool = False
+    drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None, per_text: bool = False
 ) -> dict[str, Any]:
     """Figures of greedy chain drafting over the held-out texts, with the drift lab's own probes.
+
+    `sink_column`: None: the one that was found for the held-out texts.
 
     acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it
     accuracy            by draft step, whatever became of the steps before; out-of-vocabulary tokens are misses
     rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.tally`)
     """
     texts = held_out.texts
+    sink = held_out.sink_column if sink_column is None else sink_column
     tally = Tally(sorted(depths))
     for group in in_groups([len(text.tokens_T) for text in texts], TOKENS_AT_ONCE):
-        rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink_column)
+        rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink)
         for index, figures in zip(group, by_text(rollout, len(group), tally.depths), strict=True):
             tally.add(str(index), figures)
     whole = tally.to_dict()
@@ -116,10 +127,12 @@ def acceptance(
     texts: Sequence[Sequence[int]],
     answer_starts: Sequence[int],
     depths: Sequence[int] = (3, 5, 7),
-    sink_column: int = 0,
+    sink_column: int | None = None,
 ) -> dict[str, Any]:
     """`evaluate` for texts at hand: `texts[i][answer_starts[i]:]` must be the target's greedy answer."""
     target = DecoderTarget(decoder, drafter.config.aux_layer_ids)
     drafter.share(decoder.embed_tokens, decoder.lm_head)
     held_out = HeldOut.of(target, texts, answer_starts, target.device)
+    if sink_column is None:
+        held_out = held_out.with_sink(decoder)
     return evaluate(drafter, held_out, depths, sink_column, per_text=True)

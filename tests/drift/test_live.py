@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.live import LiveProbe, watch_drafts
+from fledge.drift.live import LiveProbe, coverage, watch_drafts
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.device_engine import DeviceEngine
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
+from tests.drift.test_probes import decoder_with_sink
 from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
+from tests.tiny import tiny_drafter, tiny_drafter_config
 
 DEPTH = 4
 
@@ -91,3 +94,33 @@ def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
     bands = engine.depth_control.guard.bands
     assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts
     assert watch_drafts(build_engine(decoder, Speculation("ngram", 3))) is None
+
+
+def test_the_sink_is_the_targets_own_unless_it_is_given():
+    decoder = decoder_with_sink(pivot=77)
+
+    class Spaced:
+        has_chat_template = False
+
+        def encode(self, text):
+            return [5, 9, 12, 77, *(ord(letter) % 60 for letter in text)]
+
+    engine = build_engine(decoder, Speculation(tiny_drafter(tiny_drafter_config(decoder.config)), DEPTH))
+    assert watch_drafts(engine).sink == 0  # nothing to ask the target with
+    engine.tokenizer = Spaced()
+    assert watch_drafts(engine).sink == 3
+    assert watch_drafts(engine, sink=1).sink == 1
+
+
+def test_the_log_says_which_drafts_are_looked_at():
+    engine = build_engine(*pair_as_asked())
+    probe = watch_drafts(engine, every=64)
+    assert coverage(engine, probe) == "drift probe: one draft in 64, sink at column 0"
+    assert "not looked at" in coverage(object.__new__(DeviceEngine), probe)
+    probe.speculator.tree = TreeShape(2, 6)
+    assert "none of the trees" in coverage(engine, probe)
+
+
+def pair_as_asked():
+    decoder, drafter = pair()
+    return decoder, Speculation(drafter, DEPTH).as_asked()

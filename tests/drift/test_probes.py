@@ -126,12 +126,11 @@ def test_slope_is_of_the_straight_line():
     assert slope([4.0]) == 0.0
 
 
-def test_the_sink_is_found_where_it_is():
+def decoder_with_sink(pivot, **sizes):
     """Queries that ask for one direction, and a single token whose key has it."""
-    decoder = tiny_decoder(num_layers=2)
+    decoder = tiny_decoder(**sizes)
     config = decoder.config
     queries = config.num_heads * config.head_dim
-    pivot = 77
     for layer in decoder.layers:
         layer.self_attn.qkv_proj.weight.zero_()
     decoder.embed_tokens.weight.normal_(0, 0.01)
@@ -146,6 +145,12 @@ def test_the_sink_is_found_where_it_is():
             layer.self_attn.qkv_proj.weight[head * config.head_dim + 3, 0] = 4.0
         for head in range(config.num_kv_heads):
             layer.self_attn.qkv_proj.weight[queries + head * config.head_dim + 3, 1] = 4.0
+    return decoder
+
+
+def test_the_sink_is_found_where_it_is():
+    pivot = 77
+    decoder = decoder_with_sink(pivot, num_layers=2)
     texts = [[5, 9, pivot, *range(10, 40)], [7, 8, pivot, *range(40, 75)]]
     sink = find_sink(decoder, texts)
     assert sink.column == 2

@@ -9,6 +9,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
 from fledge.training.continuations import continuations
 from fledge.training.evaluate import acceptance
+from tests.drift.test_probes import decoder_with_sink
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 PROMPTS = [[5, 9, 77, 3], [1, 2, 3, 4, 5, 6, 7], [100, 50, 20], [64, 8], [11, 12, 13, 14, 15]]
@@ -51,3 +52,13 @@ def test_continuations_stop_at_the_stop_token():
     stop = free[0][4]
     stopped = continuations(decoder, PROMPTS[:2], 10, stop_ids=[stop])
     assert stopped[0] == free[0][: free[0].index(stop) + 1]
+
+
+def test_the_sink_is_the_targets_own_unless_it_is_given():
+    decoder = decoder_with_sink(pivot=77)
+    drafter = good_drafter(decoder)
+    drafter.layers[0].self_attn.qkv_proj.weight.normal_()
+    texts = [[5, 9, 77, *range(10, 40)], [7, 8, 77, *range(40, 75)]]
+    shares = {column: acceptance(drafter, decoder, texts, [4, 4], (2,), column)["sink_share"] for column in (None, 0, 2)}
+    assert shares[None] == shares[2]
+    assert shares[None] != shares[0]
