@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fledge.errors import UserError
 
 
 def train(
@@ -21,6 +25,28 @@ def train(
     from fledge.training.recipe import load_recipe
     from fledge.training.trainer import train as run
 
-    result = run(load_recipe(recipe, overrides or []))
+    settings = load_recipe(recipe, overrides or [])
+    _require_writable("data.cache", settings.data.cache)
+    _require_writable("run.hidden_states_folder", settings.run.hidden_states_folder)
+    _require_writable("output", settings.output)
+    try:
+        result = run(settings)
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise  # no file's fault
+        where = f"{error.filename}: " if error.filename is not None else ""
+        raise UserError(f"{where}{error.strerror}; the same command goes on from the last checkpoint") from error
     if not result.finished:
         raise typer.Exit(130)
+
+
+def _require_writable(key: str, folder: str | None) -> None:
+    """Before hours of work, and without leaving anything behind: by a file in the folder, or where it would be made."""
+    if folder is None:
+        return
+    path = Path(folder)
+    try:
+        existing = next(place for place in (path, *path.parents) if place.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UserError(f"{key}: nothing can be written to {folder} ({error.strerror}); name another folder") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +92,78 @@ def test_overrides_are_dotted_yaml(tmp_path):
 def test_mistakes_are_refused_by_name(tmp_path, override, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         load_recipe(write(tmp_path, SMALL | {"seed": 1}), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=-1", "seed must be at least 0 and at most 9223372036854775807, not -1"),
+        ("target.endpoint_requests=0", "target.endpoint_requests must be at least 1, not 0"),
+        ("drafter.intermediate_size=-4", "drafter.intermediate_size must be at least 1, not -4"),
+        ("drafter.draft_vocab_size=0", "drafter.draft_vocab_size must be at least 1, not 0"),
+        ("drafter.draft_vocab_size=-5", "drafter.draft_vocab_size must be at least 1, not -5"),
+        ("drafter.aux_layers=[]", "drafter.aux_layers names no layer"),
+        ("drafter.aux_layers=[-1, 2]", "drafter.aux_layers must be at least 0, not -1"),
+        ("drafter={attention: mla, mla: {v_head_dim: 0}}", "drafter.mla.v_head_dim must be at least 1, not 0"),
+        ("data.held_out_samples=0", "data.held_out_samples must be at least 1, not 0"),
+        ("data.sequence_length=1", "data.sequence_length must be at least 2, not 1"),
+        ("data.batch_rows=0", "data.batch_rows must be at least 1, not 0"),
+        ("data.position_offset_max=-1", "data.position_offset_max must be at least 0, not -1"),
+        ("data.limit=0", "data.limit must be at least 1, not 0"),
+        ("objective.ttt_steps=0", "objective.ttt_steps must be at least 1, not 0"),
+        ("objective.decay=-1", "objective.decay must be above 0 and at most 1, not -1.0"),
+        ("objective.decay=0", "objective.decay must be above 0 and at most 1, not 0.0"),
+        ("objective.lk_weight=3", "objective.lk_weight must be at least 0 and at most 1, not 3.0"),
+        ("objective.chunk_rows=0", "objective.chunk_rows must be at least 1, not 0"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate must be above 0, not -1.0"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate must be above 0, not nan"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate must be above 0, not inf"),
+        ("optimizer.muon_learning_rate=0", "optimizer.muon_learning_rate must be above 0, not 0.0"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected 2 values, found [0.9]"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas must be at least 0 and below 1, not 1.0"),
+        ("optimizer.weight_decay=-0.1", "optimizer.weight_decay must be at least 0, not -0.1"),
+        ("optimizer.clip=-1", "optimizer.clip must be above 0, not -1.0"),
+        ("optimizer.warmup=1", "optimizer.warmup must be at least 0 and below 1, not 1.0"),
+        ("optimizer.decay=0", "optimizer.decay must be above 0 and at most 1, not 0.0"),
+        ("optimizer.floor=2", "optimizer.floor must be at least 0 and at most 1, not 2.0"),
+        ("run.epochs=-1", "run.epochs must be above 0, not -1.0"),
+        ("run.max_seconds=0", "run.max_seconds must be above 0, not 0.0"),
+        ("run.patience=0", "run.patience must be at least 1, not 0"),
+        ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
+        ("evaluation.depths=[0, 5]", "evaluation.depths must be at least 1, not 0"),
+        ("evaluation.max_prompt_tokens=1", "evaluation.max_prompt_tokens must be at least 2, not 1"),
+        ("evaluation.sink_column=-1", "evaluation.sink_column must be at least 0, not -1"),
+        ("evaluation.sink_column=5000", "evaluation.sink_column 5000 lies behind every prompt"),
+    ],
+)
+def test_impossible_numbers_are_refused_with_what_is_allowed(tmp_path, override, message):
+    with pytest.raises(RecipeError, match="^" + re.escape(message)):
+        load_recipe(write(tmp_path, SMALL), [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "drafter={attention: mla, mla: {q_lora_rank: 0}}",
+        "drafter.draft_vocab_size=null",
+        "objective.decay=1",
+        "objective.lk_weight=0",
+        "optimizer.clip=null",
+        "optimizer.betas=[0, 0.999]",
+        "optimizer.warmup=0",
+        "optimizer.decay=1",
+        "run.device=cuda:1",
+        "evaluation.sink_column=1023",
+    ],
+)
+def test_the_ends_of_what_is_allowed(tmp_path, override):
+    load_recipe(write(tmp_path, SMALL), [override])
+
+
+def test_numbers_are_checked_whoever_makes_the_settings(tmp_path):
+    recipe = load_recipe(write(tmp_path, SMALL))
+    with pytest.raises(RecipeError, match=r"run\.patience must be at least 1"):
+        replace(recipe, run=replace(recipe.run, patience=0))
 
 
 def latent_drafter(target, **drafter) -> DrafterConfig:

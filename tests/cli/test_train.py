@@ -1,0 +1,65 @@
+"""`fledge train`: what is wrong with a recipe is one line, an exit code, and nothing on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fledge.training import trainer
+from tests.cli.test_errors import refused
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    content = {
+        "output": str(tmp_path / "out"),
+        "target": {"model": "toy"},
+        "data": {"train": "toy"},
+        "run": {"steps": 3, "device": "cpu"},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("optimizer.clip=-1", "optimizer.clip must be above 0, not -1.0"),
+        ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
+        ("data.cache=/proc/fledge", "data.cache: nothing can be written to /proc/fledge"),
+        ("run.hidden_states_folder=/proc/fledge", "run.hidden_states_folder: nothing can be written to /proc/fledge"),
+        ("output={here}/recipe.yaml/out", "output: nothing can be written to {here}/recipe.yaml/out (Not a directory)"),
+    ],
+)
+def test_a_bad_value_is_told_before_anything_is_written(monkeypatch, capsys, recipe, override, line):
+    here = recipe.parent
+    said = refused(monkeypatch, capsys, "train", recipe, override.format(here=here))
+    assert said.startswith("fledge: " + line.format(here=here))
+    assert list(here.iterdir()) == [recipe]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(13, "Permission denied", "runs/log.jsonl"), "fledge: runs/log.jsonl: Permission denied; "),
+        (OSError(28, "No space left on device"), "fledge: No space left on device; the same command goes on"),
+    ],
+)
+def test_a_disk_that_fails_later_is_told_too(monkeypatch, capsys, recipe, error, line):
+    def fail(settings):
+        raise error
+
+    monkeypatch.setattr(trainer, "train", fail)
+    assert refused(monkeypatch, capsys, "train", recipe).startswith(line)
+
+
+def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, capsys, recipe):
+    def fail(settings):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(trainer, "train", fail)
+    with pytest.raises(ConnectionResetError):
+        refused(monkeypatch, capsys, "train", recipe)
