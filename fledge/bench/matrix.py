@@ -209,7 +209,8 @@ def _eagle_drafters(model: str, cases: Sequence[Case]) -> dict[str, Path]:
 
 
 DEFINITIONS = {
-    "tokens_per_second_per_user": "tokens after the first of each answer / seconds after its first token, over all answers",
+    "tokens_per_second_per_user": "tokens after the first of each answer / seconds after its first token, over all answers; "
+    "where several come at first (transformers' assisted generation), those after them",
     "tokens_per_second": "all tokens / wall-clock seconds of the run, prompts included",
     "speed_up": "tokens_per_second_per_user against plain decoding at the same concurrency, in the same run",
     "acceptance_length_micro": "1 + accepted / steps over all answers (vLLM's)",

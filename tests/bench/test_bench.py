@@ -214,6 +214,24 @@ def test_transformers_writes_the_same(bench, folders):
     for run in result["runs"]:
         assert run["identical"] == {"same": 3, "of": 3}
         assert run["tokens_per_second"] > 0
+        assert 0 < run["first_token_seconds"] < run["seconds"]
+
+
+def test_assisted_generation_writes_the_same(folders, tmp_path):
+    """By the command, with another model of the same vocabulary; it is found as every model is."""
+    assistant = make_model(tmp_path / "assistant", seed=1)
+    arguments = [folders / "model", "--drafter", "ngram", "--limit", 1, "--category", "qa", "--max-tokens", 8, "--depth", 2]
+    arguments += ["--dtype", "float32", "--baseline", "transformers", "--assistant", assistant, "--out", tmp_path / "out"]
+    result = CliRunner().invoke(command(), list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    (baseline,) = json.loads((tmp_path / "out" / "bench.json").read_text())["baselines"]
+    assert "skipped" not in baseline, baseline
+    assert [run["label"] for run in baseline["runs"]] == [
+        "plain", "prompt look-up, depth 2", "assistant, depth 2", "assistant, depth of its own",
+    ]  # fmt: skip
+    for run in baseline["runs"]:
+        assert run["identical"] == {"same": 1, "of": 1}
+        assert run["tokens_per_second_per_user"] > 0
 
 
 def test_an_engine_that_is_not_there_is_skipped_and_said(folders, tmp_path):
