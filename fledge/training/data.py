@@ -60,6 +60,7 @@ class DataReport:
     first_refusal: str = ""
     too_long_dropped: int = 0
     too_long_chunked: int = 0  # kept whole here; the loader cuts them into sequences
+    without_text: int = 0  # token ids alone, which another chat template cannot render anew
     augmented: int = 0
     not_augmented: int = 0  # chosen for it, but without text or refused by the template: kept as they are
     tokens: int = 0
@@ -80,6 +81,7 @@ class DataReport:
             "refused by the chat template": self.refused,
             "too long, dropped": self.too_long_dropped,
             "too long, to be chunked": self.too_long_chunked,
+            "of token ids alone, which data.chat_template does not change": self.without_text,
             "rendered differently (augmentation)": self.augmented,
             "left as they are (augmentation not possible)": self.not_augmented,
         }
@@ -209,6 +211,7 @@ class SampleWork:
         as_it_is, varied = Choice(), self.augmentation.active
         for index, conversation in enumerate(conversations, first_index):
             report.conversations += 1
+            report.without_text += self.chat_template is not None and not conversation.messages
             if self.avoid is not None and self.avoid.has(self._asked(conversation)):
                 report.avoided += 1
                 continue
@@ -266,6 +269,8 @@ def load_samples(
     paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if long not in ("chunk", "drop"):
         raise DataError(f'long samples can be handled by "chunk" or "drop", not {long!r}')
+    if chat_template is not None:
+        ChatFormat(tokenizer, chat_template).require_template()
     augmentation = augmentation or Augmentation()
     cache = None
     if cache_dir is not None:

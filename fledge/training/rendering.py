@@ -57,6 +57,13 @@ class ChatFormat:
 
     # --- text ---------------------------------------------------------------------------------------------------
 
+    def require_template(self) -> None:
+        """Refuses what is no template, before any data is read: a greeting is what every one must take."""
+        try:
+            self._text([{"role": "user", "content": "Hello"}], True)
+        except TemplateError as error:
+            raise TemplateError(f"data.chat_template cannot be used: {error}") from error
+
     def render(self, messages: Sequence[Message], *, open_turn: bool = False) -> Rendered:
         """`open_turn`: end with the opening of the assistant's next turn, as for generation."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

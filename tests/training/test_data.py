@@ -200,6 +200,16 @@ def test_refusals_of_the_template_are_counted_and_an_empty_data_set_is_an_error(
         load_samples(path, chat_tokenizer(INSTRUCT))
 
 
+def test_a_given_template_that_is_none_or_changes_nothing_is_told(tmp_path):
+    path = write(tmp_path / "ids.jsonl", {"prompt_ids": [5, 6], "answer_ids": [7, 8]}, {"messages": TWO_TURNS})
+    with pytest.raises(UserError, match=r"^data\.chat_template cannot be used: .*[Ee]xpected"):
+        load_samples(path, chat_tokenizer(), chat_template="{% if %}")
+    _, report = load_samples(path, chat_tokenizer(), chat_template=INSTRUCT)
+    assert "1 of token ids alone, which data.chat_template does not change" in str(report)
+    _, report = load_samples(path, chat_tokenizer())
+    assert "chat_template" not in str(report)
+
+
 def test_ids_of_another_model_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt_ids": [1, 2], "answer_ids": [99999]})
     with pytest.raises(DataError, match="99999"):
