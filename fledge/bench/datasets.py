@@ -77,8 +77,11 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=["*.jsonl", "*.parquet"]))
     except Exception as error:  # no network shows as many kinds of error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{name}: no such folder here, and the hub does not give it ({reason})") from None
+        raise UserError(f"{name}: no such folder here, and the hub does not give it ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _read(file: Path) -> list[Item]:
@@ -108,11 +111,14 @@ def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
         from pyarrow import parquet
     except ImportError:
         raise UserError(f"{file}: parquet files need pyarrow (pip install pyarrow), or convert it to JSONL") from None
-    return enumerate(parquet.read_table(file).to_pylist(), 1)
+    try:
+        return enumerate(parquet.read_table(file).to_pylist(), 1)
+    except (ValueError, OSError) as error:  # pyarrow's own errors are kinds of these
+        raise UserError(f"{file}: not a parquet file ({_first_line(error)})") from None
 
 
 def _item(row: Any, file: Path, number: int) -> Item:
-    where = f"{file}, line {number}"
+    where = f"{file}, {'row' if file.suffix == '.parquet' else 'line'} {number}"
     if not isinstance(row, Mapping) or not row.get("turns"):
         raise UserError(f'{where}: expected {{"id", "category", "turns": [text, …]}} with at least one turn')
     turns = row["turns"]
@@ -120,6 +126,7 @@ def _item(row: Any, file: Path, number: int) -> Item:
     texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise UserError(f"{where}: a turn is empty or no text")
-    # `question_id` is SPEED-Bench's and MT-bench's name for it.
-    identity = row.get("id", row.get("question_id", f"{file.stem}-{number}"))
+    # `question_id` is SPEED-Bench's and MT-bench's name for it; in a table what is missing is None.
+    names = (row.get("id"), row.get("question_id"), f"{file.stem}-{number}")
+    identity = next(name for name in names if name is not None)
     return Item(str(identity), str(row.get("category") or file.stem).lower(), tuple(texts))

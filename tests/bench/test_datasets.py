@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,3 +68,85 @@ def test_mistakes_are_named(tmp_path):
         load_items(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="no category poems; there are coding"):
         load_items("builtin", categories=["poems"])
+
+
+def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "test.jsonl", {"id": 1, "category": "c", "turns": ["x"]})
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_items("someone/prompts") == [Item("1", "c", ("x",))]
+    assert asked == [("someone/prompts", {"repo_type": "dataset", "allow_patterns": ["*.jsonl", "*.parquet"]})]
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    def download(*_, **__):
+        raise ConnectionError("no route to host\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(UserError, match=r"^someone/prompts: no such folder here, and the hub .*\(no route to host\)$"):
+        load_items("someone/prompts")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(UserError, match="someone/prompts: neither"):
+        load_items("someone/prompts")
+
+
+def test_a_folder_goes_before_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "someone" / "prompts").mkdir(parents=True)
+    write(tmp_path / "someone" / "prompts" / "a.jsonl", {"turns": ["x"]})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    assert load_items("someone/prompts") == [Item("a-1", "a", ("x",))]
+
+
+class ArrowInvalid(ValueError):
+    """As pyarrow's own."""
+
+
+def read_table(file):
+    """Stands in for pyarrow's, which this package does without: JSON in place of the columns."""
+    try:
+        rows = json.loads(file.read_text())
+    except ValueError:
+        raise ArrowInvalid("Parquet magic bytes not found in footer.\nEither the file is corrupted or …") from None
+    return SimpleNamespace(to_pylist=lambda: rows)
+
+
+@pytest.fixture
+def parquet(monkeypatch):
+    module = SimpleNamespace(read_table=read_table)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+
+
+@pytest.mark.usefixtures("parquet")
+def test_parquet_files(tmp_path):
+    rows = [{"question_id": "q", "category": "Coding", "turns": ["x", "y"]}]
+    rows += [{"question_id": None, "category": None, "turns": [text]} for text in ("z", "")]
+    (tmp_path / "test.parquet").write_text(json.dumps(rows[:2]))
+    write(tmp_path / "a.jsonl", {"id": 1, "category": "c", "turns": ["w"]})
+    items = [Item("1", "c", ("w",)), Item("q", "coding", ("x", "y")), Item("test-2", "test", ("z",))]
+    assert load_items(str(tmp_path)) == items
+    assert load_items(str(tmp_path / "test.parquet")) == items[1:]
+    (tmp_path / "test.parquet").write_text(json.dumps(rows))
+    with pytest.raises(UserError, match=r"test\.parquet, row 3: a turn is empty"):
+        load_items(str(tmp_path))
+
+
+@pytest.mark.usefixtures("parquet")
+def test_what_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"a\.parquet: not a parquet file \(Parquet magic bytes not found in footer\.\)$"):
+        load_items(str(tmp_path))
+
+
+def test_without_pyarrow_its_name_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_text("")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        load_items(str(tmp_path))
