@@ -157,9 +157,10 @@ class Trainer:
         finally:
             prefetch.close()
             self.journal.close()
+            if self.world.is_first:  # a run that stops on an error most of all
+                draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")
         result.step, result.best_acceptance_length = self.step, self.best
         if self.world.is_first:
-            draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")
             if result.finished:
                 journal.say(f"done: {self.step:,} steps, acceptance length {self.best:.3f}; drafter in {result.best_folder}")
             else:

@@ -187,7 +187,7 @@ def test_a_time_budget_ends_the_run_and_its_schedule(recipe):
 def test_patience_ends_a_run_that_does_not_improve(recipe):
     recipe = replace(
         recipe,
-        optimizer=replace(recipe.optimizer, learning_rate=0.0),
+        optimizer=replace(recipe.optimizer, learning_rate=1e-12),
         run=replace(recipe.run, steps=40, patience=2, evaluate_every=3),
     )
     assert train(recipe).step == 6
@@ -205,6 +205,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(recipe, monkeypa
     with pytest.raises(TrainingStopped, match=r"step 5: the loss is not a finite number.*documents are fine.*learning_rate"):
         train(recipe)
     assert (Path(recipe.output) / "not-finite.pt").exists()
+    assert (Path(recipe.output) / "curves.png").stat().st_size > 10_000
     assert not (Path(recipe.output) / "checkpoints" / "step-00000005.pt").exists()
 
 
@@ -275,7 +276,7 @@ def test_a_vocabulary_of_other_data_is_refused(recipe, toy_folder, tmp_path):
         ("drafter", {"own_head": False}, "draft_vocab_size must be null"),
         ("data", {"train": ("nowhere.jsonl",)}, "no such file"),
         ("data", {"batch_rows": 5000}, "lower batch_rows"),
-        ("evaluation", {"max_prompt_tokens": 1}, "no held-out prompt"),
+        ("evaluation", {"max_prompt_tokens": 2}, "no held-out prompt"),
         ("run", {"device": "cuda"}, "no CUDA device"),
     ],
 )
