@@ -79,6 +79,12 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
     if target.backend == "auto" and target.endpoint is None:
         architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
         target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
+    if recipe.run.distributed == "fsdp" and target.backend != "fledge":
+        where = "at its endpoint" if target.endpoint is not None else "through transformers"
+        raise RecipeError(
+            f"run.distributed: fsdp shards the layers of Fledge's own decoder, but this target runs {where}: use ddp "
+            "(target.endpoint serves a target that does not fit)"
+        )
     run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
     return replace(recipe, target=target, data=data, run=run)
 
@@ -99,11 +105,11 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
         config = drafter_config(recipe, shape)
-        if recipe.run.distributed == "fsdp" and world.size > 1:
+        if sharded := recipe.run.distributed == "fsdp" and world.size > 1:
             decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
         else:
             decoder = load_decoder(folder, dtype, device)
-        target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes")
+        target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
         stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
     else:
         model, shape = _transformers_model(folder, dtype, device)

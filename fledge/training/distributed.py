@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ class World:
         if self.size > 1:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, src=0)
+
+    def in_turn(self, work: Callable[[], Any]) -> Any:
+        """Each process's own result; they work one after the other."""
+        result = None
+        for rank in range(self.size):
+            if rank == self.rank:
+                result = work()
+            self.barrier()
+        return result
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fledge.errors import UserError
+from fledge.training.distributed import World
 from fledge.training.packing import PackedLoader
 from fledge.training.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
@@ -102,29 +103,30 @@ class StatesOnDisk(Target):
             self._files[path] = np.memmap(path, _numpy_type(self.dtype), "r").reshape(-1, self.width)
         return self._files[path]
 
-    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, rank: int, world_size: int) -> Iterator[float]:
+    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, world: World) -> Iterator[float]:
         """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
         total = one_row.batches_per_epoch
         coming: deque[tuple[int, TrainBatch | None]] = deque()
-        for number in range(total):
-            batch = next(one_row)
-            missing = None
-            if number % world_size == rank:
-                planned = plan(batch)
-                if any(document.key not in self._where for document in documents(planned)):
-                    missing = planned
-                    self.target.ahead(missing)
-            coming.append((number, missing))
-            if len(coming) > ROWS_AHEAD * world_size:
+        for done in range(0, total, world.size):
+            rows = [next(one_row) for _ in range(min(world.size, total - done))]
+            # Who has no row of its own at the end takes another's: where passes need all processes, all make them.
+            batch = plan(rows[min(world.rank, len(rows) - 1)])
+            missing = world.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
+            if missing:
+                self.target.ahead(batch)
+            if self.target.needs_all:
+                missing = bool(world.sum(torch.tensor(int(missing))) > 0)
+            coming.append((done + len(rows), batch if missing else None))
+            if len(coming) > ROWS_AHEAD:
                 yield self._settle(*coming.popleft(), device, total)
         while coming:
             yield self._settle(*coming.popleft(), device, total)
 
-    def _settle(self, number: int, missing: TrainBatch | None, device: torch.device, total: int) -> float:
+    def _settle(self, done: int, missing: TrainBatch | None, device: torch.device, total: int) -> float:
         if missing is not None:
             self._run(missing.to(device), list(documents(missing)))
-        return (number + 1) / total
+        return done / total
 
 
 def _numpy_type(dtype: torch.dtype) -> type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ class Target(Protocol):
     lm_head: nn.Module
     vocab_size: int
     hidden_size: int
+    needs_all: bool = False  # every pass is one of all processes together
 
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
         """`once`: this shape of batch will hardly come again, so nothing is compiled for it."""
@@ -74,7 +75,8 @@ def use_flex(device: torch.device, length: int) -> bool:
 class DecoderTarget(Target):
     """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
 
-    def __init__(self, decoder: Decoder, taps: Sequence[int], *, compile: bool = False) -> None:
+    def __init__(self, decoder: Decoder, taps: Sequence[int], *, compile: bool = False, sharded: bool = False) -> None:
+        """`sharded`: by `load_sharded`."""
         decoder.check_taps(taps)
         self.decoder, self.taps = decoder.eval().requires_grad_(False), tuple(taps)
         self.config: ModelConfig = decoder.config
@@ -88,7 +90,7 @@ class DecoderTarget(Target):
         with torch.device("meta"):
             self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
-        self._sharded = False
+        self.needs_all = sharded
 
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
@@ -101,7 +103,7 @@ class DecoderTarget(Target):
         for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             if index in self.taps:
                 captured[index] = x
-            if self._sharded:
+            if self.needs_all:
                 x = decoder.layers[index](x, cos, sin, packed_attend(masks, length))
             else:
                 x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
@@ -114,15 +116,30 @@ class DecoderTarget(Target):
     def without_compiler(self) -> None:
         self._layer = _layer
 
-    def shard(self, world: World) -> None:
-        """Spreads the layers over all processes; each is gathered when its turn comes. All must then make the same passes."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (world.size,))
-        for layer in self.decoder.layers:
-            fully_shard(layer, mesh=mesh)
-        self._sharded = True
+def load_sharded(load: Callable[[], Decoder], world: World, device: torch.device) -> Decoder:
+    """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
+    All must then make the same passes.
+
+    `load`: onto the host. Layers come to the device one by one, so that none ever holds more than its share and one layer, and
+    processes load one after the other: the host holds one whole target, not one for each.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (world.size,))
+
+    def spread() -> Decoder:
+        decoder = load()
+        for layer in decoder.layers:
+            # Asked for, as each layer is a root here, and FSDP lets roots keep their weights after the first pass.
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        for name, part in decoder.named_children():
+            if name != "layers":
+                part.to(device)
+        return decoder
+
+    return world.in_turn(spread)
 
 
 def _layer(

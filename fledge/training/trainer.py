@@ -131,7 +131,7 @@ class Trainer:
         )
         shown, began = 0.0, time.perf_counter()
         told = began
-        for share in states.fill(self.loader, self.objective.plan, self.device, self.world.rank, self.world.size):
+        for share in states.fill(self.loader, self.objective.plan, self.device, self.world):
             now = time.perf_counter()
             if share >= shown + 0.1 or share == 1.0 or now > told + 60:
                 shown, told = share, now

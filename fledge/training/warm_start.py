@@ -107,9 +107,13 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor],
 
 
 def last_layer(decoder: Decoder) -> dict[str, Tensor]:
-    """The last layer's weights, and the final norm as `norm.weight`."""
-    weights = {name: value.detach().float().cpu() for name, value in decoder.layers[-1].named_parameters()}
+    """The last layer's weights, and the final norm as `norm.weight`. A sharded one is gathered, by all processes."""
+    weights = {name: _whole(value.detach()).float().cpu() for name, value in decoder.layers[-1].named_parameters()}
     return weights | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
