@@ -4,7 +4,7 @@
 
 The target answers the first turn of every prompt greedily (stops honoured); each drafter is then rolled out with its own tokens
 from every position of those answers, which gives what a speculative run accepts at every depth (a test holds this equal to the
-engine's own count). `--context FILE` puts a document before each prompt, to see what a long context costs.
+engine's own count). Standard errors take answers as the independent samples; drafters are compared answer by answer. `--context FILE` puts a document before each prompt, to see what a long context costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.drift.acceptance import walk
+from fledge.drift.acceptance import Count, acceptance_length, length_ratio, walk
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.sources import resolve
 from fledge.speculation.stats import AcceptanceStats
@@ -58,6 +58,7 @@ def main() -> None:
     figures: dict[str, dict[str, object]] = {folder: {} for folder in drafters}
     for name, texts in answers.items():
         counts = {folder: {"all": stats(), "looping": stats(), "others": stats()} for folder in drafters}
+        by_answer: dict[str, dict[int, list[Count]]] = {folder: {depth: [] for depth in DEPTHS} for folder in drafters}
         for tokens, start in texts:
             kind = "looping" if is_looping(tokens[start:]) else "others"
             text = None
@@ -68,6 +69,7 @@ def main() -> None:
                 matched = roll_out(drafter, text, max(DEPTHS), probe=False).matched_M
                 for depth in DEPTHS:
                     one = walk(matched, depth)
+                    by_answer[folder][depth].append(Count(one.accepted, one.steps))
                     counts[folder]["all"][depth].merge(one)
                     counts[folder][kind][depth].merge(one)
         for folder in drafters:
@@ -82,6 +84,13 @@ def main() -> None:
                 }
                 for kind, by_depth in counts[folder].items()
             }
+            for depth, one in figures[folder][name]["all"].items():
+                one["standard_error"] = acceptance_length(by_answer[folder][depth]).error
+                one["over"] = {
+                    Path(other).name: length_ratio(by_answer[folder][depth], by_answer[other][depth])._asdict()
+                    for other in drafters
+                    if other != folder
+                }
             shown = [
                 f"{kind} " + "/".join(f"{counts[folder][kind][d].acceptance_length:.2f}" for d in DEPTHS)
                 for kind in ("all", "others", "looping")

@@ -212,9 +212,15 @@ class DeviceBatch:
             return tensor.clone(), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
+        return copy, self.mark()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event behind all that was launched so far; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return copy, event
+        return event
 
 
 def padded(stop_ids: Sequence[int]) -> list[int]:

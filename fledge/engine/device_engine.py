@@ -25,7 +25,7 @@ import torch
 
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.cycle_times import CycleTimes
-from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
+from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, TOP_P, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
@@ -183,6 +183,7 @@ class DeviceEngine:
             read = self.rows.read_piece(entry, read)
             if read < len(entry.prompt):
                 queue.reading.appendleft((entry, read))
+                self.reports.worked()
             else:
                 self.was_read({entry.row: queue.owners[entry.row]})
                 num_passes += 1
@@ -239,15 +240,17 @@ class DeviceEngine:
         running = self.running_rows()
         if not running:
             return 0
+        if self.reports.snapshots:
+            self.pace.saw(self.reports.all_done)
         size = size_for(self.rows.sizes, max(running) + 1)
         how = max(how_of(request.params) for request in running.values())
         drafted_for = [row for row, request in running.items() if request.speculate and request.id not in self.behind]
         depth = self.choose_depth(size, how, running, drafted_for)
+        if not depth:
+            self.depths.fade()
         if drafted_for and not depth:
             self.rows.slots.state.depth_limit.index_fill_(0, self.rows.upload(np.array(drafted_for)), 0)
             self.behind |= {running[row].id for row in drafted_for}
-        if self.reports.snapshots:
-            self.pace.saw(self.reports.all_said)
         entering = self.scheduler.reading or self.enterable
         cycles = min(self.pace.cycles, MOST_BEFORE_ENTRY) if entering else self.pace.cycles
         self.grow(running, cycles * (depth + 1))
@@ -311,9 +314,10 @@ class DeviceEngine:
 
     def leave(self, requests: list[Request]) -> None:
         """They are finished, in their rows or, interrupted, in the queue."""
-        self.give_up([request for request in requests if request.id in self.row_of])
+        in_rows = [request for request in requests if request.id in self.row_of]
+        self.give_up(in_rows)
         for request in requests:
-            if request in self.scheduler.waiting_rows:
+            if request not in in_rows and request in self.scheduler.waiting_rows:
                 self.scheduler.waiting_rows.remove(request)
             self.depth_control.forget(request)
             self.seeds.pop(request.id, None)
@@ -325,9 +329,11 @@ class DeviceEngine:
             return
         rows, queue = [self.row_of.pop(request.id) for request in requests], self.scheduler
         self.rows.slots.stop(self.rows.upload(np.array(rows)))
+        half_read = {entry.row for entry, _ in queue.reading}  # what comes back after an interruption has an answer already
         for row, request in zip(rows, requests, strict=True):
             del queue.owners[row]
-            if request.num_answer and (self.drafter is None or (request.speculate and request.id not in self.behind)):
+            is_whole = request.num_answer and row not in half_read
+            if is_whole and (self.drafter is None or (request.speculate and request.id not in self.behind)):
                 # All but what the last cycle said: where it ended the answer, the drafter was not synchronised with it.
                 self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.rows.lookahead)
             self.behind.discard(request.id)
@@ -357,11 +363,15 @@ class DeviceEngine:
             return
         started = time.perf_counter()
         depths = [0, *self.depths.depths]
-        shapes = [(size, depth, how) for size in self.rows.sizes[::-1] for how in (SAMPLED, GREEDY) for depth in depths[::-1]]
+        shapes = [
+            (size, depth, how) for size in self.rows.sizes[::-1] for how in (TOP_P, SAMPLED, GREEDY) for depth in depths[::-1]
+        ]
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        self.rows.prompts.record(product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (SAMPLED, GREEDY)))
+        self.rows.prompts.record(
+            product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (TOP_P, SAMPLED, GREEDY))
+        )
         say(f"recorded in {time.perf_counter() - started:.0f} s")
 
     def check_integrity(self) -> None:

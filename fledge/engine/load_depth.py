@@ -34,6 +34,16 @@ class LoadDepth:
                 self.offered[place] = self.offered[place] * kept + times
                 self.drafted[place] = self.drafted[place] * kept + times * (drafted > place)
 
+    def fade(self) -> None:
+        """A step went by without drafts that might have had some: what was seen of them counts a little less.
+
+        Else drafts that were poor once would never be tried again.
+        """
+        for place in range(self.limit):
+            usual = PRIOR_TRIALS * PRIOR_RATE**place
+            self.tried[place] += (usual - self.tried[place]) * (1 - DECAY)
+            self.stood[place] += (usual * PRIOR_RATE - self.stood[place]) * (1 - DECAY)
+
     def tokens(self, depth: int) -> float:
         """Expected a cycle, for a request that is drafted for."""
         total = reached = 1.0

@@ -29,7 +29,7 @@ class _Snapshot:
     report: Tensor
     event: torch.cuda.Event | None
     shape: Shape | None  # of a cycle
-    before: torch.cuda.Event | None  # of the pass before it, if the device went from that one to this one without a pause
+    before: torch.cuda.Event | None  # behind the work before it, if the device went on from there without a pause
 
 
 class RowReports:
@@ -47,6 +47,7 @@ class RowReports:
         self.rows, self.depths, self.stats, self.depth_control, self.times = rows, depths, stats, depth_control, times
         self.behind, self.max_len = behind, max_len
         self.snapshots: deque[_Snapshot] = deque()
+        self.last_work: torch.cuda.Event | None = None  # behind all that was launched so far
         self.readings = 0
 
     @property
@@ -55,16 +56,19 @@ class RowReports:
         return sum(snapshot.depth + 1 for snapshot in self.snapshots)
 
     @property
-    def all_said(self) -> bool:
-        """Whether the device is done with all that was launched. On a CPU, which is the host, it never counts as done."""
-        event = self.snapshots[-1].event
-        return event is not None and event.query()
+    def all_done(self) -> bool:
+        """Whether the device is done with all that was launched. A CPU, which is the host, never counts as done."""
+        return self.last_work is not None and self.last_work.query()
+
+    def worked(self) -> None:
+        """Something was launched that leaves no report."""
+        self.last_work = self.rows.mark()
 
     def snap(self, owners: dict[int, Request], depth: int = 0, shape: Shape | None = None) -> None:
         """`shape`: of the cycle that was launched last; None: it was a pass over prompts."""
-        before = self.snapshots[-1].event if self.snapshots and not self.all_said else None
-        report = self.rows.slots.state.report[: max(owners) + 1]
-        self.snapshots.append(_Snapshot(owners, depth, *self.rows.download(report), shape, before))
+        before = None if self.all_done else self.last_work
+        report, self.last_work = self.rows.download(self.rows.slots.state.report[: max(owners) + 1])
+        self.snapshots.append(_Snapshot(owners, depth, report, self.last_work, shape, before))
 
     def read(self, *, but_last: int) -> list[Delta]:
         """What all passes but the last so many said, once they are done."""

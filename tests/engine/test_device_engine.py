@@ -293,3 +293,65 @@ def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
     assert [request.answer for request in found] == [request.answer for request in wanted]
     assert max(groups) > 1
     assert sum(groups) == len(texts)
+
+
+def test_512_rows_at_once():
+    decoder, texts = tiny_decoder(3), [text[:4] for text in prompts(520, seed=13)]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    plain = engine_with(decoder, Speculation("none"))
+    wanted = [plain.add_request(text, params) for text in texts]
+    finish(plain)
+    engine = device_engine(decoder, max_num_seqs=512, kv_cache_tokens=512 * 64)
+    found = [engine.add_request(text, params) for text in texts]
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        most = max(most, len(engine.scheduler.owners))
+    engine.check_integrity()
+    assert most == 512
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+
+
+class Clock:
+    """A device that takes its time: what is launched is done when the clock says so."""
+
+    def __init__(self) -> None:
+        self.now = self.free_at = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.now) + seconds
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.at = clock, clock.free_at
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(monkeypatch):
+    for module in (device_batch, device_engine_module):
+        monkeypatch.setattr(module, "PIECE", 16)
+    engine, clock = device_engine(tiny_decoder(3), max_model_len=400, kv_cache_tokens=4096), Clock()
+    rows, cycle = engine.rows, 5e-4
+    run, read_piece = rows.graphs.run, rows.read_piece
+    monkeypatch.setattr(rows, "mark", lambda: Event(clock))
+    monkeypatch.setattr(rows, "download", lambda tensor: (tensor.clone(), Event(clock)))
+    monkeypatch.setattr(rows.graphs, "run", lambda *shape: (run(*shape), clock.work(cycle)))
+    monkeypatch.setattr(rows, "read_piece", lambda *given: (clock.work(6 * cycle), read_piece(*given))[1])
+    seen = []
+    monkeypatch.setattr(engine.times, "saw", lambda shape, seconds: seen.append(seconds))
+    engine.add_request(prompts(1, seed=3)[0], SamplingParams(max_tokens=120, temperature=0, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.add_request(prompts(1, seed=4)[0] * 20, GREEDY)  # many pieces
+    finish(engine)
+    assert len(seen) > 20
+    assert seen == pytest.approx([cycle] * len(seen))

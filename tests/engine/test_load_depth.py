@@ -144,3 +144,18 @@ def test_the_best_depth_is_found_from_real_steps_alone(seed):
             table.saw(rows, true_cost(rows) * rng.uniform(0.95, 1.05))
             lost += 1 - speeds[chosen] / max(speeds.values())
         assert lost / 100 < 0.05, batch
+
+
+def test_drafts_that_were_poor_once_are_tried_again_after_a_while_without():
+    load = LoadDepth(5)
+    costs = {0: 1.0, 1: 1.2, 2: 1.3, 3: 1.4, 4: 1.5, 5: 1.6}
+    assert load.choose(1.0, costs.get) > 0
+    for _ in range(600):
+        load.saw(5, 0)
+    assert load.choose(1.0, costs.get) == 0
+    for _ in range(100):
+        load.fade()
+    assert load.choose(1.0, costs.get) == 0, "not at once"
+    for _ in range(5000):
+        load.fade()
+    assert load.choose(1.0, costs.get) > 0

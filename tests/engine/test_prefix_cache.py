@@ -380,6 +380,31 @@ def test_an_unread_prompt_is_not_shared(monkeypatch):
     assert answered(engine, prompt).num_cached == 192
 
 
+@pytest.mark.parametrize("again", ["abort", "preempt"])
+def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
+    """Interrupted after some tokens it has an answer, and yet its new pages hold only what was read so far."""
+    for module in (device_batch, device_engine_module):
+        monkeypatch.setattr(module, "PIECE", 64)
+    engine, prompt = row_engine(tiny_decoder(3)), text(200)
+    request = engine.add_request(prompt, replace(GREEDY, max_tokens=40, ignore_eos=True))
+    while request.num_answer < 3:
+        engine.step()
+    engine.preempt(engine.row_of[request.id])
+    engine.reports.read(but_last=0)
+    monkeypatch.setattr(engine.pool, "find", lambda keys: [])  # what it left behind has been overwritten
+    engine.step()
+    assert engine.scheduler.reading
+    shared = []
+    share = engine.pool.share
+    monkeypatch.setattr(engine.pool, "share", lambda *given: (shared.append(given), share(*given)))
+    if again == "abort":
+        engine.abort(request)
+    else:
+        engine.preempt(engine.row_of[request.id])
+    assert not shared
+    engine.check_integrity()
+
+
 def test_rows_and_the_eager_engine_share_pages():
     engine, prompt = row_engine(tiny_decoder(3)), text(60)
     answered(engine, prompt)
