@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import fledge
 from fledge.config import DrafterConfig, MLAConfig, RopeConfig
 from fledge.errors import UserError
 from fledge.training.assemble import drafter_config
@@ -17,6 +19,7 @@ from fledge.training.recipe import Recipe, RecipeError, build, load_recipe
 from tests.tiny import tiny_model_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SHIPPED = Path(fledge.__file__).parent / "drafters" / "smollm2-135m-eagle3.1"
 SMALL = {"output": "out", "target": {"model": "toy"}, "data": {"train": "toy"}, "run": {"steps": 3}}
 
 
@@ -44,11 +47,41 @@ def test_there_are_recipes():
     }
 
 
-def test_the_two_smollm2_recipes_differ_in_version_output_and_learning_rate_alone():
-    ours, twin = (load_recipe(RECIPES[0].parent / f"smollm2-135m-eagle{v}.yaml").to_dict() for v in ("3.1", "3"))
+@pytest.mark.parametrize("stage", ["", "-continued"])
+def test_the_two_smollm2_recipes_differ_in_version_output_and_learning_rate_alone(stage):
+    ours, twin = (load_recipe(RECIPES[0].parent / f"smollm2-135m-eagle{v}{stage}.yaml").to_dict() for v in ("3.1", "3"))
     for recipe in (ours, twin):
-        del recipe["output"], recipe["drafter"]["version"], recipe["optimizer"]["learning_rate"]
+        del recipe["output"], recipe["drafter"]["version"], recipe["drafter"]["init_from"]
+        del recipe["optimizer"]["learning_rate"]
     assert ours == twin
+
+
+def test_the_smollm2_recipes_are_what_the_shipped_drafter_was_trained_with():
+    """Its provenance is the record; the clock ended that run, and the first stage's drafter lay in the folder it now has."""
+    folder = RECIPES[0].parent
+    record = json.loads((SHIPPED / "provenance.json").read_text())
+    first, second = (load_recipe(folder / f"smollm2-135m-eagle3.1{stage}.yaml") for stage in ("", "-continued"))
+    said, ran = json.loads(json.dumps(second.to_dict())), record["recipe"]
+    for recipe in (said, ran):
+        recipe["drafter"].pop("init_from")
+    for section in ("drafter", "objective", "optimizer"):
+        assert said[section] == ran[section]
+    for key in ("sequence_length", "batch_rows", "long", "remove_loops", "held_out_samples", "augmentation"):
+        assert said["data"][key] == ran["data"][key]
+    assert [Path(file).name for file in second.data.train] == [Path(f).name for f in ran["data"]["train"]]
+    assert [Path(file).name for file in second.data.train] == record["data"]["data"]["files"]
+    assert second.run.steps == record["steps"]
+
+    before = record["first_stage"]
+    settings = before["settings"]
+    assert first.run.steps == before["steps"]
+    assert first.drafter.window is None
+    assert str(first.drafter.draft_vocab_size) == settings["draft_vocab"]
+    assert (str(first.objective.ttt_steps), first.objective.loss) == (settings["ttt"], settings["loss"])
+    assert (str(first.data.sequence_length), str(first.data.batch_rows)) == (settings["sequence"], settings["rows"])
+    assert len(first.data.train) == len([kind for kind in before["samples"] if kind in ("greedy", "sampled")])
+    for version, rate in before["learning_rates"].items():
+        assert load_recipe(folder / f"smollm2-135m-eagle{version}.yaml").optimizer.learning_rate == rate
 
 
 def test_overrides_are_dotted_yaml(tmp_path):
