@@ -4,7 +4,8 @@
 
 The target answers the first turn of every prompt greedily (stops honoured); each drafter is then rolled out with its own tokens
 from every position of those answers, which gives what a speculative run accepts at every depth (a test holds this equal to the
-engine's own count). Standard errors take answers as the independent samples; drafters are compared answer by answer. `--context FILE` puts a document before each prompt, to see what a long context costs.
+engine's own count). Standard errors take answers as the independent samples; drafters are compared answer by answer.
+`--context FILE` puts a document before each prompt, to see what a long context costs.
 """
 
 from __future__ import annotations

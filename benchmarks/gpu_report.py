@@ -24,7 +24,7 @@ def main() -> None:
     found: Figures = {}
     for path in args.results:
         found |= json.loads(path.read_text())
-    sections = [speeds, microseconds, parts, offline, long_context, checks]
+    sections = [speeds, microseconds, parts, libraries, offline, long_context, checks]
     origin = found.get("provenance", {})
     where = f"{origin.get('device', 'GPU')}, torch {origin.get('torch', '?')}, commit {origin.get('commit', '?')}"
     head = f"# The engine on a GPU\n\n{where}; `{origin.get('command', '')}`. Written by `benchmarks/gpu_report.py`; "
@@ -133,6 +133,29 @@ def parts(found: Figures) -> str | None:
     return "## What each part costs inside a step (µs)\n\n" + table(["", "step", *names], rows)
 
 
+LIBRARIES = """## Own kernels beside the library's (µs)
+
+One linear with its norm, SwiGLU or residual, in a chain over all layers' weights: ours, which is one kernel fed straight from
+memory, / cuBLAS with elementwise kernels around it. Ours is used up to 128 rows, for gate_up up to 64. Attention over prompts is
+PyTorch's flash attention; over the cache it is a kernel of ours, for the library's neither rotates nor stores the new keys.
+
+"""
+
+
+def libraries(found: Figures) -> str | None:
+    """From `linears-h200.json`: the linears' own kernel beside the library's."""
+    if "more_rows" not in found:
+        return None
+    by_rows = {count: dict(kinds) for count, kinds in found["more_rows"]["rows"].items()}
+    for count, kinds in found["one_linear"].items():
+        by_rows.setdefault(count, {name: {"direct": us.get("c16 w4", us.get("c16 w8")), **us} for name, us in kinds.items()})
+    rows = []
+    for count in sorted(by_rows, key=int):
+        pairs = [(us.get("direct"), us["cublas"]) for us in by_rows[count].values()]
+        rows.append([count, *(f"{'–' if direct is None else f'{direct:.1f}'} / {cublas:.1f}" for direct, cublas in pairs)])
+    return LIBRARIES + table(["rows", *next(iter(by_rows.values()))], rows)
+
+
 def offline(found: Figures) -> str | None:
     if "offline" not in found:
         return None
@@ -156,7 +179,15 @@ def long_context(found: Figures) -> str | None:
 def checks(found: Figures) -> str | None:
     if "checks" not in found:
         return None
-    return "## Checks\n\n```json\n" + json.dumps(found["checks"], indent=1) + "\n```\n"
+    return CHECKS + "```json\n" + json.dumps(found["checks"], indent=1) + "\n```\n"
+
+
+CHECKS = """## Checks
+
+Where answers part, the network's two best logits are a rounding apart (`ties_only`). Sampled answers use the same random
+numbers with and without speculation, so that they are equal up to such roundings, which one token in some dozens meets.
+
+"""
 
 
 def draw(found: Figures, path: Path) -> None:

@@ -39,6 +39,8 @@ log = logging.getLogger("fledge.serving")
 
 # What a model's generation_config.json may set for requests that leave it open.
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# What of it captured cycles do not do, and the values that change nothing.
+NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
 # Compiling a grammar takes milliseconds; one that takes longer than this is refused.
@@ -70,6 +72,13 @@ class Service:
         log.info(memory_plan(engine).describe())
         if isinstance(engine, DeviceEngine):
             engine.warm_up(log.info)
+            if names := not_captured(self.defaults):
+                log.warning(
+                    "generation_config.json sets %s, which captured cycles do not do: requests that leave it open take the "
+                    "slower eager way. To change that: --override-generation-config '%s'",
+                    ", ".join(f"{name} = {self.defaults[name]}" for name in names),
+                    json.dumps({name: NEUTRAL[name] for name in names}),
+                )
         if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
             for owner in (engine.runner, engine.drafter):
                 if isinstance(cache := getattr(owner, "cache", None), PagedKV):
@@ -215,6 +224,11 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return {int(token): bias for token, bias in given.items()} if given else None
     except ValueError:
         raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None
+
+
+def not_captured(defaults: dict[str, Any]) -> list[str]:
+    """Those of a model's defaults that send requests to the eager engine on a GPU."""
+    return [name for name, neutral in NEUTRAL.items() if defaults.get(name, neutral) not in (neutral, -1)]
 
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:
