@@ -136,8 +136,8 @@ def parts(found: Figures) -> str | None:
 LIBRARIES = """## Own kernels beside the library's (µs)
 
 One linear with its norm, SwiGLU or residual, in a chain over all layers' weights: ours, which is one kernel fed straight from
-memory, / cuBLAS with elementwise kernels around it. Ours is used up to 128 rows, for gate_up up to 64. Attention over prompts is
-PyTorch's flash attention; over the cache it is a kernel of ours, for the library's neither rotates nor stores the new keys.
+memory, / cuBLAS with elementwise kernels around it. Ours is used up to 128 rows, for gate_up up to 64. Attention over prompts
+is PyTorch's flash attention; over the cache it is a kernel of ours, for the library's neither rotates nor stores the new keys.
 
 """
 
