@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fledge import sources
@@ -95,7 +96,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     elsewhere = recipe.target.endpoint is not None
     folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
     tokenizer = Tokenizer(folder)
-    train, prompts, report, hashes = _data(recipe, tokenizer, say)
+    train, held_out, prompts, report, hashes = _data(recipe, tokenizer, say)
 
     if elsewhere:
         shape, stop_ids = _shape_elsewhere(folder)
@@ -127,9 +128,11 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         )
     stop_ids = tuple(dict.fromkeys([*stop_ids, *tokenizer.eos_token_ids]))
 
-    vocabulary = None
+    vocabulary, told = None, ""
     if config.draft_vocab_size < config.vocab_size:
-        vocabulary = _vocabulary(recipe, config, train, hashes, tokenizer.special_ids, world, say)
+        vocabulary = _vocabulary(recipe, config, train, hashes, tokenizer.special_ids, world)
+        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
+        say(f"draft vocabulary: {told}")
     drafter = EagleDrafter(config)
     if vocabulary is not None:
         drafter.d2t.copy_(vocabulary.d2t())
@@ -139,12 +142,15 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     provenance = {
         "target": recipe.target.model,
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
-        "draft_vocabulary": str(vocabulary) if vocabulary else "the target's",
+        "draft_vocabulary": told or "the target's",
     }
     return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance)
 
 
-def _data(recipe: Recipe, tokenizer: Tokenizer, say: Say) -> tuple[SampleSet, list[list[int]], DataReport, dict[str, str]]:
+def _data(
+    recipe: Recipe, tokenizer: Tokenizer, say: Say
+) -> tuple[SampleSet, SampleSet, list[list[int]], DataReport, dict[str, str]]:
+    """(training samples, held-out samples, held-out prompts, what became of the data, its hashes)."""
     data = recipe.data
     settings = {
         "max_length": data.sequence_length,
@@ -158,18 +164,30 @@ def _data(recipe: Recipe, tokenizer: Tokenizer, say: Say) -> tuple[SampleSet, li
     )
     say(f"data: {report}")
     if data.held_out:
-        held_out, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
+        asked, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
+        held_out = asked
+        if shared := int(np.isin(held_out.prompt_keys, samples.prompt_keys).sum()):
+            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.avoid can leave them out")
     else:
-        if len(samples) < 2:
-            raise UserError("one conversation alone cannot be split into training and held-out data: bring more")
-        samples, held_out = samples.split(min(data.held_out_samples, len(samples) // 2), recipe.seed)
-    prompts = [held_out.prompt(i) for i in range(len(held_out))]
+        if samples.num_prompts < 2:
+            raise UserError(
+                "conversations that all begin with the same prompt cannot be split into training and held-out data: bring "
+                "more, or name other ones in data.held_out"
+            )
+        samples, held_out = samples.split(min(data.held_out_samples, samples.num_prompts // 2), recipe.seed)
+        asked = held_out.first_of_each_prompt()
+        say(f"held out: {len(asked):,} prompts, with all {len(held_out):,} conversations that begin with them")
     limit = recipe.evaluation.max_prompt_tokens
-    prompts = [p for p in prompts if 1 < len(p) <= limit][: data.held_out_samples]
-    if not prompts:
+    prompts = [asked.prompt(i) for i in range(len(asked))]
+    short = [p for p in prompts if 1 < len(p) <= limit]
+    if not short:
         raise UserError(f"no held-out prompt has at most {limit} tokens (evaluation.max_prompt_tokens)")
+    if len(short) < len(prompts):
+        unused = len(prompts) - len(short)
+        say(f"held out: {unused:,} of {len(prompts):,} prompts left out, as longer than evaluation.max_prompt_tokens or empty")
+    prompts = short[: data.held_out_samples]
     hashes = {"data_hash": data_hash(data.train), "tokenizer_hash": tokenizer_hash(tokenizer)}
-    return samples, prompts, report, hashes
+    return samples, held_out, prompts, report, hashes
 
 
 def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
@@ -325,7 +343,6 @@ def _vocabulary(
     hashes: dict[str, str],
     special_ids: Sequence[int],
     world: World,
-    say: Say,
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary
@@ -343,7 +360,6 @@ def _vocabulary(
         if world.is_first:
             vocabulary.save(own)
         world.barrier()
-    say(f"draft vocabulary: {vocabulary}")
     return vocabulary
 
 

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -31,7 +31,7 @@ from fledge.training.chat_files import (
 from fledge.training.helpers import Processes, num_cores
 from fledge.training.overlap import Overlap
 from fledge.training.rendering import Answer, ChatFormat, TemplateError
-from fledge.training.samples import Sample, SampleSet
+from fledge.training.samples import Sample, SampleSet, key_of
 from fledge.training.templates import Augmentation, Choice
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 
 # A process starts within two seconds and makes samples from about 20 MB a second.
 MIN_BYTES_FOR_PROCESSES = 1 << 26
@@ -127,6 +127,12 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     eos = chat.tokenizer.eos_token_ids
     rendered = choice.template.render(messages, chat.tokenizer.token(eos[0]) if eos else "")
     return chat.tokens(rendered, answers, bos=True)
+
+
+def _prompt_key(conversation: Conversation) -> int | None:
+    """Of what the user says first: the same whoever answers it, under whatever template and system prompt."""
+    said = next((message["content"] for message in conversation.messages if message["role"] == "user"), None)
+    return None if said is None else key_of(" ".join(said.casefold().split()).encode())
 
 
 # A looping answer's own text, before the loop, is worth keeping from this length on.
@@ -238,7 +244,7 @@ class SampleWork:
                     report.too_long_dropped += 1
                     continue
                 report.too_long_chunked += 1
-            yield sample
+            yield replace(sample, prompt_key=_prompt_key(conversation))
 
     def _asked(self, conversation: Conversation) -> list[str]:
         if not conversation.messages:

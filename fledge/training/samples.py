@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+_ARRAYS = ("tokens", "loss_mask", "offsets", "prompt_keys")
+
+
+def key_of(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,15 @@ class Sample:
 
     tokens: np.ndarray  # int32 [n]
     loss_mask: np.ndarray  # bool [n]
+    prompt_key: int | None = None  # the same for all answers to a prompt, however it is rendered; None: by its tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """What stands before the first answer."""
+        return self.tokens[: int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)]
 
     def answers(self) -> Iterator[tuple[int, int]]:
         """Start and end of every stretch the assistant wrote."""
@@ -39,22 +52,25 @@ class Sample:
 
 
 class SampleSet(Sequence[Sample]):
-    """Many samples in three arrays: 5 bytes a token, however many samples there are."""
+    """Many samples in four arrays: 5 bytes a token, however many samples there are."""
 
-    def __init__(self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray):
+    def __init__(self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray, prompt_keys: np.ndarray):
         assert len(tokens) == len(loss_mask) == offsets[-1]
+        assert len(prompt_keys) == len(offsets) - 1
         self.tokens = tokens  # int32 [total]
         self.loss_mask = loss_mask  # bool [total]
         self.offsets = offsets  # int64 [samples + 1]
+        self.prompt_keys = prompt_keys  # int64 [samples]
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> SampleSet:
-        tokens, masks = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        tokens, masks, keys = [np.zeros(0, np.int32)], [np.zeros(0, bool)], []
         for sample in samples:
             tokens.append(np.asarray(sample.tokens, np.int32))
             masks.append(np.asarray(sample.loss_mask, bool))
+            keys.append(key_of(sample.prompt.tobytes()) if sample.prompt_key is None else sample.prompt_key)
         offsets = np.cumsum([len(part) for part in tokens], dtype=np.int64)
-        return cls(np.concatenate(tokens), np.concatenate(masks), offsets)
+        return cls(np.concatenate(tokens), np.concatenate(masks), offsets, np.array(keys, np.int64))
 
     @classmethod
     def joined(cls, sets: Sequence[SampleSet]) -> SampleSet:
@@ -62,7 +78,8 @@ class SampleSet(Sequence[Sample]):
         lengths = np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in sets)])
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in sets)])
         loss_mask = np.concatenate([np.zeros(0, bool), *(part.loss_mask for part in sets)])
-        return cls(tokens, loss_mask, np.cumsum(lengths))
+        prompt_keys = np.concatenate([np.zeros(0, np.int64), *(part.prompt_keys for part in sets)])
+        return cls(tokens, loss_mask, np.cumsum(lengths), prompt_keys)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -72,7 +89,7 @@ class SampleSet(Sequence[Sample]):
             raise IndexError(index)
         index %= len(self)
         where = slice(self.offsets[index], self.offsets[index + 1])
-        return Sample(self.tokens[where], self.loss_mask[where])
+        return Sample(self.tokens[where], self.loss_mask[where], int(self.prompt_keys[index]))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -83,31 +100,41 @@ class SampleSet(Sequence[Sample]):
         return self.tokens[self.loss_mask]
 
     def prompt(self, index: int) -> list[int]:
-        """What stands before the first answer: a prompt to evaluate on."""
-        sample = self[index]
-        first = int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else len(sample)
-        return sample.tokens[:first].tolist()
+        """One to evaluate on."""
+        return self[index].prompt.tolist()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(np.unique(self.prompt_keys))
 
     def subset(self, indices: Iterable[int]) -> SampleSet:
         return SampleSet.from_samples(self[int(index)] for index in indices)
 
     def split(self, held_out: int, seed: int) -> tuple[SampleSet, SampleSet]:
-        """(training samples, `held_out` random others), the same ones for the same seed."""
-        held_out = min(held_out, len(self) - 1)
+        """(training samples, all samples of `held_out` random prompts), the same ones for the same seed.
+
+        Whole prompts are kept out: another answer to one of them would show the drafter half of what it is asked.
+        """
         order = np.random.default_rng(seed).permutation(len(self))
-        return self.subset(np.sort(order[held_out:])), self.subset(np.sort(order[:held_out]))
+        _, first_places = np.unique(self.prompt_keys[order], return_index=True)
+        chosen = order[np.sort(first_places)[: min(held_out, len(first_places) - 1)]]
+        is_held_out = np.isin(self.prompt_keys, self.prompt_keys[chosen])
+        return self.subset(np.flatnonzero(~is_held_out)), self.subset(np.flatnonzero(is_held_out))
+
+    def first_of_each_prompt(self) -> SampleSet:
+        return self.subset(np.sort(np.unique(self.prompt_keys, return_index=True)[1]))
 
     def save(self, path: Path, **extra: Any) -> None:
         """Writes all arrays and `extra` (JSON) to one .npz, atomically."""
         note = np.frombuffer(json.dumps(extra).encode(), np.uint8)
-        arrays = {"tokens": self.tokens, "loss_mask": self.loss_mask, "offsets": self.offsets, "extra": note}
+        arrays = {name: getattr(self, name) for name in _ARRAYS} | {"extra": note}
         write_atomically(path, lambda file: np.savez(file, **arrays))
 
     @classmethod
     def load(cls, path: Path) -> tuple[SampleSet, dict[str, Any]]:
         with np.load(path) as arrays:
             extra = json.loads(arrays["extra"].tobytes())
-            return cls(arrays["tokens"], arrays["loss_mask"], arrays["offsets"]), extra
+            return cls(*(arrays[name] for name in _ARRAYS)), extra
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

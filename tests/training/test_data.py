@@ -245,6 +245,45 @@ def test_split_is_disjoint_and_repeatable():
     assert held_out.prompt(0) == [held_out.tokens[0]]
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_no_prompt_is_both_trained_on_and_held_out(tmp_path, processes):
+    """Three files answer the same prompts, in other words, templates and with system prompts."""
+    names = [f"{a}{b}" for a in "abcdef" for b in "uvwxyz"]
+    files = [
+        write(
+            tmp_path / f"{answer}.jsonl",
+            *(
+                {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{answer} {n}"}]}
+                for n in names
+            ),
+        )
+        for answer in ("one", "two", "three")
+    ]
+    tokenizer = chat_tokenizer()
+    augmentation = Augmentation(template_probability=0.5, system_probability=0.5)
+    samples, report = load_samples(files, tokenizer, augmentation=augmentation, processes=processes)
+    assert report.augmented > 20
+    assert (len(samples), samples.num_prompts) == (108, 36)
+    train, held_out = samples.split(8, seed=1)
+
+    def asked(part: SampleSet) -> set[str]:
+        texts = [tokenizer.decode(part.prompt(i)) for i in range(len(part))]
+        return {name for name in names for text in texts if f"is {name}?" in text}
+
+    assert len(asked(held_out)) == held_out.num_prompts == len(held_out.first_of_each_prompt()) == 8
+    assert len(held_out) == 24
+    assert asked(train) == set(names) - asked(held_out)
+
+
+def test_prompts_that_differ_are_split_as_before():
+    """The same samples are held out as when samples were drawn one by one: runs that were begun so can go on."""
+    samples = SampleSet.from_samples([Sample(np.array([n, n], np.int32), np.array([False, True])) for n in range(50)])
+    order = np.random.default_rng(7).permutation(50)
+    train, held_out = samples.split(9, seed=7)
+    assert held_out.tokens[::2].tolist() == sorted(order[:9])
+    assert train.tokens[::2].tolist() == sorted(order[9:])
+
+
 # --- augmentation -----------------------------------------------------------------------------------------------
 
 

@@ -181,7 +181,7 @@ def test_joined_sets_are_one_set():
     whole = SampleSet.from_samples(samples)
     parts = [SampleSet.from_samples(part) for part in (samples[:1], [], samples[1:])]
     joined = SampleSet.joined(parts)
-    for name in ("tokens", "loss_mask", "offsets"):
+    for name in ("tokens", "loss_mask", "offsets", "prompt_keys"):
         assert np.array_equal(getattr(joined, name), getattr(whole, name))
         assert getattr(joined, name).dtype == getattr(whole, name).dtype
     assert len(SampleSet.joined([])) == 0
