@@ -33,15 +33,18 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 
 # How a step chooses tokens: each of these is a graph of its own. The later ones also do what the earlier ones do.
-GREEDY, SAMPLED, TOP_P = range(3)
+# CUT: sampled within top-k, min-p or top-p.
+GREEDY, SAMPLED, CUT = range(3)
 # A block of the attention kernel's keys lies in one page.
 DEVICE_PAGE_SIZE = 128
 # A long prompt is read in pieces of this size, between which the others go on.
 PIECE = 1024
 
 
-def how_chosen(temperature: float, top_p: float) -> int:
-    return GREEDY if temperature <= 0 else (SAMPLED if top_p >= 1 else TOP_P)
+def how_chosen(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> int:
+    if temperature <= 0:
+        return GREEDY
+    return CUT if top_p < 1 or top_k > 0 or min_p > 0 else SAMPLED
 
 
 @dataclass
@@ -59,10 +62,12 @@ class Entry:
     depth_limit: int = MAX_DEPTH
     cached: int = 0  # tokens of the prompt that the caches hold already, in its pages
     answered: int = 0  # tokens at the prompt's end that are the answer's: it was interrupted
+    top_k: int = 0  # 0: none
+    min_p: float = 0.0
 
     @property
     def how(self) -> int:
-        return how_chosen(self.temperature, self.top_p)
+        return how_chosen(self.temperature, self.top_p, self.top_k, self.min_p)
 
 
 class DeviceBatch:
@@ -127,7 +132,7 @@ class DeviceBatch:
             self.drafter.sync(taps, accepted)
 
     def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
-        draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == TOP_P)
+        draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == CUT)
         return self.fused.choose(x, draws, num_new)
 
     def accept(self, choice: Choice, num_new: int, rows: Tensor | None = None) -> Accepted:
@@ -189,12 +194,12 @@ class DeviceBatch:
 
     def new_rows(self, entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""
-        numbers = [(e.row, 1, len(e.prompt), e.answered, e.limit, e.depth_limit, e.seed) for e in entries]
+        numbers = [(e.row, 1, len(e.prompt), e.answered, e.limit, e.depth_limit, e.seed, e.top_k) for e in entries]
         stops = [padded(entry.stop_ids) for entry in entries]
         table = np.zeros((len(entries), self.max_pages), dtype=np.int64)
         for index, entry in enumerate(entries):
             table[index, : len(entry.pages)] = entry.pages
-        fractions = np.array([[entry.temperature, entry.top_p] for entry in entries], dtype=np.float64)
+        fractions = np.array([[entry.temperature, entry.top_p, entry.min_p] for entry in entries], dtype=np.float64)
         return np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1), fractions, table
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:

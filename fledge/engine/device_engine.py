@@ -7,8 +7,8 @@ Newcomers enter behind the next cycle, which keeps the device busy while the hos
 longer over what was said than the device over saying it, several cycles are launched and read together: `Pace`.
 Before each launch every row gets the pages that the cycles under way and the next ones may fill. When none are left the
 youngest request gives up its row and pages, keeps its text, and starts over from there before any newcomer. A long prompt is
-read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities,
-top-k, min-p) goes to the eager engine, which shares the caches: `runs_captured` decides, for each request, once.
+read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities) goes to the
+eager engine, which shares the caches: `runs_captured` decides, for each request, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.cycle_times import CycleTimes
-from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, TOP_P, DeviceBatch, Entry, how_chosen, why_not_captured
+from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, CUT, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
@@ -47,17 +47,11 @@ LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may b
 
 def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
     """Whether the captured cycle can serve a request; else the eager engine does."""
-    return (
-        not params.adjusts_logits
-        and params.logprobs is None
-        and params.top_k <= 0
-        and params.min_p == 0
-        and num_stop_ids <= MAX_STOP_IDS
-    )
+    return not params.adjusts_logits and params.logprobs is None and num_stop_ids <= MAX_STOP_IDS
 
 
 def how_of(params: SamplingParams) -> int:
-    return how_chosen(0.0 if params.greedy else params.temperature, params.top_p)
+    return how_chosen(0.0 if params.greedy else params.temperature, params.top_p, params.top_k, params.min_p)
 
 
 def can_capture(drafter: Drafter | None) -> bool:
@@ -229,6 +223,8 @@ class DeviceEngine:
             MAX_DEPTH if request.speculate else 0,
             request.num_computed,
             request.num_answer,
+            max(params.top_k, 0),
+            params.min_p,
         )
 
     def running_rows(self) -> dict[int, Request]:
@@ -364,13 +360,13 @@ class DeviceEngine:
         started = time.perf_counter()
         depths = [0, *self.depths.depths]
         shapes = [
-            (size, depth, how) for size in self.rows.sizes[::-1] for how in (TOP_P, SAMPLED, GREEDY) for depth in depths[::-1]
+            (size, depth, how) for size in self.rows.sizes[::-1] for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]
         ]
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
         self.rows.prompts.record(
-            product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (TOP_P, SAMPLED, GREEDY))
+            product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (CUT, SAMPLED, GREEDY))
         )
         say(f"recorded in {time.perf_counter() - started:.0f} s")
 

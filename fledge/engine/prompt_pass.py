@@ -58,7 +58,7 @@ class Prompts:
     slots: np.ndarray  # int64 [N], of the caches
     lengths: list[int]
     numbers: np.ndarray  # int64 [S, …] and
-    fractions: np.ndarray  # float64 [S, 2]: as `NewRows` has them
+    fractions: np.ndarray  # float64 [S, 3]: as `NewRows` has them
     tables: np.ndarray  # int64 [S, P]: the prompts' pages
 
     @property
@@ -199,7 +199,7 @@ class PromptPass:
         for *shape, how in shapes if self.graphs.capture else ():
             shape = tuple(shape)
             tables = np.zeros((0, self.max_pages), dtype=np.int64)
-            empty = Prompts(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 2)), tables)
+            empty = Prompts(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 3)), tables)
             if shape[-1] == OVER_CACHE:
                 empty = Rests(**vars(empty), starts=[])
             if (*shape, how) not in self.graphs.graphs:

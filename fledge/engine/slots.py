@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.accept import RowState
-from fledge.kernels.sample import Draws
+from fledge.kernels.sample import Cuts, Draws
 
 MAX_STOP_IDS = 16
 MAX_DEPTH = 16
-FIRST_STOP_ID = 7  # among the numbers of `NewRows`
+FIRST_STOP_ID = 8  # among the numbers of `NewRows`
 
 
 @dataclass
 class NewRows:
     """What the host knows of requests that enter, one entry each."""
 
-    # int64 [B, 7 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
+    # int64 [B, 8 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
     # already (of a request that comes back); most tokens of the answer; most drafted tokens a step that may stand; the
-    # seed; and the stop ids, -1: none
+    # seed; top-k, 0: none; and the stop ids, -1: none
     numbers: Tensor
-    fractions: Tensor  # [B, 2]: temperature and top-p
+    fractions: Tensor  # [B, 3]: temperature, top-p and min-p
     page_table: Tensor  # [B, P]
 
     @property
@@ -59,7 +59,7 @@ class Slots:
         # Set by `fill`.
         self.seed = zeros(num_rows, dtype=torch.int64)
         self.temperature = zeros(num_rows, dtype=torch.float32)
-        self.top_p = zeros(num_rows, dtype=torch.float32)
+        self.cuts = Cuts(zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32))
         self.page_table = zeros(num_rows, max_pages)
         # Set by drafting; lives within one step.
         self.drafts = zeros(num_rows, MAX_DEPTH, dtype=torch.int64)
@@ -69,18 +69,18 @@ class Slots:
     @property
     def carried(self) -> list[Tensor]:
         """What belongs to a row from one step to the next."""
-        tensors = [*self.state, self.seed, self.temperature, self.top_p, self.page_table]
+        tensors = [*self.state, self.seed, self.temperature, *self.cuts, self.page_table]
         return tensors if self.draft_state is None else [*tensors, self.draft_state]
 
     def draws(self, rows: slice | Tensor, *, cuts: bool) -> Draws:
-        top_p = self.top_p[rows] if cuts else None
-        return Draws(self.temperature[rows], self.seed[rows], self.state.answered[rows], top_p)
+        cut = Cuts(*(x[rows] for x in self.cuts)) if cuts else None
+        return Draws(self.temperature[rows], self.seed[rows], self.state.answered[rows], cut)
 
     def fill(self, new: NewRows) -> None:
         """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
         state = self.state
-        rows, active, lengths, answered, limits, depth_limits, seeds = new.numbers[:, :FIRST_STOP_ID].unbind(1)
-        temperatures, top_ps = new.fractions.unbind(1)
+        rows, active, lengths, answered, limits, depth_limits, seeds, top_ks = new.numbers[:, :FIRST_STOP_ID].unbind(1)
+        temperatures, top_ps, min_ps = new.fractions.unbind(1)
         for tensor, values in (
             (state.active, active),
             (state.length, lengths),
@@ -90,7 +90,7 @@ class Slots:
             (state.stop_ids, new.numbers[:, FIRST_STOP_ID:]),
             (self.seed, seeds),
             (self.temperature, temperatures),
-            (self.top_p, top_ps),
+            *zip(self.cuts, Cuts(top_ps, top_ks, min_ps), strict=True),
             (self.page_table, new.page_table),
         ):
             tensor.index_copy_(0, rows, values.to(tensor.dtype))

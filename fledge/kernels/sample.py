@@ -1,4 +1,4 @@
-"""The next token of each row, on the device: the likeliest, or drawn by the Gumbel-max trick, within top-p where asked.
+"""The next token of each row, on the device: the likeliest, or drawn by the Gumbel-max trick, within top-k, min-p and top-p.
 
     token = argmax(logits / temperature + gumbel noise)          temperature 0: no noise, ties go to the lower id
 
@@ -31,13 +31,24 @@ class Choice(NamedTuple):
     ids_NC: Tensor  # int32, target ids
 
 
+class Cuts(NamedTuple):
+    """What B sequences do not draw. As in `speculation.distribution`: top-p counts what the others have left."""
+
+    top_ps_B: Tensor  # 1: all
+    top_ks_B: Tensor  # 0: all
+    min_ps_B: Tensor  # 0: all
+
+    def repeated(self, times: int) -> Cuts:
+        return Cuts(*(x.repeat_interleave(times) for x in self))
+
+
 class Draws(NamedTuple):
     """How B sequences draw."""
 
     temperatures_B: Tensor
     seeds_B: Tensor
     counters_B: Tensor  # tokens drawn before
-    top_ps_B: Tensor | None = None  # None: nothing is cut off
+    cuts: Cuts | None = None  # None: nothing is cut off
 
 
 def choose(
@@ -59,8 +70,8 @@ def choose_reference(
         temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
         counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
         floors = None
-        if draws.top_ps_B is not None:
-            floors = top_p_floor_reference(logits_NV, temperatures, draws.top_ps_B.repeat_interleave(num_new))
+        if draws.cuts is not None:
+            floors = floor_reference(logits_NV, temperatures, draws.cuts.repeated(num_new))
         if ids_V is None:
             column = sample_reference(logits_NV, temperatures, seeds, counters, floors)
         else:
@@ -86,24 +97,24 @@ def picked(choice: Choice, vocab_size: int) -> Tensor:
     return tokens
 
 
-def sample(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, top_ps_B: Tensor | None = None
-) -> Tensor:
-    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `top_ps_B` None: nothing is cut off."""
+def sample(logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, cuts: Cuts | None = None) -> Tensor:
+    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `cuts` None: nothing is cut off."""
     if use_triton(logits_BV):
-        floors = None if top_ps_B is None else top_p_floor_triton(logits_BV, temperatures_B, top_ps_B)
+        floors = None if cuts is None else floor_triton(logits_BV, temperatures_B, cuts)
         return sample_triton(logits_BV, temperatures_B, seeds_B, counters_B, floors)
-    floors = None if top_ps_B is None else top_p_floor_reference(logits_BV, temperatures_B, top_ps_B)
+    floors = None if cuts is None else floor_reference(logits_BV, temperatures_B, cuts)
     return sample_reference(logits_BV, temperatures_B, seeds_B, counters_B, floors)
 
 
-def top_p_floor_reference(logits_BV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor) -> Tensor:
-    """The lowest logits / temperature that top-p keeps; ties with it are kept too. -inf where temperature is 0."""
-    scaled = _scaled(logits_BV, temperatures_B)
-    ordered = scaled.sort(-1, descending=True).values
-    probabilities = ordered.softmax(-1)
+def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, cuts: Cuts) -> Tensor:
+    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where temperature is 0."""
+    ordered = _scaled(logits_BV, temperatures_B).sort(-1, descending=True).values
+    place = torch.arange(ordered.shape[-1], device=ordered.device)
+    last_of_k = torch.where(cuts.top_ks_B > 0, cuts.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
+    kept = (ordered >= ordered.gather(-1, last_of_k)) & (ordered - ordered[:, :1] >= cuts.min_ps_B.log()[:, None])
+    probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    num_kept = (before < top_ps_B[:, None]).sum(-1, keepdim=True).clamp(min=1)
+    num_kept = (kept & (before < cuts.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(temperatures_B <= 0, -torch.inf)
 
 
@@ -153,15 +164,15 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def top_p_floor_triton(logits_NV: Tensor, temperatures_B: Tensor, top_ps_B: Tensor, num_new: int = 1) -> Tensor:
-    """By bisection instead of a sort: 27 readings of a row that stays in the cache of the device."""
+def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new: int = 1) -> Tensor:
+    """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
-        _top_p_floor[(num_rows,)](
+        _floor[(num_rows,)](
             logits_NV,
             temperatures_B,
-            top_ps_B,
+            *cuts,
             floors,
             logits_NV.stride(0),
             NEW=num_new,
@@ -191,8 +202,8 @@ def choose_triton(
 ) -> Choice:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
-    if draws is not None and draws.top_ps_B is not None:
-        floors_N = top_p_floor_triton(logits_NV, draws.temperatures_B, draws.top_ps_B, num_new)
+    if draws is not None and draws.cuts is not None:
+        floors_N = floor_triton(logits_NV, draws.temperatures_B, draws.cuts, num_new)
     num_blocks = -(-vocab_size // (4 * QUARTER))
     best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits_NV.device)
     ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits_NV.device)
@@ -322,10 +333,12 @@ def _best_of_row(best_ptr, ids_ptr, tokens_ptr, VOCAB: tl.constexpr, BLOCKS: tl.
 
 
 @jit
-def _top_p_floor(
+def _floor(
     logits_ptr,
     temperatures_ptr,
     top_ps_ptr,
+    top_ks_ptr,
+    min_ps_ptr,
     floors_ptr,
     logits_stride,
     NEW: tl.constexpr,
@@ -342,14 +355,33 @@ def _top_p_floor(
         lane = tl.arange(0, BLOCK)
         logits = logits_ptr + row * logits_stride
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+        least = tl.full([BLOCK], float("inf"), tl.float32)
         for start in range(0, VOCAB, BLOCK):
             x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
             peaks = tl.maximum(peaks, x)
+            least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
         peak = tl.max(peaks, axis=0)
+        # From here on as differences from the largest, over temperature: all are 0 or less.
+        cut = tl.log(tl.load(min_ps_ptr + row // NEW))
+        top_k = tl.load(top_ks_ptr + row // NEW)
+        if top_k > 0:
+            low = (tl.min(least, axis=0) - peak) * scale
+            high = low * 0.0
+            for _ in range(STEPS + STEPS // 2):  # the range is wider than top-p's
+                middle = (low + high) * 0.5
+                counts = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, VOCAB, BLOCK):
+                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+                    counts += ((x - peak) * scale >= middle).to(tl.int32)
+                enough = tl.sum(counts, axis=0) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            cut = tl.maximum(cut, low)
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, VOCAB, BLOCK):
             x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            sums += tl.exp((x - peak) * scale)
+            x = (x - peak) * scale
+            sums += tl.where(x >= cut, tl.exp(x), 0.0)
         top_p = tl.load(top_ps_ptr + row // NEW)
         wanted = top_p * tl.sum(sums, axis=0)
         # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
@@ -361,10 +393,11 @@ def _top_p_floor(
             for start in range(0, VOCAB, BLOCK):
                 x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
                 x = (x - peak) * scale
-                sums += tl.where(x >= middle, tl.exp(x), 0.0)
+                sums += tl.where((x >= middle) & (x >= cut), tl.exp(x), 0.0)
             enough = tl.sum(sums, axis=0) >= wanted
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
+        low = tl.maximum(low, cut)
         # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
         lowest = tl.full([BLOCK], float("inf"), tl.float32)
         for start in range(0, VOCAB, BLOCK):

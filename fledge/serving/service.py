@@ -40,7 +40,7 @@ log = logging.getLogger("fledge.serving")
 # What a model's generation_config.json may set for requests that leave it open.
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 # What of it captured cycles do not do, and the values that change nothing.
-NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {"repetition_penalty": 1.0}
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
 # Compiling a grammar takes milliseconds; one that takes longer than this is refused.
@@ -228,7 +228,7 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 def not_captured(defaults: dict[str, Any]) -> list[str]:
     """Those of a model's defaults that send requests to the eager engine on a GPU."""
-    return [name for name, neutral in NEUTRAL.items() if defaults.get(name, neutral) not in (neutral, -1)]
+    return [name for name, neutral in NEUTRAL.items() if defaults.get(name, neutral) != neutral]
 
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:

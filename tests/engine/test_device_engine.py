@@ -79,7 +79,7 @@ def test_what_the_cycle_does_not_do_goes_the_eager_way():
         {"logit_bias": {3: 5.0}},
         {"logprobs": 2},
         {"min_tokens": 4},
-        {"top_k": 5, "temperature": 0.8, "seed": 1},
+        {"presence_penalty": 0.4},
         {},
     ]
     params = [SamplingParams(**({"max_tokens": 12, "temperature": 0} | options)) for options in unusual]
@@ -180,8 +180,9 @@ def test_an_interrupted_request_can_be_cancelled():
 
 
 def test_seeded_draws_do_not_depend_on_speculation_or_company():
-    decoder, texts = tiny_decoder(3), prompts(9, seed=7)
-    params = [SamplingParams(max_tokens=15, temperature=0.9, top_p=0.8 if i % 2 else 1.0, seed=i) for i in range(9)]
+    decoder, texts = tiny_decoder(3), prompts(10, seed=7)
+    cuts = ({}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.7, "min_p": 0.05})
+    params = [SamplingParams(max_tokens=15, temperature=0.9, seed=i, **cuts[i % len(cuts)]) for i in range(10)]
     results = []
     for speculation, rows in ((Speculation("none"), 2), (Speculation(drafter(), 4), 8)):
         engine = device_engine(decoder, speculation, max_num_seqs=rows)

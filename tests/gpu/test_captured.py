@@ -9,7 +9,7 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, SAMPLED, TOP_P, DeviceBatch
+from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.offline import DeviceAnswers
 from fledge.engine.prompt_pass import OVER_CACHE
@@ -66,7 +66,7 @@ def test_captured_equals_eager_and_the_cpu(version):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED, TOP_P])
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED, CUT])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_replayed_cycle_never_waits(how, depth):
     decoder, drafter = networks()

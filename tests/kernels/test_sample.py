@@ -9,16 +9,17 @@ from fledge.kernels.fused_linear import Norm
 from fledge.kernels.head_choice import head_choice, head_choice_triton, quantized_head_choice_triton
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.sample import (
+    Cuts,
     Draws,
     choose_reference,
     choose_triton,
+    floor_reference,
+    floor_triton,
     gumbel_noise,
     philox,
     picked,
     sample_reference,
     sample_triton,
-    top_p_floor_reference,
-    top_p_floor_triton,
 )
 from fledge.sampling import SamplingParams
 from fledge.speculation.distribution import probabilities
@@ -83,16 +84,21 @@ def test_frequencies_follow_the_distribution(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("vocab_size", [20, 5000])
-def test_top_p_keeps_what_a_sort_keeps(kernel, vocab_size):
+def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
     device = "cpu" if kernel == "reference" else device_of_kernels()
-    run = top_p_floor_reference if kernel == "reference" else top_p_floor_triton
-    logits = 3 * torch.randn(5, vocab_size, device=device)
-    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0], device=device)
-    top_ps = torch.tensor([0.9, 0.5, 0.99, 0.9, 0.01], device=device)
-    floors = run(logits, temperatures, top_ps)
+    run = floor_reference if kernel == "reference" else floor_triton
+    logits = 3 * torch.randn(9, vocab_size, device=device)
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.7, 1.5, 1.0], device=device)
+    cuts = Cuts(
+        torch.tensor([0.9, 0.5, 0.99, 0.9, 0.01, 1.0, 0.8, 0.9, 1.0], device=device),
+        torch.tensor([0, 0, 0, 0, 0, 7, 12, 0, 3], device=device, dtype=torch.int32),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.05], device=device),
+    )
+    floors = run(logits, temperatures, cuts)
     assert floors[3] == -torch.inf
-    for row in (0, 1, 2, 4):
-        params = SamplingParams(temperature=float(temperatures[row]), top_p=float(top_ps[row]))
+    for row in (0, 1, 2, 4, 5, 6, 7, 8):
+        top_p, top_k, min_p = (float(cut[row]) for cut in cuts)
+        params = SamplingParams(temperature=float(temperatures[row]), top_p=top_p, top_k=int(top_k), min_p=min_p)
         scaled = (logits[row] * (1 / temperatures[row])).cpu()
         # The cut is a token's own value, so that whether this token is kept does not hang on rounding.
         assert bool((scaled == floors[row].cpu()).any())
@@ -103,7 +109,7 @@ def test_top_p_keeps_what_a_sort_keeps(kernel, vocab_size):
         assert bool((apart < 1e-2).all())
         assert abs(float(scaled.softmax(-1)[kept].sum() - scaled.softmax(-1)[wanted].sum())) < 1e-5
     tokens = (sample_reference if kernel == "reference" else sample_triton)(
-        logits, temperatures, torch.arange(5, device=device), torch.arange(5, device=device), floors
+        logits, temperatures, torch.arange(9, device=device), torch.arange(9, device=device), floors
     )
     assert tokens[4] == logits[4].argmax()
 
@@ -122,7 +128,7 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
         torch.tensor([0.7, 0.0], device=device),
         torch.tensor([11, 12], device=device),
         torch.tensor([4, 9], device=device),
-        torch.tensor([0.5, 0.9], device=device) if kind == "top_p" else None,
+        Cuts(*(torch.tensor(cut, device=device) for cut in ([0.5, 0.9], [0, 0], [0.0, 0.0]))) if kind == "top_p" else None,
     )
     run = choose_reference if kernel == "reference" else choose_triton
     tokens = picked(run(logits, None if kind == "greedy" else draws, num_new, ahead, ids), vocab_size if ids is None else 20000)

@@ -413,6 +413,6 @@ def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> Non
 
 
 def test_defaults_that_send_requests_the_eager_way_are_named():
-    assert not_captured({"temperature": 0.6, "top_p": 0.95}) == []
-    assert not_captured({"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}) == []
-    assert not_captured({"top_k": 20, "repetition_penalty": 1.05}) == ["top_k", "repetition_penalty"]
+    assert not_captured({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == []
+    assert not_captured({"min_p": 0.1, "repetition_penalty": 1.0}) == []
+    assert not_captured({"top_k": 20, "repetition_penalty": 1.05}) == ["repetition_penalty"]
