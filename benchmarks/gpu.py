@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
+    parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
     parser.add_argument("--vllm-seconds", type=float, default=3600, help="what it has measured until then counts")
     parser.add_argument("--honour-stops", action="store_true")
     parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
@@ -362,6 +363,7 @@ def vllm(bench: Bench) -> dict[str, object]:
         ignore_eos=not args.honour_stops,
         requests={str(count): num_requests(count) for count in args.concurrency},
         timeout=args.vllm_seconds,
+        plain=not args.no_vllm_plain,
     )
     for run in found.get("runs", ()):
         run.pop("answers", None)

@@ -20,7 +20,7 @@ def main(task_file: str, out_file: str) -> None:
     longest = max(len(prompt) for prompt in task["prompts"]) + task["max_tokens"] + 32
     ignore_eos = task.get("ignore_eos", False)
     params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=ignore_eos, detokenize=False)
-    ways = {"plain": None}
+    ways = {"plain": None} if task.get("plain", True) else {}
     for name, drafter in task["drafters"].items():
         for depth in task["depths"]:
             label = f"EAGLE {name}".strip() + f", depth {depth}"
