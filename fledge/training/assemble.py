@@ -52,6 +52,7 @@ class Pieces:
     vocabulary: DraftVocabulary | None
     drafter: EagleDrafter
     provenance: dict[str, Any]
+    target_folder: Path
 
 
 def resolve(recipe: Recipe, world: World) -> Recipe:
@@ -94,6 +95,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     elsewhere = recipe.target.endpoint is not None
+    source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
     folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
     tokenizer = Tokenizer(folder)
     train, held_out, prompts, report, hashes = _data(recipe, tokenizer, say)
@@ -137,14 +139,14 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     if vocabulary is not None:
         drafter.d2t.copy_(vocabulary.d2t())
     drafter.requires_grad_(True)
-    start_drafter(recipe, drafter, target, weights, say)
+    start_drafter(recipe, drafter, target, weights, say, source)
     drafter.to(device)
     provenance = {
         "target": recipe.target.model,
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
         "draft_vocabulary": told or "the target's",
     }
-    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance)
+    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
 
 
 def _data(
@@ -346,7 +348,7 @@ def _vocabulary(
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary
-    # The first process decides: it may write the file before another one looks.
+    # The first process decides, for all.
     if given or world.broadcast(own.with_name("vocabulary.json").exists()):
         vocabulary = DraftVocabulary.load(given or own)
         vocabulary.check(vocab_size=config.vocab_size, **hashes)
@@ -357,16 +359,21 @@ def _vocabulary(
             )
     else:
         vocabulary = DraftVocabulary.count(train, config.draft_vocab_size, config.vocab_size, always=special_ids, **hashes)
-        if world.is_first:
-            vocabulary.save(own)
-        world.barrier()
     return vocabulary
 
 
-def start_drafter(recipe: Recipe, drafter: EagleDrafter, target: Target, weights: dict[str, Any], say: Say) -> None:
+def start_drafter(
+    recipe: Recipe,
+    drafter: EagleDrafter,
+    target: Target,
+    weights: dict[str, Any],
+    say: Say,
+    source: EagleDrafter | None = None,
+) -> None:
+    """`source`: the drafter of `init_from`, where it is loaded already."""
     head, embedding = target.head, target.embedding
     if recipe.drafter.init_from:
-        source = load_drafter(recipe.drafter.init_from)
+        source = source or load_drafter(recipe.drafter.init_from)
         with torch.no_grad():
             start_random(drafter, head, embedding, recipe.seed)
         sample = torch.arange(64) % target.vocab_size  # which tokens hardly matters: sizes are wanted

@@ -29,9 +29,16 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name))
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def remove_leftovers(folder: Path) -> None:
+    """What a run that was killed while it wrote left behind: as large as a checkpoint, and never read."""
+    for path in folder.glob(".step-*.pt.*"):
+        path.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
+    """`lazily`: tensors are read only when they are used."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a damaged archive raises many kinds
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{path}: cannot be read ({reason}); delete it to resume from the checkpoint before") from None

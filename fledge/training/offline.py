@@ -7,6 +7,7 @@ of the index is written after its rows, so that an interrupted run loses no more
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ import torch
 from fledge.errors import UserError
 from fledge.training.distributed import World
 from fledge.training.packing import PackedLoader
+from fledge.training.samples import write_atomically
 from fledge.training.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
+PROBES, PROBE_BYTES = 16, 1 << 16  # of each of the target's weight files
 ROWS_AHEAD = 8  # asked of the target while earlier ones are written
 
 
@@ -137,8 +140,24 @@ def _numpy_type(dtype: torch.dtype) -> type:
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     if path.exists():
         found = json.loads(path.read_text())
-        if found != identity:
-            different = ", ".join(k for k in identity if found.get(k) != identity[k])
-            raise UserError(f"{path.parent}: holds states of another target ({different} differ); use another folder")
+        found = {"weights": identity["weights"]} | found  # earlier versions did not note them
+        if different := [key for key in identity if found.get(key) != identity[key]]:
+            raise UserError(
+                f"{path.parent}: holds states of another target ({', '.join(different)} differ); use another folder"
+            )
     else:
-        path.write_text(json.dumps(identity))
+        write_atomically(path, lambda file: file.write(json.dumps(identity).encode()))
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Of the target's weight files, by their sizes and a few places in each: other training changes all of them. Hashing all
+    of a large target would take minutes, and dates change with every copy."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for place in range(PROBES):
+                file.seek(size * place // PROBES)
+                digest.update(file.read(PROBE_BYTES))
+    return digest.hexdigest()

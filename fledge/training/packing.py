@@ -148,6 +148,7 @@ class PackedLoader(Iterator[PackedBatch]):
             "position_offset_max": self.position_offset_max,
             "samples": len(self.samples),
             "tokens": len(self.samples.tokens),
+            "data": self.samples.content_hash,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,10 +156,11 @@ class PackedLoader(Iterator[PackedBatch]):
         return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = {"data": self.samples.content_hash, **state}  # earlier versions went by the numbers alone
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            if before.get(name) != value:
                 raise DataError(
-                    f"cannot resume inside the epoch: {name} was {state.get(name)}, now it is {value}; "
+                    f"cannot resume inside the epoch: {name} was {before.get(name)}, now it is {value}; "
                     f"put it back, or start a new run"
                 )
         self._enter(int(state["epoch"]), int(state["batch"]))

@@ -147,12 +147,13 @@ def regenerate(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     max_model_len = getattr(generator, "max_model_len", None)
     work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
+    overlap, stop_ids = Overlap.of_files(avoid), work.chat.stop_ids()  # refusals come before there is a file
     with AnswerFile(out_path, settings) as file:
         remaining = len(prompts) + (self_prompted or 0) - len(file.done)
         helpers = find_helpers(work, remaining, getattr(generator, "concurrency", 0), processes)
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
-            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, Overlap.of_files(avoid))
+            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, overlap, stop_ids)
             return run.answer_all(prompts, self_prompted or 0, show_progress)
         finally:
             gc.unfreeze()
@@ -173,10 +174,11 @@ class _Run:
         wave: int,
         started: float,
         avoid: Overlap | None,
+        stop_ids: Sequence[int],
     ):
         self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
         self.sampling, self.seed, self.wave, self.started, self.avoid = sampling, seed, wave, started, avoid
-        self.stop_ids = self.chat.stop_ids()
+        self.stop_ids = stop_ids
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.next_seed = seed + len(file.done) * 1009

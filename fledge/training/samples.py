@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,6 +95,13 @@ class SampleSet(Sequence[Sample]):
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    @cached_property
+    def content_hash(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.loss_mask, self.offsets):
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
 
     def answer_ids(self) -> np.ndarray:
         """Every token with a loss, of all samples, in order."""

@@ -13,17 +13,25 @@ from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
-from fledge.training.checkpoint import checkpoints, load_checkpoint, restore_random_state, save_checkpoint
+from fledge.training.checkpoint import (
+    checkpoints,
+    load_checkpoint,
+    remove_leftovers,
+    restore_random_state,
+    save_checkpoint,
+)
 from fledge.training.curves import draw_curves
+from fledge.training.data import DataError
 from fledge.training.diagnosis import describe_not_finite
 from fledge.training.distributed import World
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
+from fledge.training.identity import check_settings
 from fledge.training.interrupts import Interrupts
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.offline import StatesOnDisk
+from fledge.training.offline import StatesOnDisk, weights_fingerprint
 from fledge.training.optimizers import build_optimizers, clip_gradients
 from fledge.training.packing import PackedLoader
 from fledge.training.prefetch import Prefetcher, StepInput
@@ -119,6 +127,7 @@ class Trainer:
         recipe, folder = self.recipe, self.recipe.run.hidden_states_folder
         identity = {
             "model": recipe.target.model,
+            "weights": weights_fingerprint(self.pieces.target_folder),
             "dtype": recipe.target.dtype,
             "layers": list(self.drafter.config.aux_layer_ids),
         }
@@ -331,6 +340,7 @@ class Trainer:
     def save(self) -> None:
         if self.world.is_first:
             state = {
+                "recipe": self.recipe.to_dict(),
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.loader_state,
@@ -348,6 +358,11 @@ class Trainer:
         if not found:
             return
         state = load_checkpoint(found[-1])
+        if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
+            raise UserError(
+                f"{found[-1]}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another "
+                "output folder"
+            )
         try:
             self.drafter.load_state_dict(state["drafter"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -357,7 +372,11 @@ class Trainer:
                 "delete it to start anew"
             ) from None
         if state["loader"] is not None:
-            self.loader.load_state_dict(state["loader"])
+            try:
+                self.loader.load_state_dict(state["loader"])
+            except DataError as error:
+                earlier = "" if "recipe" in state else " (an earlier version wrote it, which did not hold out whole prompts)"
+                raise UserError(f"{found[-1]}{earlier}: {error}") from None
         self.loader_state = state["loader"]
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
         self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
@@ -377,10 +396,8 @@ def train(recipe: Recipe) -> Result:
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
         recipe = resolve(recipe, world)
-        if world.is_first:
-            say(recipe.to_yaml())
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
+        say(recipe.to_yaml())
+        check_settings(recipe, say)
         pieces = assemble(recipe, world, say)
         # A sharded target needs all processes for every pass, though the first alone evaluates.
         takes_part = world.is_first or recipe.run.distributed == "fsdp"
@@ -390,6 +407,11 @@ def train(recipe: Recipe) -> Result:
         say(f"packing: {trainer.loader}")
         if recipe.run.hidden_states == "offline":
             trainer.use_states_on_disk()
+        if world.is_first:  # only now: a run that is refused leaves things as they were
+            if trainer.pieces.vocabulary is not None and not recipe.data.vocabulary:
+                trainer.pieces.vocabulary.save(folder / "vocabulary")
+            write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
+            remove_leftovers(folder / "checkpoints")
         if trainer.step:
             say(f"resuming at step {trainer.step:,}")
         return trainer.fit()

@@ -23,7 +23,10 @@ SMALL = 0.02  # standard deviation of what is not copied
 
 Piece = tuple[Tensor, Tensor | None, float]  # where to, what (None: the target has no such thing), times how much
 
-_OF_USE = ("self_attn.", "input_layernorm.", "post_attention_layernorm.", "mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.")
+_OF_USE = (
+    *("self_attn.", "input_layernorm.", "post_attention_layernorm.", "pre_feedforward_layernorm."),
+    *("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj."),
+)
 # What our networks keep as one, under the names of transformers' models.
 _FUSED = (
     ("self_attn.qkv_proj.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"]),
@@ -124,10 +127,37 @@ def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
         return {}
     named = [(name, value) for name, value in layers[-1].named_parameters() if name.startswith(_OF_USE)]  # not the experts
     weights = {name: value.detach().float().cpu() for name, value in named}
+    for name, module in layers[-1].named_modules():
+        if "norm" in name and f"{name}.weight" in weights:
+            weights[f"{name}.weight"] = _multiplier(module)
+    _leave_normed_outputs(weights, layers[-1])
     for fused, parts in _FUSED:
         if all(part in weights for part in parts):
             weights[fused] = torch.cat([weights.pop(part) for part in parts])
-    return weights | {"norm.weight": norm.weight.detach().float().cpu()}
+    return weights | {"norm.weight": _multiplier(norm)}
+
+
+@torch.no_grad()
+def _multiplier(norm: nn.Module) -> Tensor:
+    """What a norm multiplies by. Gemma's keep it less one."""
+    weight = norm.weight.detach()
+    signs = torch.ones_like(weight)
+    signs[1::2] = -1  # its root mean square is one, whether the mean is taken away first or not
+    found, kept = (norm(signs[None])[0] * signs).float().cpu(), weight.float().cpu()
+    return kept + 1 if (found - kept - 1).abs().sum() < (found - kept).abs().sum() else kept
+
+
+def _leave_normed_outputs(weights: dict[str, Tensor], layer: nn.Module) -> None:
+    """Some layers norm what attention and MLP give (Gemma 2, OLMo 2, GLM 4): weights whose output is normed have no size that
+    means anything without it. Where Llama's norm before the MLP has its name, theirs after attention may have it."""
+    if hasattr(layer, "post_feedforward_layernorm"):
+        weights.pop("post_attention_layernorm.weight", None)
+        if "pre_feedforward_layernorm.weight" in weights:
+            weights["post_attention_layernorm.weight"] = weights.pop("pre_feedforward_layernorm.weight")
+    elif not hasattr(layer, "post_self_attn_layernorm"):
+        return
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        weights.pop(name, None)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fledge.errors import UserError
 from fledge.training.data import DataError, read_conversations, tokenize_conversation
 from fledge.training.prompts import read_prompts
 from fledge.training.regenerate import regenerate
@@ -66,6 +67,18 @@ class WritingGenerator(EchoGenerator):
 def write(path: Path, *lines: object) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_a_refusal_leaves_no_file(tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "Hi"})
+    without = chat_tokenizer(chat_template=None)
+    with pytest.raises(UserError, match="no chat template"):
+        regenerate(EchoGenerator(without), without, prompts, tmp_path / "out.jsonl", **QUIET)
+    with pytest.raises(UserError, match="no such file"):
+        regenerate(
+            EchoGenerator(chat_tokenizer()), chat_tokenizer(), prompts, tmp_path / "out.jsonl", avoid=["nowhere"], **QUIET
+        )
+    assert list(tmp_path.iterdir()) == [prompts]
 
 
 def records(path: Path) -> dict[str, dict]:

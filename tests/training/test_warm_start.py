@@ -108,6 +108,36 @@ def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
             assert torch.equal(ours.kv_b_proj.weight, last.kv_b_proj.weight)
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "Olmo2", "Llama"])
+def test_norms_are_taken_for_what_they_do(family):
+    """Gemma 2's norm called post_attention_layernorm follows attention, as OLMo 2's; Gemma's weights are kept less one."""
+    import transformers
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    last = model.model.layers[-1]
+    norms = [module for name, module in model.model.named_modules() if name.endswith("norm")]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    weights = last_layer_of_transformers(model)
+    drafter = tiny_drafter(tiny_drafter_config(head_dim=8))
+    head, embedding = Head(model.lm_head.weight.detach()), model.get_input_embeddings()
+    copied = set(start_from_target(drafter, weights, head, embedding))
+    layer = drafter.layers[0]
+    if family == "Gemma2":
+        assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight + 1)
+        assert torch.equal(layer.post_attention_layernorm.weight, last.pre_feedforward_layernorm.weight + 1)
+        assert torch.equal(drafter.norm.weight, model.model.norm.weight + 1)
+    elif family == "Olmo2":
+        assert copied.isdisjoint({"hidden_norm", "post_attention_layernorm"})
+        assert (layer.post_attention_layernorm.weight == 1).all()
+    else:
+        assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight)
+        assert torch.equal(layer.post_attention_layernorm.weight, last.post_attention_layernorm.weight)
+    assert {"o_proj", "down_proj"} & copied == ({"o_proj", "down_proj"} if family == "Llama" else set())
+
+
 def test_an_eagle_3_drafter_becomes_3_1_and_stays_close():
     decoder = tiny_decoder()
     head = Head(decoder.lm_head.weight)

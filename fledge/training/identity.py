@@ -1,0 +1,71 @@
+"""What makes two runs the same one: a run goes on only with the settings it was begun with, but for those that may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fledge.errors import UserError
+from fledge.training.checkpoint import checkpoints, load_checkpoint
+from fledge.training.recipe import Recipe, build
+
+# How long, how often told and evaluated, where things lie, and what gives the same numbers in less memory.
+_FREE = {
+    *("output", "evaluation"),
+    *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),
+    *("run.keep", "run.device", "run.compile", "run.distributed", "run.hidden_states", "run.hidden_states_folder"),
+    *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
+    *("data.train", "data.held_out", "data.avoid", "data.cache", "data.vocabulary"),  # their contents are compared, elsewhere
+    *("objective.chunk_rows", "objective.recompute"),
+}
+# What a run that diverged is told to change.
+_REMEDIES = {
+    *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup", "optimizer.clip", "target.dtype"),
+}
+_LEAST = {"output": "-", "target": {"model": "-"}, "data": {"train": ["-"]}, "run": {"steps": 1}}
+
+
+def check_settings(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Refuses to go on with another run than the one in the output folder; before anything is loaded or written."""
+    found = checkpoints(Path(recipe.output) / "checkpoints")
+    if not found:
+        return
+    before = load_checkpoint(found[-1], lazily=True).get("recipe")
+    if before is None:
+        say(f"{found[-1].name} does not say its settings (an earlier version wrote it): they are taken to be these")
+        return
+    refused, told = changed_settings(before, recipe)
+    if refused:
+        raise UserError(
+            f"{found[-1]}: belongs to a run with other settings ({'; '.join(refused)}); put them back, or use another output "
+            "folder"
+        )
+    for change in told:
+        say(f"from here on: {change}")
+
+
+def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
+    """In words: (what `recipe` may not have changed since `before`, a recipe as a mapping; what it may, but not unnoticed)."""
+    was, now = _flat(before), _flat(recipe.to_dict())
+    usual = _flat(build(Recipe, _LEAST, "").to_dict())
+    free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
+    refused, told = [], []
+    for key, value in now.items():
+        old = was.get(key, usual[key])  # a setting that is newer than the run had its usual value
+        if free.isdisjoint((key, key.partition(".")[0])) and _within(old, before["output"]) != _within(value, recipe.output):
+            (told if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
+    return refused, told
+
+
+def _within(value: Any, output: str) -> Any:
+    """A path inside the output folder (a toy's) moves with it."""
+    return value.removeprefix(output.rstrip("/") + "/") if isinstance(value, str) else value
+
+
+def _flat(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
+    return flat
