@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -17,33 +19,71 @@ from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build
 from fledge.training.trainer import train
 
-SCRIPT = """
+# After every pass a sharded target has given up what it gathered, so that no process holds all of it. States on disk are made
+# of an odd number of rows: one process has a row less than the other, and must take part in its pass nevertheless.
+WATCHED = """
 import sys, torch
 torch.set_num_threads(1)
+from torch.distributed.tensor import DTensor
+from fledge.training import offline
 from fledge.training.recipe import load_recipe
+from fledge.training.target import DecoderTarget
 from fledge.training.trainer import train
-train(load_recipe(sys.argv[1]))
+
+passes, rows = [], []
+states, one_row = DecoderTarget.states, offline.PackedLoader
+
+def watched(self, *args, **kwargs):
+    found = states(self, *args, **kwargs)
+    for layer in self.decoder.layers:
+        for name, weight in layer.named_parameters():
+            assert isinstance(weight, DTensor) and weight.to_local().numel() == weight.numel() / 2, name
+    passes.append(len(found.hidden_ND))
+    return found
+
+def counted(*args):
+    loader = one_row(*args)
+    rows.append(loader.batches_per_epoch)
+    return loader
+
+DecoderTarget.states, offline.PackedLoader = watched, counted
+recipe = load_recipe(sys.argv[1])
+train(recipe)
+if recipe.run.hidden_states == "offline":
+    assert rows[0] % 2 == 1 and len(passes) == 1 + (rows[0] + 1) // 2, (rows, len(passes))  # the first: held-out texts
+else:
+    assert len(passes) == 1 + recipe.run.steps, passes
 """
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run_in_two_processes(recipe: Recipe, folder: Path) -> None:
-    path = folder / "recipe.yaml"
-    path.write_text(recipe.to_yaml())
+def run_watched(recipe: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {**ONE_THREAD, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(path)],
+            [sys.executable, "-c", WATCHED, str(recipe)],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # those that wait for one another would do so for ever
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+def run_command(recipe: Path) -> None:
+    """As users do it."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fledge", "train"]
+    done = subprocess.run([*launch, str(recipe)], env=ONE_THREAD, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def train_lines(recipe: Recipe) -> list[dict]:
@@ -51,26 +91,49 @@ def train_lines(recipe: Recipe) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory) -> Path:
+def by_one(tmp_path_factory) -> Recipe:
+    """Of a run in this process."""
     torch.set_num_threads(1)
-    return toy.make(tmp_path_factory.mktemp("toy"), num_answers=120, steps=10)
-
-
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_two_processes_equal_one(toy_folder, tmp_path, distributed):
+    folder = tmp_path_factory.mktemp("toy")
+    toy.make(folder, num_answers=1, steps=10)
+    draw = random.Random(0)  # answers that do not depend on how a machine rounds: the number of rows must be odd everywhere
+    pairs = (toy.conversation(draw) for _ in range(60))
+    lines = [json.dumps({"prompt_ids": prompt, "answer_ids": answer}) for prompt, answer in pairs]
+    (folder / "answers.jsonl").write_text("\n".join(lines))
     content = {
-        "output": str(tmp_path / "one"),
-        "target": {"model": str(toy_folder / "target")},
-        "data": {"train": [str(toy_folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "output": str(folder / "one"),
+        "target": {"model": str(folder / "target")},
+        "data": {"train": [str(folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
         "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
         "objective": {"ttt_steps": 3},
-        "run": {"steps": 5, "log_every": 1, "evaluate_every": 5, "device": "cpu", "distributed": distributed},
+        "run": {"steps": 5, "log_every": 1, "evaluate_every": 5, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    one = build(Recipe, content, "")
-    train(one)
-    two = replace(one, output=str(tmp_path / "two"), data=replace(one.data, batch_rows=1))
-    run_in_two_processes(two, tmp_path)
+    recipe = build(Recipe, content, "")
+    train(recipe)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        (run_command, {"distributed": "ddp"}),
+        (run_watched, {"distributed": "fsdp"}),
+        (run_watched, {"distributed": "fsdp", "hidden_states": "offline"}),
+    ],
+    ids=["torchrun", "fsdp", "fsdp and states on disk"],
+)
+def test_two_processes_equal_one(by_one, tmp_path, run, settings):
+    one = by_one
+    two = replace(
+        one,
+        output=str(tmp_path / "two"),
+        data=replace(one.data, batch_rows=1),
+        run=replace(one.run, **settings),
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(two.to_yaml())
+    run(path)
     assert len(train_lines(two)) == len(train_lines(one)) == 5
     for ours, theirs in zip(train_lines(two), train_lines(one), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +17,12 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
 from fledge.training import toy
+from fledge.training.assemble import assemble, resolve
+from fledge.training.distributed import World
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build, load_recipe
 from fledge.training.trainer import Trainer, TrainingStopped, train
+from fledge.training.vocabulary import DraftVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -249,12 +254,62 @@ def test_states_on_disk_train_alike(recipe, tmp_path):
         train(other)
 
 
-def test_another_drafter_is_not_resumed(recipe):
+def test_another_draft_vocabulary_is_not_resumed(recipe, tmp_path):
     train(replace(recipe, run=replace(recipe.run, steps=2)))
-    with pytest.raises(UserError, match="belongs to another drafter"):
-        train(replace(recipe, drafter=replace(recipe.drafter, num_layers=2)))
-    with pytest.raises(UserError, match="draft vocabulary has 64 tokens"):
+    given = tmp_path / "run" / "vocabulary"
+    with pytest.raises(UserError, match="draft_vocab_size was 64, now 32"):
         train(replace(recipe, drafter=replace(recipe.drafter, draft_vocab_size=32)))
+    smaller = replace(recipe, output=str(tmp_path / "smaller"), drafter=replace(recipe.drafter, draft_vocab_size=32))
+    with pytest.raises(UserError, match="draft vocabulary has 64 tokens"):
+        train(replace(smaller, data=replace(recipe.data, vocabulary=str(given))))
+    counted = DraftVocabulary.load(given)
+    others = np.setdiff1d(np.arange(counted.provenance["vocab_size"]), counted.token_ids)
+    token_ids = np.sort([*counted.token_ids[:-1], others[0]])
+    replace(counted, token_ids=token_ids).save(tmp_path / "other")
+    with pytest.raises(UserError, match="trained with another draft vocabulary"):
+        train(replace(recipe, data=replace(recipe.data, vocabulary=str(tmp_path / "other"))))
+
+
+def test_a_target_of_transformers_is_trained_for(recipe, tmp_path):
+    """An architecture that shares no weight names with ours: learned positions, its own norms."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path / "gpt2"
+    sizes = {"vocab_size": len(toy.WORDS), "n_positions": 128, "n_embd": 32, "n_layer": 4, "n_head": 2}
+    config = GPT2Config(**sizes, bos_token_id=toy.END, eos_token_id=toy.END, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    toy.save_tokenizer(folder)
+    recipe = replace(recipe, target=replace(recipe.target, model=str(folder)))
+    result = train(recipe)
+    assert result.finished
+    history = losses(recipe)
+    assert sum(history[step] for step in (10, 11, 12)) < sum(history[step] for step in (1, 2, 3))
+    provenance = json.loads((result.best_folder / "provenance.json").read_text())
+    assert provenance["recipe"]["target"]["backend"] == "transformers"
+    assert load_drafter(result.best_folder).config.hidden_size == 32
+    sharded = replace(recipe, output=str(tmp_path / "sharded"), run=replace(recipe.run, distributed="fsdp"))
+    with pytest.raises(UserError, match="this target runs through transformers: use ddp"):
+        train(sharded)
+
+
+def test_what_is_held_out_is_told(recipe):
+    """How many conversations go with the prompts, how many prompts are too long, and what the draft vocabulary misses."""
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, held_out_samples=30),
+        evaluation=replace(recipe.evaluation, max_prompt_tokens=7),
+    )
+    told: list[str] = []
+    pieces = assemble(resolve(recipe, World()), World(), told.append)
+    asked = {tuple(prompt) for prompt in pieces.prompts}
+    assert asked.isdisjoint(tuple(pieces.train.prompt(i)) for i in range(len(pieces.train)))
+    data, held_out, left_out, vocabulary = told[:4]
+    others = int(re.match(r"data: (\d+) of 240", data)[1]) - len(pieces.train)
+    assert others > 30
+    assert held_out == f"held out: 30 prompts, with all {others} conversations that begin with them"
+    assert left_out.startswith(f"held out: {30 - len(asked)} of 30 prompts left out, as longer than")
+    assert 0 < len(asked) < 30
+    assert re.search(r"% of the answers, \d+\.\d\d% of those held out", vocabulary)
 
 
 def test_a_vocabulary_of_other_data_is_refused(recipe, toy_folder, tmp_path):
