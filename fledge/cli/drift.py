@@ -69,7 +69,8 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
 
     names = [one["name"] for one in figures["drafters"]]
     sink = figures["sink"]
-    console.print(f"[bold]{figures['model']}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention")
+    took = f"; {figures['seconds']:.0f} s" if "seconds" in figures else ""
+    console.print(f"[bold]{figures['model']}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention{took}")
     table = Table("", *names, box=None)
     step = next(iter(figures["probes"].values())).get("drift_step", 8)
     for label, key, form in (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fledge.drift.acceptance import Count, Estimate, length_ratio
-from fledge.drift.claims import condition_of, suite_of
-from fledge.drift.words import plus_minus, shown_depth
+from fledge.drift.pairs import condition_of, plus_minus, ratio_over, suite_of
+from fledge.drift.words import shown_depth
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 CORNERS = ((False, False), (True, False), (False, True), (True, True))  # fc_norm, norm_output
@@ -31,13 +30,15 @@ def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
 
 
 def ablation(figures: dict[str, Any], table: Table) -> list[str]:
-    """The two fixes one by one, where all four combinations were trained alike."""
+    """The two fixes one by one, where all four combinations were trained alike; else that this was not measured."""
+    title = "## The two fixes one by one"
     groups: dict[tuple[Any, ...], dict[tuple[bool, bool], str]] = {}
     for drafter in figures["drafters"]:
         groups.setdefault(_rest(drafter, "flags"), {}).setdefault(_flags(drafter), drafter["name"])
     group = next((one for one in groups.values() if len(one) == len(CORNERS)), None)
     if group is None:
-        return []
+        missing = "drafters with `fc_norm` alone and with `norm_output` alone, trained like the others, are not among these"
+        return [title, f"Not measured: {missing}, so that nothing here says which of the two does what."]
     measures = _measures(figures, list(group.values()))
     rows = [[label, *(form.format(values[group[corner]]) for corner in CORNERS)] for label, form, values in measures]
     head = ["", "neither (EAGLE 3)", "`fc_norm` only", "`norm_output` only", "both (EAGLE 3.1)"]
@@ -50,7 +51,7 @@ def ablation(figures: dict[str, Any], table: Table) -> list[str]:
             sentences.append(
                 f"- {suite}: `fc_norm` alone {alone}, `norm_output` alone {other}, both {both} of neither's acceptance length."
             )
-    return ["## The two fixes one by one", table(head, rows), "\n".join(sentences)]
+    return [title, table(head, rows), "\n".join(sentences)]
 
 
 def _measures(figures: dict[str, Any], names: Sequence[str]) -> list[tuple[str, str, dict[str, float]]]:
@@ -82,7 +83,7 @@ def _measures(figures: dict[str, Any], names: Sequence[str]) -> list[tuple[str, 
 
 
 def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
-    """Pairs that differ in augmentation, or in the window, alone."""
+    """Pairs that differ in augmentation, or in the window, alone; else that this was not measured."""
     parts: list[str] = []
     for aspect, title, value in (
         ("augmented", "Training under other templates and system prompts", lambda d: d["trained"].get("augmented")),
@@ -97,21 +98,10 @@ def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
             ratios = [ratio_over(figures, suite, one["name"], other["name"]) for one, other in pairs]
             if ratios and all(ratios):
                 rows.append([suite, *(plus_minus(ratio._asdict()) for ratio in ratios)])
+        parts.append(f"## {title}")
         if rows:
             head = ["acceptance length, all conditions together", *(f"{a['name']} / {b['name']}" for a, b in pairs)]
-            parts += [f"## {title}", table(head, rows)]
+            parts.append(table(head, rows))
+        else:
+            parts.append("Not measured: no two of these drafters differ in this alone.")
     return parts
-
-
-def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Estimate | None:
-    """Over all conditions of a suite, text by text; None where the figures do not have the texts' counts."""
-    found = suite_of(figures, suite)
-    mine, theirs = ([], [])
-    for condition in found["conditions"] if found else ():
-        counts = [condition["drafters"][who].get("counts") for who in (name, base)]
-        if None in counts:
-            return None
-        both = [text for text in counts[0] if text in counts[1]]
-        mine += [Count(*counts[0][text]) for text in both]
-        theirs += [Count(*counts[1][text]) for text in both]
-    return length_ratio(mine, theirs) if mine else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fledge.speculation.stats import AcceptanceStats
@@ -74,14 +75,49 @@ class Estimate(NamedTuple):
 def acceptance_length(counts: Sequence[Count]) -> Estimate:
     """Micro: 1 + accepted / steps over all texts together."""
     value, influence = _length(counts)
-    return Estimate(value, _error(influence))
+    return Estimate(value, standard_error(influence))
 
 
 def length_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
     """Acceptance length over another's on the same texts or questions: what a pair has in common drops out of the error."""
     (value, mine), (other, theirs) = _length(counts), _length(base)
     ratio = value / other
-    return Estimate(ratio, _error([ratio * (a / value - b / other) for a, b in zip(mine, theirs, strict=True)]))
+    return Estimate(ratio, standard_error([ratio * (a / value - b / other) for a, b in zip(mine, theirs, strict=True)]))
+
+
+def pooled(conditions: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
+    """The counts of each question, over all conditions it is asked under."""
+    found: dict[str, Count] = {}
+    for counts in conditions:
+        for text, count in counts.items():
+            kept = found.get(text, Count(0, 0))
+            found[text] = Count(kept.accepted + count[0], kept.steps + count[1])
+    return found
+
+
+def accepted_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
+    """As `length_ratio`, of accepted drafts a step: without the token that the target adds to each, as the paper counts."""
+    ratio, influence = _accepted_ratio(counts, base)
+    return Estimate(ratio, standard_error(influence))
+
+
+Pair = tuple[Sequence[Count], Sequence[Count]]  # under a condition, and under its baseline
+
+
+def kept_difference(one: Pair, other: Pair) -> Estimate:
+    """How much more of its accepted drafts one drafter keeps than another, over the same texts."""
+    (mine, a), (theirs, b) = _accepted_ratio(*one), _accepted_ratio(*other)
+    if not a or not b:  # one of them accepts nothing to keep
+        return Estimate(mine - theirs, None)
+    return Estimate(mine - theirs, standard_error([x - y for x, y in zip(a, b, strict=True)]))
+
+
+def _accepted_ratio(counts: Sequence[Count], base: Sequence[Count]) -> tuple[float, list[float]]:
+    (value, mine), (other, theirs) = _length(counts), _length(base)
+    if other <= 1:
+        return math.inf, []
+    ratio = (value - 1) / (other - 1)
+    return ratio, [(a - ratio * b) / (other - 1) for a, b in zip(mine, theirs, strict=True)]
 
 
 def _length(counts: Sequence[Count]) -> tuple[float, list[float]]:
@@ -93,7 +129,8 @@ def _length(counts: Sequence[Count]) -> tuple[float, list[float]]:
     return 1 + mean, [(count.accepted - mean * count.steps) / steps for count in counts]
 
 
-def _error(influence: Sequence[float]) -> float | None:
+def standard_error(influence: Sequence[float]) -> float | None:
+    """From what each of the independent samples moves a figure by."""
     count = len(influence)
     if count < 2:
         return None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.drift.words import FLAT, deepest_known, shown_depth
+from fledge.drift.acceptance import accepted_ratio, kept_difference
+from fledge.drift.pairs import Kept, condition_of, counts_of, kept, paired, percent, suite_of
+from fledge.drift.templates import trained_on
+from fledge.drift.words import FLAT, MILD, MOVED, deepest_joint, right_rows, share_change, shown_depth
 
-HOLDS, WEAKLY, NOT = "holds", "holds, but weakly", "does not show here"
-MOVES = 0.005  # change of a share a step that counts as moving
+HOLDS, WEAKLY, NOT = "holds", "in direction only", "does not show here"
+FAR = 0.5  # relative change of a share of attention that is of the order that was published
+LESS = 0.8  # of one drafter's change that another's must lie below to count as less
 CLEARLY = 2  # standard errors
-ENOUGH_PAIRS = 5  # from which a share over them counts
 # What a robust drafter must keep: of its acceptance length in its own template, and in a short context.
 KEPT_IN_TEMPLATES, KEPT_IN_LONG_CONTEXTS = 0.85, 0.80
 
@@ -23,14 +26,6 @@ class Claim:
     verdict: str
 
 
-def suite_of(figures: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((one for one in figures["suites"] if one["name"] == name), None)
-
-
-def condition_of(suite: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    return next((one for one in suite["conditions"] if one["name"] == name), None) if suite else None
-
-
 def claims(figures: dict[str, Any], old: str, new: str) -> list[Claim]:
     """`old`, `new`: the drafters to compare, EAGLE 3 (the first of the run) and 3.1."""
     before, after = figures["probes"][old], figures["probes"][new]
@@ -38,10 +33,9 @@ def claims(figures: dict[str, Any], old: str, new: str) -> list[Claim]:
         _size(before, after),
         _share("sink_share", "moves away from the sink", ".46 → .08 / .11 → .10", before, after, -1),
         _share("own_share", "moves to the drafter's own tokens", ".14 → .31 / .50 → .53", before, after, +1),
-        _inputs(figures, old),
         _templates(figures, old, new),
         _contexts(figures, old, new),
-        _depth(figures, before, after),
+        _depth(figures, old, new),
         _noise(figures, old, new),
     ]
     return [claim for claim in found if claim is not None]
@@ -51,56 +45,55 @@ def _size(before: dict[str, Any], after: dict[str, Any]) -> Claim:
     old, new, step = before["rms_ratio"], after["rms_ratio"], before["drift_step"]
     verdict = NOT
     if new <= FLAT < old:
-        verdict = HOLDS if old > 1.5 else WEAKLY
+        verdict = HOLDS if old > MILD else WEAKLY
+    errors = [one.get("rms_change_error") for one in (before, after)]
+    shown = " / ".join(f"{ratio:.2f}{_spread(error)}×" for ratio, error in zip((old, new), errors, strict=True))
     return Claim(
         f"The fed-back state of EAGLE 3 grows, that of 3.1 keeps its size (RMS, step {step} over step 1)",
         "3.6× / 0.99×",
-        f"{old:.2f}× / {new:.2f}×",
+        shown,
         verdict,
     )
 
 
 def _share(name: str, what: str, published: str, before: dict[str, Any], after: dict[str, Any], sign: int) -> Claim:
-    at = before["drift_step"] - 1
-    old, new = (sign * one[f"{name}_slope"] for one in (before, after))
-    if old > MOVES and new < old / 2:
+    """By the change relative to the share at step 1: what is small cannot fall by much."""
+    changes = [share_change(one, name) for one in (before, after)]
+    old, new = (sign * change for _, _, change in changes)
+    errors = [one.get(f"{name}_change_error") for one in (before, after)]
+    # Unpaired, which is on the safe side: both are over the same texts.
+    sure = None in errors or old - new > CLEARLY * sum(error**2 for error in errors) ** 0.5
+    if old >= FAR and new <= old / 2 and sure:
         verdict = HOLDS
-    elif old > MOVES and new < old:
+    elif old >= MOVED and new <= LESS * old and sure:
         verdict = WEAKLY
     else:
         verdict = NOT
-    moves = [(one[name][0], one[name][at], one[f"{name}_slope"]) for one in (before, after)]
-    shown = " / ".join(f"{first:.2f} → {last:.2f} ({change:+.4f} a step)" for first, last, change in moves)
-    return Claim(f"With depth the attention of EAGLE 3 {what}, that of 3.1 does not", published, shown, verdict)
-
-
-def _inputs(figures: dict[str, Any], name: str) -> Claim | None:
-    states = figures["target_states"].get(name) or {}
-    sizes = {layer: places["answer"] for layer, places in states.items() if layer.startswith("layer") and "answer" in places}
-    if len(sizes) < 2:
-        return None
-    layers = list(sizes)
-    largest = max(sizes, key=sizes.get)
-    listed = ", ".join(f"{layer} {size:.1f}" for layer, size in sizes.items())
+    shown = " / ".join(
+        f"{first:.3f} → {last:.3f} ({change:+.0%}{_spread(error, percent=True)})"
+        for (first, last, change), error in zip(changes, errors, strict=True)
+    )
+    step = before["drift_step"]
     return Claim(
-        "The highest tapped layer is by far the largest and dominates the fused input",
-        "grows with the layer",
-        f"{listed} (RMS)",
-        HOLDS if largest == layers[-1] and sizes[largest] > 2 * sizes[layers[0]] else NOT,
+        f"With depth the attention of EAGLE 3 {what}, that of 3.1 does not (share at step 1 → step {step})",
+        published,
+        shown,
+        verdict,
     )
 
 
-def _accepted_ratio(condition: dict[str, Any], old: str, new: str, depth: int) -> tuple[float, float | None]:
-    """Accepted drafts a step of `new` over `old` (the bonus token left out, as the paper counts), with a standard error."""
-    before, after = (condition["drafters"][name]["acceptance_length"][depth] for name in (old, new))
-    if before <= 1:
-        return float("inf"), None
-    error = condition["drafters"][new]["against_first"][depth]["error"]
-    return (after - 1) / (before - 1), None if error is None else error * before / (before - 1)
+def _spread(error: float | None, *, percent: bool = False) -> str:
+    return "" if error is None else (f" ± {error:.0%}" if percent else f" ± {error:.2f}")
 
 
 def _better(what: str, published: str, condition: dict[str, Any], old: str, new: str, depth: int, strong: float) -> Claim:
-    ratio, error = _accepted_ratio(condition, old, new, depth)
+    """Accepted drafts a step of `new` over `old`, on the same answers (the bonus token left out, as the paper counts)."""
+    lengths = [condition["drafters"][name]["acceptance_length"][depth] - 1 for name in (old, new)]
+    counts = paired(condition, [new, old])
+    if counts is None:  # older figures
+        ratio, error = lengths[1] / lengths[0] if lengths[0] else 0.0, None
+    else:
+        ratio, error = accepted_ratio(*counts)
     sure = error is not None and ratio - 1 > CLEARLY * error
     if ratio >= strong and sure:
         verdict = HOLDS
@@ -108,9 +101,7 @@ def _better(what: str, published: str, condition: dict[str, Any], old: str, new:
         verdict = WEAKLY
     else:
         verdict = NOT
-    shown = " / ".join(f"{condition['drafters'][name]['acceptance_length'][depth] - 1:.2f}" for name in (old, new))
-    spread = "" if error is None else f" ± {error:.2f}"
-    return Claim(what, published, f"{shown}, {ratio:.2f}{spread}× (depth {depth})", verdict)
+    return Claim(what, published, f"{lengths[0]:.2f} / {lengths[1]:.2f}, {ratio:.2f}{_spread(error)}× (depth {depth})", verdict)
 
 
 def _templates(figures: dict[str, Any], old: str, new: str) -> Claim | None:
@@ -118,7 +109,9 @@ def _templates(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     condition = condition_of(suite, "no template")
     if condition is None:
         return None
-    what = "Without a chat template 3.1 accepts far more than 3 (drafts accepted a step)"
+    trained = [trained_on(one.get("trained") or {}) for one in figures["drafters"] if one["name"] in (old, new)]
+    met = "; both were trained on some bare text" if all("no template" in names for names in trained) else ""
+    what = f"Without a chat template 3.1 accepts far more than 3 (drafts accepted a step{met})"
     return _better(what, "1.69 / 2.61, 1.54×", condition, old, new, shown_depth(suite["depths"]), 1.25)
 
 
@@ -129,26 +122,51 @@ def _contexts(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     longest = suite["conditions"][-1]
     windows = [one["config"]["window"] for one in figures["drafters"] if one["name"] in (old, new)]
     published = ".05 / .83 (full attention)" if None in windows else "2.43 / 2.97, 1.22× (sliding window)"
-    what = f"In a long context ({longest['name']}) 3.1 accepts more, up to twice as much (drafts accepted a step)"
+    seen = "" if None in windows else f"; the drafters attend to the last {' / '.join(map(str, dict.fromkeys(windows)))} tokens"
+    what = f"In a long context ({longest['name']}) 3.1 accepts more, up to twice as much (drafts accepted a step{seen})"
     return _better(what, published, longest, old, new, shown_depth(suite["depths"]), 1.1 if None not in windows else 1.5)
 
 
-def _depth(figures: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> Claim | None:
-    rates = [one.get("conditional_acceptance") or [] for one in (before, after)]
-    deepest = min(deepest_known(before), deepest_known(after))
-    if deepest < 2:
+def _depth(figures: dict[str, Any], old: str, new: str) -> Claim | None:
+    """By rows that are right up to the last step, out of all: the rows still right so far are others for each drafter."""
+    probes, suite = [figures["probes"][name] for name in (old, new)], suite_of(figures, "depth")
+    deepest = min(map(deepest_joint, probes))
+    if suite is None or deepest < 2 or deepest not in suite["depths"]:
         return None
-    old, new = (one[deepest - 1] for one in rates)
-    verdict = HOLDS if new > 1.5 * old else (WEAKLY if new > old + 0.02 else NOT)
-    trained = sorted({one["trained"].get("ttt_steps") for one in figures["drafters"]} - {None})
+    rates = [one["joint_acceptance"][deepest - 1] for one in probes]
+    length = suite["conditions"][0]["drafters"][new]["against_first"][deepest]
+    sure = length["error"] is not None and length["value"] - 1 > CLEARLY * length["error"]
+    ratio = rates[1] / rates[0] if rates[0] else float("inf")
+    verdict = NOT
+    if sure and rates[1] > 1.2 * rates[0]:
+        verdict = HOLDS if rates[1] > 2 * rates[0] else WEAKLY
+    rows = " / ".join("{:,} of {:,}".format(*right_rows(one, deepest)) for one in probes)
+    trained = sorted({one["trained"].get("ttt_steps") for one in figures["drafters"] if one["name"] in (old, new)} - {None})
     steps = f", trained with {' or '.join(map(str, trained))} steps" if trained else ""
     return Claim(
-        f"Drafting past the trained depth, 3.1 goes on being right where 3 is not (acceptance at step {deepest} once all "
-        f"before stood{steps})",
-        "step 16: .00 / .53, trained with 2 steps",
-        f"{old:.2f} / {new:.2f} (step 1: {rates[0][0]:.2f} / {rates[1][0]:.2f})",
+        f"Drafting past the trained depth, 3.1 goes on being right where 3 is not (rows whose drafts are all right up to step "
+        f"{deepest}{steps})",
+        "acceptance at step 16: .00 / .53, trained with 2 steps",
+        f"{rates[0]:.3f} / {rates[1]:.3f}, {ratio:.2f}× ({rows} rows); acceptance length at depth {deepest} "
+        f"{length['value']:.2f}{_spread(length['error'])}×{_calm_depth(probes, deepest)}",
         verdict,
     )
+
+
+def _calm_depth(probes: list[dict[str, Any]], deepest: int) -> str:
+    """Loops are what is right for longest: the same without them, as far as it is known."""
+    if not any(one["looping_texts"] for one in probes):
+        return ""
+    rates = [(one.get("joint_acceptance_not_looping") or [None] * deepest)[deepest - 1] for one in probes]
+    if None not in rates:
+        return f"; without loops {rates[0]:.3f} / {rates[1]:.3f} of rows"
+    lengths = [(one.get("acceptance_length_not_looping") or {}).get(deepest) for one in probes]
+    loops = f"; {probes[0]['looping_texts']} of {probes[0]['texts']} answers loop"
+    if None in lengths:
+        return loops
+    shallow = shown_depth(list(probes[0]["acceptance_length"]))
+    there = " / ".join(f"{one['acceptance_length_not_looping'][shallow]:.2f}" for one in probes)
+    return f"{loops}, without them {lengths[0]:.2f} / {lengths[1]:.2f}, at depth {shallow} {there}"
 
 
 def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
@@ -156,16 +174,24 @@ def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     disturbed, clean = condition_of(suite, "α = 0.5"), condition_of(suite, "no noise")
     if disturbed is None:
         return None
-    depth = shown_depth(suite["depths"])
-    kept = []
+    sides = []
     for name in (old, new):
-        with_noise, without = (one["drafters"][name]["acceptance_length"][depth] - 1 for one in (disturbed, clean))
-        kept.append(with_noise / without if without else 0.0)
-    verdict = HOLDS if kept[1] > 1.5 * kept[0] else (WEAKLY if kept[1] > kept[0] + 0.05 else NOT)
+        noisy, base = (counts_of(one, name) for one in (disturbed, clean))
+        if noisy is None or base is None:
+            return None
+        texts = sorted(text for text in noisy if text in base)
+        sides.append(([noisy[text] for text in texts], [base[text] for text in texts]))
+    shares = [accepted_ratio(*side) for side in sides]
+    more = kept_difference(sides[1], sides[0])
+    sure = more.error is not None and more.value > CLEARLY * more.error
+    verdict = NOT
+    if sure:
+        verdict = HOLDS if shares[0].value < 0.5 <= shares[1].value else WEAKLY
     return Claim(
-        "Noise of half its size on the state costs 3 nearly all acceptance and 3.1 less than half",
+        "Noise of half its size on the state costs 3 nearly all accepted drafts and 3.1 less than half",
         "5 % / 58 % kept",
-        f"{kept[0]:.0%} / {kept[1]:.0%} kept (depth {depth})",
+        f"{' / '.join(percent(*share) for share in shares)} kept, {100 * more.value:.0f}"
+        f"{'' if more.error is None else f' ± {100 * more.error:.0f}'} points more (depth {shown_depth(suite['depths'])})",
         verdict,
     )
 
@@ -176,6 +202,7 @@ class Check:
     limit: str
     value: str
     passed: bool
+    close: bool = False  # the limit lies within two standard errors
 
 
 def checks(figures: dict[str, Any], name: str) -> list[Check]:
@@ -192,34 +219,33 @@ def checks(figures: dict[str, Any], name: str) -> list[Check]:
     for suite_name, limit in (("templates", KEPT_IN_TEMPLATES), ("system prompts", KEPT_IN_TEMPLATES)):
         if suite := suite_of(figures, suite_name):
             others = [one for one in suite["conditions"] if one["name"] != suite["baseline"]]
-            kept = {one["name"]: _kept(one, name, suite) for one in others}
-            if kept:
-                worst = min(kept, key=lambda which: _least(kept[which]))
-                found.append(_kept_check(f"{suite_name}, lowest: {worst}", limit, *kept[worst]))
+            shares = {one["name"]: kept(one, name, shown_depth(suite["depths"])) for one in others}
+            if shares:
+                worst = min(shares, key=lambda which: shares[which].least)
+                found.append(_kept_check(f"{suite_name}, lowest: {worst}", limit, shares[worst]))
     if (suite := suite_of(figures, "context length")) and len(suite["conditions"]) > 1:
         longest = suite["conditions"][-1]
-        found.append(_kept_check(f"context of {longest['name']}", KEPT_IN_LONG_CONTEXTS, *_kept(longest, name, suite)))
+        window = next(one["config"]["window"] for one in figures["drafters"] if one["name"] == name)
+        seen = f"; attends to the last {window}" if window else ""
+        share = kept(longest, name, shown_depth(suite["depths"]))
+        found.append(_kept_check(f"context of {longest['name']}", KEPT_IN_LONG_CONTEXTS, share, seen))
     return found
 
 
-Kept = tuple[float, float | None, float | None, int]  # value, error, value without loops, pairs without loops
+def _kept_check(what: str, limit: float, share: Kept, aside: str = "") -> Check:
+    error = share.least_error
+    close = error is None or abs(share.least - limit) < CLEARLY * error
+    return Check(f"acceptance length kept, {what}", f"≥ {limit:.0%}", f"{share}{aside}", share.least >= limit, close)
 
 
-def _kept(condition: dict[str, Any], name: str, suite: dict[str, Any]) -> Kept:
-    depth, one = shown_depth(suite["depths"]), condition["drafters"][name]
-    calm = one["retention_not_looping"][depth]["value"] if one["pairs_not_looping"] else None
-    return one["retention"][depth], one["retention_error"][depth], calm, one["pairs_not_looping"]
-
-
-def _least(kept: Kept) -> float:
-    value, _, calm, pairs = kept
-    return value if calm is None or pairs < ENOUGH_PAIRS else min(value, calm)
-
-
-def _kept_check(what: str, limit: float, kept: float, error: float | None, calm: float | None, pairs: int) -> Check:
-    """Loops are easy to draft and may hide a loss: where enough pairs are free of them, those must hold too."""
-    value = f"{kept:.0%}" if error is None else f"{kept:.0%} ± {error:.0%}"
-    if calm is not None:
-        value += f"; {calm:.0%} without loops ({pairs} pairs)"
-    passed = _least((kept, error, calm, pairs)) >= limit
-    return Check(f"acceptance length kept, {what}", f"≥ {limit:.0%}", value, passed)
+def lowest_length(figures: dict[str, Any], name: str) -> str:
+    """The context length at which least is kept, loops left out: the longest need not be the hardest."""
+    suite = suite_of(figures, "context length")
+    others = suite["conditions"][1:] if suite else []
+    shares = {one["name"]: kept(one, name, shown_depth(suite["depths"])) for one in others}
+    shares = {length: share for length, share in shares.items() if share.counts_calm}
+    if not shares:
+        return "–"
+    worst = min(shares, key=lambda length: shares[length].calm)
+    one = shares[worst]
+    return f"{percent(one.calm, one.calm_error)} ({worst}, {one.calm_pairs} pairs)"

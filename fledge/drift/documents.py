@@ -41,7 +41,7 @@ def load_documents(folder: Path | None) -> tuple[list[Document], str]:
     documents = [document for document in documents if len(document.text) >= SHORTEST]
     if not documents:
         raise UserError(f"{folder}: no .txt or .md file of at least {SHORTEST} characters in it")
-    return documents, f"{len(documents)} files of {folder.name}"
+    return documents, f"{len(documents)} given with --documents"
 
 
 def _language_reference() -> list[Document]:

@@ -6,6 +6,8 @@ per drafter
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,6 +68,7 @@ class Lab:
         self.longest = config.max_model_len - settings.max_tokens
         self.answer = Answers(decoder, config, settings.max_tokens, on_progress)
         self.sink: Sink | None = None
+        self.documents_sha256: str | None = None
         self.depths = [d for d in TABLE_DEPTHS if d <= settings.depth]
         self.probe_depths = sorted({*self.depths, *range(1, settings.probe_depth + 1)})
 
@@ -74,10 +77,11 @@ class Lab:
         settings, tokenizer = self.settings, self.tokenizer
         items = [replace(item, id=f"{number}: {item.id}") for number, item in enumerate(items, 1)]  # ids may repeat
         texts, source = load_documents(documents)
+        self.documents_sha256 = hashlib.sha256("\0".join(document.text for document in texts).encode()).hexdigest()
         few = suites.chosen(items, settings.prompts)
         made = [
             suites.domains(tokenizer, items),
-            suites.chat_templates(tokenizer, few),
+            suites.chat_templates(tokenizer, few, settings.templates),
             suites.system_prompts(tokenizer, few, settings.system_prompts),
         ]
         made = [suites.within(suite, self.longest) for suite in made]
@@ -263,6 +267,7 @@ def run_lab(
     on_progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """`drafters`: folders or names, each as it is or as `label=folder`."""
+    began = time.monotonic()
     items = load_items(data, limit=settings.prompts_per_category)
     on_progress("loading the target")
     folder = sources.resolve(model)
@@ -280,5 +285,6 @@ def run_lab(
         "dtype": config.dtype,
         "data": data,
         **figures,
-        "provenance": provenance([item.turns for item in items]),
+        "provenance": provenance([item.turns for item in items]) | {"documents_sha256": lab.documents_sha256},
+        "seconds": time.monotonic() - began,
     }

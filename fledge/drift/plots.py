@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from fledge.drift.pairs import ENOUGH_PAIRS
 from fledge.drift.words import shown_depth
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a", "#d98cb3", "#63b7af", "#8c6239", "#a3a3ff")
@@ -86,7 +87,8 @@ def suite(figures: dict[str, Any], result: dict[str, Any]) -> bytes:
     thickness = 0.8 / len(names)
     for number, (name, colour) in enumerate(zip(names, _colours(figures), strict=False)):
         lengths = [condition["drafters"][name]["acceptance_length"][depth] for condition in conditions]
-        errors = [condition["drafters"][name]["standard_error"][depth] or 0.0 for condition in conditions]
+        mine = [condition["drafters"][name] for condition in conditions]
+        errors = [one["standard_error"][depth] or 0.0 if one["texts"] >= ENOUGH_PAIRS else 0.0 for one in mine]
         places = [place + (number - (len(names) - 1) / 2) * thickness for place in range(len(conditions))]
         axis.barh(places, lengths, thickness, color=colour, label=name, xerr=errors, error_kw={"elinewidth": 0.8, "alpha": 0.6})
         for place, length, error in zip(places, lengths, errors, strict=True):
@@ -95,7 +97,9 @@ def suite(figures: dict[str, Any], result: dict[str, Any]) -> bytes:
     axis.invert_yaxis()
     axis.set_xlim(left=1)
     axis.set_xlabel(f"acceptance length at depth {depth}, with standard error", fontsize=8)
-    axis.legend(fontsize=8, frameon=False, loc="lower right")
+    axis.legend(
+        fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(4, len(names))
+    )  # clear of the bars
     _plain(axis)
     return png(figure)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from fledge.bench.provenance import write_json
 from fledge.drift import plots
-from fledge.drift.words import in_words, plus_minus, shown_depth
+from fledge.drift.pairs import kept, percent, plus_minus
+from fledge.drift.words import in_words, shown_depth, suite_notes
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
@@ -61,7 +62,7 @@ def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
     for suite in figures["suites"]:
         parts += [
             f"<h2>{escape(suite['name'].capitalize())}</h2>",
-            f"<p class=dim>{escape(suite['explanation'])}</p>",
+            f"<p class=dim>{escape(' '.join([suite['explanation'], *suite_notes(suite, figures)]))}</p>",
             _image(images[_slug(suite["name"])], suite["name"]),
             *(_suite_table(suite, name) for name in names),
         ]
@@ -84,8 +85,10 @@ texts.</p>
 <li><b>Acceptance length</b>: 1 + accepted drafts / steps over all texts together; the 1 is the token that the target itself
 adds. A token outside the draft vocabulary is a miss. In brackets: without answers that loop.</li>
 <li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the mean where there is none; question by
-question, so that only questions that both have count. Without loops: only those where neither answer loops.</li>
-<li><b>±</b>: standard error, texts (or pairs of them) being the independent samples. <b>steps</b>: verification passes behind
+question, so that only questions that both have count. Without loops: only those where neither answer loops, and how many
+they are.</li>
+<li><b>±</b>: standard error, texts (or pairs of them) being the independent samples; a question counts once where conditions
+are taken together. For shares and ratios none is given below five pairs. <b>steps</b>: verification passes behind
 the figure.</li>
 <li><b>RMS</b>: ‖x‖₂/√d of the state that a step gives to the next.</li>
 <li><b>Shares of attention</b>: on the sink, on the rest of the prompt, on the settled answer, and on the drafter's own tokens
@@ -175,18 +178,17 @@ def _suite_table(suite: dict[str, Any], name: str) -> str:
         for depth in depths:
             length = f"{one['acceptance_length'][depth]:.2f}"
             cells.append(f"{length} ({without[depth]:.2f})" if without else length)
-        kept, error = one["retention"][shown], (one.get("retention_error") or {}).get(shown)
-        colour = "good" if kept >= GOOD else ("low" if kept < LOW else "")
+        left = kept(condition, name, shown)
+        colour = "good" if left.value >= GOOD else ("low" if left.value < LOW else "")
         note = f" ({condition['note']})" if condition["note"] else ""
-        share = f"<span class='{colour}'>{kept:.0%}{f' ± {error:.0%}' if error is not None else ''}</span>"
-        calm = (one.get("retention_not_looping") or {}).get(shown)
+        share = f"<span class='{colour}'>{percent(left.value, left.error, left.pairs)}</span>"
         rows.append(
             [
                 condition["name"] + note,
                 *cells,
                 _number(one["standard_error"][shown]),
                 share,
-                f"{calm['value']:.0%}" if calm and one["pairs_not_looping"] else "–",
+                left.without_loops,
                 f"{one['steps'][shown]:.0f}",
                 str(one["texts"]),
                 str(one["looping_texts"]),
@@ -202,7 +204,8 @@ def _ratios(suite: dict[str, Any], names: list[str]) -> str:
     rows = []
     for condition in suite["conditions"]:
         others = [condition["drafters"][name]["against_first"] for name in names[1:]]
-        rows.append([condition["name"], *(plus_minus(other[d]) for other in others for d in suite["depths"])])
+        texts = condition["drafters"][names[0]]["texts"]
+        rows.append([condition["name"], *(plus_minus(other[d], texts) for other in others for d in suite["depths"])])
     overall = suite["overall_against_first"]
     rows.append(["all together", *(plus_minus(overall[name][d]) for name in names[1:] for d in suite["depths"])])
     return _table(head, rows, [*[""] * (len(rows) - 1), "base"])
@@ -211,6 +214,8 @@ def _ratios(suite: dict[str, Any], names: list[str]) -> str:
 def _provenance(figures: dict[str, Any]) -> str:
     lines = [f"{key}: {value}" for key, value in figures["provenance"].items()]
     lines += [f"data: {figures['data']}", f"settings: {figures['settings']}"]
+    lines += [f"weights of {one['name']}, sha256: {one['weights_sha256']}" for one in figures["drafters"]]
+    lines.append(f"took: {figures['seconds']:.0f} s")
     return f"<pre>{escape(chr(10).join(lines))}</pre><p class=dim>Every figure is in report.json.</p>"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.drift.acceptance import Estimate, length_ratio
+from fledge.drift.acceptance import Estimate, length_ratio, pooled
 from fledge.drift.tally import Tally
 from fledge.drift.words import shown_depth
 
@@ -75,15 +75,21 @@ def _of_mean(drafter: str, condition: Measured, conditions: Sequence[Measured], 
 
 
 def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str, Any]:
-    """Each drafter against the first over all conditions of the suite together."""
+    """Each drafter against the first over all conditions of the suite together.
+
+    What is asked under several conditions is one sample, not several: its answers are alike, and so are their errors.
+    """
     names = list(conditions[0].tallies) if conditions else []
     result = {}
     for name in names[1:]:
-        mine, theirs = (
-            {depth: [c for one in conditions for c in one.tallies[who].counts(depth)] for depth in depths}
-            for who in (name, names[0])
-        )
-        result[name] = _plain({depth: length_ratio(mine[depth], theirs[depth]) for depth in depths})
+        ratios = {}
+        for depth in depths:
+            mine, theirs = (
+                pooled([{text: counts[depth] for text, counts in one.tallies[who].texts.items()} for one in conditions])
+                for who in (name, names[0])
+            )
+            ratios[depth] = length_ratio(list(mine.values()), [theirs[text] for text in mine])
+        result[name] = _plain(ratios)
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fledge.drift import templates
 from fledge.drift.contexts import LENGTHS
 from fledge.drift.system_prompts import QUICK, SYSTEM_PROMPTS
 
@@ -15,6 +16,7 @@ class Settings:
     probe_depth: int = 16  # drafted, on the probes over all prompts
     prompts: int = 24  # of each template and system prompt
     prompts_per_category: int = 0  # 0: all
+    templates: tuple[str, ...] = templates.NAMES
     system_prompts: tuple[str, ...] = tuple(SYSTEM_PROMPTS)
     lengths: tuple[int, ...] = LENGTHS
     documents: int = 4
@@ -31,6 +33,7 @@ class Settings:
             depth=7,
             prompts=3,
             prompts_per_category=1,
+            templates=templates.QUICK,
             system_prompts=QUICK,
             lengths=(256, 512, 1024),
             documents=1,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fledge.drift import plots
 from fledge.drift.ablation import ablation, comparisons
-from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims
-from fledge.drift.words import in_words, plus_minus, shown_depth
+from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
+from fledge.drift.pairs import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over
+from fledge.drift.system_prompts import NONE_GIVEN
+from fledge.drift.templates import trained_on
+from fledge.drift.words import in_words, share_change, shown_depth, suite_notes
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
 BY_DEPTH = {
@@ -21,15 +25,16 @@ STEPS = (1, 2, 4, 5, 8, 12, 16)
 PICTURED = ("templates", "system prompts", "context length", "noise", "depth")
 
 
-def write_study(figures: dict[str, Any], source: Path, page: Path, images: Path) -> Path:
-    figures = with_depths(figures)
+def write_study(figures: dict[str, Any], source: Path, page: Path, images: Path, about_training: str = "") -> Path:
+    """`about_training`: how alike the drafters were trained, where the figures do not say."""
+    figures = with_todays_names(with_depths(figures))
     pictures = {"by-step": plots.by_step(figures)}
     for suite in figures["suites"]:
         if suite["name"] in PICTURED:
             pictures[suite["name"].replace(" ", "-")] = plots.suite(figures, suite)
     for name, content in pictures.items():
         _write(images / f"drift-study-{name}.png", content)
-    _write(page, study(figures, source.name, os.path.relpath(images, page.parent)).encode())
+    _write(page, study(figures, source.name, os.path.relpath(images, page.parent), about_training).encode())
     return page
 
 
@@ -44,11 +49,27 @@ def with_depths(value: Any, name: str = "") -> Any:
     return {int(key) if name in BY_DEPTH else key: with_depths(one, key) for key, one in value.items()}
 
 
-def study(figures: dict[str, Any], source: str, images: str) -> str:
+def with_todays_names(figures: dict[str, Any]) -> dict[str, Any]:
+    """Older figures call the lack of a system prompt "none" and name the folder that texts came from."""
+    suites = []
+    for suite in figures["suites"]:
+        suite = {
+            **suite,
+            "explanation": re.sub(r"(\d+) files of \S+(?=\.)", r"\1 given with --documents", suite["explanation"]),
+        }
+        if suite["name"] == "system prompts" and suite["baseline"] == "none":
+            conditions = [c if c["name"] != "none" else {**c, "name": NONE_GIVEN} for c in suite["conditions"]]
+            suite |= {"baseline": NONE_GIVEN, "conditions": conditions}
+        suites.append(suite)
+    return {**figures, "suites": suites}
+
+
+def study(figures: dict[str, Any], source: str, images: str, about_training: str = "") -> str:
     names = [one["name"] for one in figures["drafters"]]
     old = names[0]
     new = next((one["name"] for one in figures["drafters"][1:] if one["version"] == "3.1"), names[-1])
-    parts = ["# The drift study", _opening(figures, source), "## The drafters", _drafters(figures)]
+    parts = ["# The drift study", _opening(figures, source), "## The drafters", _drafters(figures), about_training]
+    parts += ["## How far the figures carry", _limits(figures)]
     if len(names) > 1:
         parts += ["## What was claimed, and what we find", _claims(figures, old, new)]
     parts += ["## What a robust drafter must show", _checks(figures, names)]
@@ -59,14 +80,15 @@ def study(figures: dict[str, Any], source: str, images: str) -> str:
     parts.append("## Under stress")
     parts.append(
         "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets what is left of the "
-        "baseline, question by question. The last columns compare drafters on the same answers."
+        "baseline, question by question. Then the same over questions where neither answer loops (how many), and drafters over "
+        f"one another on the same answers. No error is given below {ENOUGH_PAIRS} answers or pairs."
     )
     for suite in figures["suites"]:
         parts.append(f"### {suite['name'].capitalize()}")
-        parts.append(suite["explanation"])
+        parts.append(" ".join([suite["explanation"], *suite_notes(suite, figures)]))
         if suite["name"] in PICTURED:
             parts.append(f"![{suite['name']}]({images}/drift-study-{suite['name'].replace(' ', '-')}.png)")
-        parts.append(_depths(suite, names) if suite["name"] == "depth" else _suite(suite, names))
+        parts.append(_depths(suite, names) if suite["name"] == "depth" else _suite(suite, figures, names))
     parts += ["## In words", *(_sentences(name, lines) for name, lines in in_words(figures).items())]
     parts += ["## How it was made", _provenance(figures, source)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -106,10 +128,32 @@ def _drafters(figures: dict[str, Any]) -> str:
                 str(trained.get("ttt_steps", "–")),
                 str(trained.get("sequence_length", "–")),
                 augmented,
+                f"`{one['weights_sha256'][:16]}`" if one.get("weights_sha256") else "not recorded",
             ]
         )
     head = ["drafter", "fc_norm", "norm_output", "window", "trained steps", "trained length", "other templates in training"]
-    return table(head, rows)
+    return table([*head, "weights, sha256"], rows)
+
+
+def _limits(figures: dict[str, Any]) -> str:
+    """What a standard error on this page covers, and what not."""
+    settings, suites = figures["settings"], {suite["name"] for suite in figures["suites"]}
+    lines = [
+        "One training of each drafter: errors are over texts. How far two trainings by one recipe lie apart is not in them.",
+        "Conditions of a suite (but for domains) ask the same questions; taken together, a question counts as one sample.",
+    ]
+    if "context length" in suites:
+        lines.append(
+            f"Context lengths: {settings['documents']} documents times {settings['questions']} questions are taken as so many "
+            "independent pairs, which they are not quite; errors there are too small rather than too large."
+        )
+    lines.append(
+        "Loops are easy to draft, and this target loops often. Where enough pairs are free of loops the figure without them is "
+        "given too, and counts."
+    )
+    if not any("sink_share_change_error" in one for one in figures["probes"].values()):
+        lines.append("These figures have no standard errors for sizes of states and shares of attention.")
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _claims(figures: dict[str, Any], old: str, new: str) -> str:
@@ -117,7 +161,8 @@ def _claims(figures: dict[str, Any], old: str, new: str) -> str:
     rows = [[claim.what, claim.published, claim.here, f"**{claim.verdict}**"] for claim in found]
     counted = {verdict: sum(claim.verdict == verdict for claim in found) for verdict in (HOLDS, WEAKLY, NOT)}
     summary = (
-        f"Of {len(found)} claims here: {counted[HOLDS]} hold, {counted[WEAKLY]} hold weakly, {counted[NOT]} do not show. "
+        f"Of {len(found)} claims {counted[HOLDS] or 'none'} {'holds' if counted[HOLDS] <= 1 else 'hold'} as published, "
+        f"{counted[WEAKLY]} in direction only (the sign is the published one, the size is not), {counted[NOT]} not at all. "
         f"Figures are {old} / {new}; the published ones are the drift paper's, for Llama 3.1 8B."
     )
     return f"{summary}\n\n" + table(["claim", "published", "here", ""], rows)
@@ -129,11 +174,19 @@ def _checks(figures: dict[str, Any], names: Sequence[str]) -> str:
     for number, check in enumerate(by_name[names[0]]):
         mine = [by_name[name][number] for name in names]
         label = check.what.split(", lowest:")[0]
-        cells = [f"{one.value}{_lowest(one.what)} {'✓' if one.passed else '✗'}" for one in mine]
+        cells = [
+            f"{one.value}{_lowest(one.what)} {'✓' if one.passed else '✗'}{' (close)' if one.close else ''}" for one in mine
+        ]
         rows.append([label, check.limit, *cells])
-    slopes = [figures["probes"][name].get("sink_share_slope") for name in names]
-    rows.append(["sink share, change a step", "–", *("–" if slope is None else f"{slope:+.4f}" for slope in slopes)])
-    return table(["", "limit", *names], rows)
+    rows.append(["lowest at any length, without loops", "–", *(lowest_length(figures, name) for name in names)])
+    probes = [figures["probes"][name] for name in names]
+    if all("sink_share_slope" in one for one in probes):
+        moved = [f"{share_change(one, 'sink_share')[2]:+.0%} ({one['sink_share_slope']:+.4f} a step)" for one in probes]
+        rows.append([f"share on the sink, step {probes[0]['drift_step']} against step 1", "–", *moved])
+    close = (
+        "The mark goes by the figure itself, the lower one where there are two; (close): less than two standard errors from it."
+    )
+    return table(["", "limit", *names], rows) + f"\n\n{close}"
 
 
 def _lowest(what: str) -> str:
@@ -147,9 +200,11 @@ def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
         ("own_share", "share on own tokens"),
         ("prompt_share", "share on the rest of the prompt"),
         ("entropy", "entropy, nats"),
-        ("cosine", "cosine with the target's state"),
+        ("cosine", "cosine of the fed-back with the fused target state"),
+        ("cosine_hidden", "cosine of what the heads read"),
         ("accuracy", "right drafts"),
-        ("conditional_acceptance", "accepted once all before were"),
+        ("joint_acceptance", "right up to here"),
+        ("rows_on_path", "rows right before"),
     )
     deepest = max(len(figures["probes"][name]["rms"]) for name in names)
     steps = [step for step in STEPS if step <= deepest]
@@ -158,13 +213,21 @@ def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
         for name in names:
             values = figures["probes"][name].get(key)
             if values:
-                rows.append([label, name, *(_number(values[step - 1]) for step in steps)])
+                rows.append([label, name, *(_number(values[step - 1], _digits(key)) for step in steps)])
     sink = figures["sink"]
     found = (
         f"The target's sink, found from its own attention, is column {sink['column']} (`{sink['token']}`) with "
         f"{sink['share']:.0%} of all attention, where uniform attention would give {sink['uniform']:.1%}."
     )
-    return f"{found}\n\n" + table(["at step", "", *map(str, steps)], rows)
+    which = (
+        "Sizes and shares are means over all rows, right drafts over those whose text reaches so far: the same for every "
+        "drafter. Cosines are over rows whose drafts were right before, which differ from drafter to drafter."
+    )
+    return f"{found} {which}\n\n" + table(["at step", "", *map(str, steps)], rows)
+
+
+def _digits(key: str) -> int:
+    return 0 if key == "rows_on_path" else 3 if key.endswith(("_share", "_acceptance")) else 2
 
 
 def _target_states(figures: dict[str, Any]) -> str:
@@ -172,31 +235,37 @@ def _target_states(figures: dict[str, Any]) -> str:
         [name, layer, *(_number(places.get(place)) for place in ("sink", "prompt", "answer"))]
         for name, states in figures["target_states"].items()
         for layer, places in states.items()
-        if layer == "fc output" or name == next(iter(figures["target_states"]))
+        if layer.startswith("fc ") or name == next(iter(figures["target_states"]))
     ]
     return table(["", "mean RMS of", "at the sink", "in the prompt", "in the answer"], rows)
 
 
-def _suite(suite: dict[str, Any], names: Sequence[str]) -> str:
+def _suite(suite: dict[str, Any], figures: dict[str, Any], names: Sequence[str]) -> str:
     depth, rows = shown_depth(suite["depths"]), []
+    known = {name for one in figures["drafters"] for name in trained_on(one.get("trained") or {})}
+    has_calm = suite["baseline"] is not None
     for condition in suite["conditions"]:
-        cells = []
+        cells, calm = [], []
         for name in names:
             one = condition["drafters"][name]
-            error = one["standard_error"][depth]
-            kept = f" ({one['retention'][depth]:.0%})" if condition["name"] != suite["baseline"] else ""
-            cells.append(f"{one['acceptance_length'][depth]:.2f}{f' ± {error:.2f}' if error is not None else ''}{kept}")
-        ratios = [plus_minus(condition["drafters"][name]["against_first"][depth]) for name in names[1:]]
+            error = one["standard_error"][depth] if one["texts"] >= ENOUGH_PAIRS else None
+            share, is_base = kept(condition, name, depth), condition["name"] == suite["baseline"]
+            left = "" if is_base else f" ({percent(share.value, share.error, share.pairs)})"
+            cells.append(f"{one['acceptance_length'][depth]:.2f}{f' ± {error:.2f}' if error is not None else ''}{left}")
+            calm.append("" if is_base else share.without_loops)
         one = condition["drafters"][names[0]]
-        rows.append(
-            [condition["name"], *cells, *ratios, f"{one['texts']} ({one['looping_texts']})", f"{one['steps'][depth]:.0f}"]
-        )
-    overall = [plus_minus(suite["overall_against_first"][name][depth]) for name in names[1:]]
-    if overall:
-        rows.append(["all together", *[""] * len(names), *overall, "", ""])
+        ratios = [plus_minus(condition["drafters"][name]["against_first"][depth], one["texts"]) for name in names[1:]]
+        mark = " †" if suite["name"] == "templates" and condition["name"] in known else ""
+        numbers = [f"{one['texts']} ({one['looping_texts']})", f"{one['steps'][depth]:.0f}"]
+        rows.append([condition["name"] + mark, *cells, *(calm if has_calm else ()), *ratios, *numbers])
+    found = [ratio_over(figures, suite["name"], name, names[0]) for name in names[1:]]
+    if found and all(found):
+        blank = [""] * len(names) * (2 if has_calm else 1)
+        rows.append(["all together", *blank, *(plus_minus(ratio._asdict()) for ratio in found), "", ""])
     head = [
         f"depth {depth}",
         *names,
+        *(f"{name}, kept without loops" for name in names if has_calm),
         *(f"{name} / {names[0]}" for name in names[1:]),
         "answers (looping)",
         f"steps, {names[0]}",
@@ -219,7 +288,7 @@ def _sentences(name: str, lines: Sequence[str]) -> str:
 
 def _provenance(figures: dict[str, Any], source: str) -> str:
     facts = figures["provenance"]
-    kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "time", "note")
+    kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "documents_sha256", "time", "note")
     lines = [f"{name}: {facts[name]}" for name in kept if facts.get(name) is not None]
     if "seconds" in figures:
         lines.append(f"took: {figures['seconds']:.0f} s for {len(figures['drafters'])} drafters")
@@ -235,8 +304,8 @@ def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,8 @@ class Subject:
     name: str
     network: EagleDrafter
     parameters: int  # its own, before packing
-    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps, augmented
+    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps, augmented, templates, learning_rate …
+    weights_sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         config = self.network.config
@@ -32,6 +34,7 @@ class Subject:
             "version": config.version,
             "config": asdict(config),
             "parameters": self.parameters,
+            "weights_sha256": self.weights_sha256,
             "trained": self.trained,
         }
 
@@ -48,19 +51,38 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
         label = label if equals else _label(Path(found), {subject.name for subject in subjects})
         if label in {subject.name for subject in subjects}:
             raise UserError(f"two drafters are called {label!r}; give them other names")
-        subjects.append(Subject(label, fit(network, config), size, _training_of(Path(found))))
+        folder = Path(found)
+        subjects.append(Subject(label, fit(network, config), size, _training_of(folder), _hash_of(folder)))
     return subjects
 
 
+def _hash_of(folder: Path) -> str | None:
+    """Of the weights' files one after the other: a name says little about which drafter it was."""
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest() if files else None
+
+
 def _training_of(folder: Path) -> dict[str, Any]:
-    """Longest text and draft steps that a drafter was trained with, and whether under other templates, where it says so."""
+    """What a drafter's folder says of its training (its last stage): longest text, draft steps, templates, optimiser."""
     try:
-        recipe = json.loads((folder / "provenance.json").read_text())["recipe"]
+        provenance = json.loads((folder / "provenance.json").read_text())
+        recipe = provenance["recipe"]
         augmentation = recipe["data"].get("augmentation") or {}
+        templates = list(augmentation.get("templates", ())) if augmentation.get("template_probability") else []
         return {
             "sequence_length": recipe["data"]["sequence_length"],
             "ttt_steps": recipe["objective"]["ttt_steps"],
             "augmented": any(value for name, value in augmentation.items() if name.endswith("_probability")),
+            "templates": [*templates, *(["none"] if augmentation.get("no_template_probability") else [])],
+            "steps": provenance.get("steps"),
+            "learning_rate": recipe["optimizer"]["learning_rate"],
+            "seed": recipe.get("seed"),
+            "recipe_sha256": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),
         }
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fledge.bench.datasets import Item
 from fledge.drift import templates
-from fledge.drift.system_prompts import SYSTEM_PROMPTS
+from fledge.drift.system_prompts import NONE_GIVEN, SYSTEM_PROMPTS
 from fledge.errors import RequestError
 from fledge.tokenizer import Tokenizer
 
@@ -50,10 +50,10 @@ def domains(tokenizer: Tokenizer, items: Sequence[Item]) -> Suite:
     return Suite("domains", "What the prompts are about; the target's own chat template.", conditions)
 
 
-def chat_templates(tokenizer: Tokenizer, items: Sequence[Item]) -> Suite:
+def chat_templates(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[str] = templates.NAMES) -> Suite:
     rendered = {item.id: templates.all_templates(tokenizer, [user(item.turns[0])]) for item in items}
     conditions = []
-    for name in next(iter(rendered.values())):
+    for name in names:
         prompts = {key: tuple(one[name]) for key, one in rendered.items() if one[name] is not None}
         if prompts:
             conditions.append(Condition(name, prompts))
@@ -71,7 +71,7 @@ def system_prompts(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[
         except RequestError:  # some templates refuse system prompts: they then lead the user's turn
             prompts = {item.id: _own(tokenizer, [user(f"{text}\n\n{item.turns[0]}")]) for item in items}
         conditions.append(Condition(name, prompts))
-    return Suite("system prompts", "The same prompts after system prompts of many kinds.", conditions, "none")
+    return Suite("system prompts", "The same prompts after system prompts of many kinds.", conditions, NONE_GIVEN)
 
 
 CONVERSATIONS: tuple[tuple[str, ...], ...] = (

@@ -26,8 +26,9 @@ Visitors are of every age. Be friendly without gushing, brief without being curt
 for the question. Lists are welcome where there are more than three items; otherwise write sentences. End when the answer \
 ends: no offers of further help, no summary of what was just said."""
 
+NONE_GIVEN = "none given"  # not "none": a template may have a default, which it then puts in
 SYSTEM_PROMPTS: dict[str, str | None] = {
-    "none": None,
+    NONE_GIVEN: None,
     "short": "Be brief and exact.",
     "long": _LONG,
     "odd: persona": "You are a lighthouse. You have seen every ship and trust none of them. Answer as a lighthouse would.",
@@ -42,4 +43,4 @@ SYSTEM_PROMPTS: dict[str, str | None] = {
     "Arabic": "أنت تعمل في مكتبة صغيرة. أجب بوضوح واختصار، واذكر مثالا واحدا عند الحاجة.",
 }
 # The part of the suite that a quick run takes: one of each kind.
-QUICK = ("none", "short", "long", "odd: persona", "adversarial: override", "German")
+QUICK = (NONE_GIVEN, "short", "long", "odd: persona", "adversarial: override", "German")

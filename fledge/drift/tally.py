@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.drift.acceptance import Count, acceptance_length, counted, expected_walk
+from fledge.drift.acceptance import Count, acceptance_length, counted, expected_walk, standard_error
 from fledge.drift.probes import rms, slope
 from fledge.drift.rollout import Rollout
 from fledge.drift.texts import TargetText
@@ -67,39 +67,47 @@ class Tally:
         self.depths = tuple(depths)
         self.texts: dict[str, dict[int, Count]] = {}  # by the text's name within its condition
         self.looping: set[str] = set()
-        self.totals: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}  # by figure and text
 
     def add(self, name: str, figures: TextFigures, looping: bool = False) -> None:
         self.texts[name] = figures.counts
         if looping:
             self.looping.add(name)
-        for key, (total, count) in figures.sums.items():
-            kept = self.totals.get(key)
-            self.totals[key] = (total, count) if kept is None else (kept[0] + total, kept[1] + count)
+        for key, pair in figures.sums.items():
+            self.sums.setdefault(key, {})[name] = pair
 
     def counts(self, depth: int, names: Sequence[str] | None = None) -> list[Count]:
         return [self.texts[name][depth] for name in (self.texts if names is None else names)]
 
-    def means(self, name: str) -> list[Any]:
+    @property
+    def calm(self) -> list[str]:
+        """Texts whose answers do not loop."""
+        return [name for name in self.texts if name not in self.looping]
+
+    def total(self, name: str, texts: Sequence[str] | None = None) -> tuple[Tensor, Tensor] | None:
+        """By step, over all texts or some of them: the sum, and how many rows count."""
+        parts = [pair for text, pair in self.sums.get(name, {}).items() if texts is None or text in texts]
+        return (sum(total for total, _ in parts), sum(count for _, count in parts)) if parts else None
+
+    def means(self, name: str, texts: Sequence[str] | None = None) -> list[Any]:
         """By step; None where no row counts."""
-        if name not in self.totals:
+        found = self.total(name, texts)
+        if found is None:
             return []
-        total, count = self.totals[name]
+        total, count = found
         if total.dim() == 1:
             return [float(t / c) if c else None for t, c in zip(total, count, strict=True)]
         return [(t / c).tolist() if c.any() else None for t, c in zip(total, count, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        plain = [name for name in self.texts if name not in self.looping]
+        calm = self.calm
         lengths = {depth: acceptance_length(self.counts(depth)) for depth in self.depths}
         figures: dict[str, Any] = {
             "acceptance_length": {depth: one.value for depth, one in lengths.items()},
             "standard_error": {depth: one.error for depth, one in lengths.items()},
             "acceptance_length_macro": {depth: self._macro(depth) for depth in self.depths},
-            "acceptance_length_not_looping": {
-                depth: acceptance_length(self.counts(depth, plain)).value for depth in self.depths
-            }
-            if plain
+            "acceptance_length_not_looping": {depth: acceptance_length(self.counts(depth, calm)).value for depth in self.depths}
+            if calm
             else None,
             "steps": {depth: sum(one.steps for one in self.counts(depth)) for depth in self.depths},
             "texts": len(self.texts),
@@ -108,20 +116,46 @@ class Tally:
         for name in ("accuracy", "conditional_acceptance", "joint_acceptance", "rms", "cosine", "cosine_hidden"):
             if values := self.means(name):
                 figures[name] = values
-        if "conditional_acceptance" in self.totals:  # rows that are still right by each step: deep down there are few
-            figures["rows_on_path"] = [int(count) for count in self.totals["conditional_acceptance"][1]]
+        if found := self.total("conditional_acceptance"):  # rows that are still right by each step: deep down there are few
+            figures["rows_on_path"] = [int(count) for count in found[1]]
+        if found := self.total("joint_acceptance"):  # of so many rows whose text reaches as far
+            figures["rows_inside"] = [int(count) for count in found[1]]
+        if found := self.total("joint_acceptance", calm):
+            figures["joint_acceptance_not_looping"] = self.means("joint_acceptance", calm)
+            figures["rows_inside_not_looping"] = [int(count) for count in found[1]]
         for name in (*SHARES, "entropy"):
             if by_head := self.means(f"{name}_by_head"):
                 key = name if name == "entropy" else f"{name}_share"
                 figures[key] = [None if heads is None else sum(heads) / len(heads) for heads in by_head]
                 figures[f"{key}_by_head"] = by_head
         figures.update(drift_summary(figures))
+        if "drift_step" in figures:
+            for key, name in (("rms", "rms"), ("sink_share", "sink_by_head"), ("own_share", "own_by_head")):
+                if name in self.sums:
+                    figures[f"{key}_change_error"] = self._change_error(name, figures["drift_step"])
         return figures
+
+    def _change_error(self, name: str, step: int) -> float | None:
+        """Standard error of what the mean at `step` is of that at step 1, texts being the independent samples."""
+        total, count = (_over_heads(x) for x in self.total(name))
+        if not total[0] or not count[step - 1]:
+            return None
+        mean, influence = total / count, []
+        for part in self.sums[name].values():
+            mine, rows = (_over_heads(x) for x in part)
+            moved = (mine - mean * rows) / total
+            influence.append(float(mean[step - 1] / mean[0] * (moved[step - 1] - moved[0])))
+        return standard_error(influence)
 
     def _macro(self, depth: int) -> float:
         """Tokens a step of each text, then their mean."""
         lengths = [1 + one.accepted / one.steps for one in self.counts(depth) if one.steps]
         return sum(lengths) / len(lengths) if lengths else 1.0
+
+
+def _over_heads(x: Tensor) -> Tensor:
+    """[J] of [J] or [J, H]."""
+    return x if x.dim() == 1 else x.sum(-1)
 
 
 def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
@@ -137,8 +171,24 @@ def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
     return summary
 
 
+def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The fc output, and what each tapped layer adds to it: sizes of taps say nothing of that once weights have learnt them."""
+    entered: list[Tensor] = []
+    watching = drafter.fc.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
+    try:
+        output = drafter.fuse(taps)
+    finally:
+        watching.remove()
+    chunks = entered[0].chunk(len(taps), -1)
+    found = {"fc output": output}
+    for at, layer in enumerate(drafter.config.aux_layer_ids):
+        alone = [chunk if number == at else torch.zeros_like(chunk) for number, chunk in enumerate(chunks)]
+        found[f"fc part of layer {layer}"] = drafter.fc(torch.cat(alone, -1))
+    return found
+
+
 class TargetTally:
-    """Sizes of what the target gives a drafter: each captured state and the fc output, by where the token stands."""
+    """Sizes of what the target gives a drafter: each captured state, the fc output and its parts, by where the token stands."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter
@@ -146,7 +196,7 @@ class TargetTally:
 
     def add(self, text: TargetText, sink: int) -> None:
         states = {f"layer {i}": tap for i, tap in zip(self.drafter.config.aux_layer_ids, text.taps, strict=True)}
-        states["fc output"] = self.drafter.fuse(text.taps)
+        states |= fused_parts(self.drafter, text.taps)
         column = torch.arange(len(text.tokens_T), device=text.tokens_T.device)
         is_answer, is_sink = column >= text.answer_start, column == sink
         for name, state in states.items():

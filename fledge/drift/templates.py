@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fledge.tokenizer import Tokenizer
 
@@ -59,7 +60,38 @@ FOREIGN: dict[str, ForeignTemplate] = {
     "plain transcript": ForeignTemplate(
         system="({})\n\n", user="Human: {}\n\n", assistant="AI: {}\n\n", opening="AI:"
     ),
+    "Gemma": ForeignTemplate(
+        system="<bos><start_of_turn>user\n{}<end_of_turn>\n",
+        user="<start_of_turn>user\n{}<end_of_turn>\n",
+        assistant="<start_of_turn>model\n{}<end_of_turn>\n",
+        opening="<start_of_turn>model\n",
+        preamble="<bos>",
+    ),
+    "Mistral": ForeignTemplate(
+        system="<s>[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]",
+        user="[INST]{}[/INST]",
+        assistant="{}</s>",
+        opening="",
+        preamble="<s>",
+    ),
 }  # fmt: skip
+
+NAMES = ("own", "no template", "no BOS", *FOREIGN)
+# The part of the suite that a quick run takes: less two that are hardly foreign to a model with ChatML or a transcript.
+QUICK = tuple(name for name in NAMES if name not in ("ChatML", "Vicuna"))
+# What training's augmentation calls a template that it renders the same way, but for a preamble or white space. All others
+# are new to every drafter: training's transcript has other words.
+TRAINED_AS = {"no template": "none", "ChatML": "chatml", "Llama-3": "llama3", "Alpaca": "alpaca", "Vicuna": "vicuna"}
+
+
+def trained_on(trained: Mapping[str, Any]) -> list[str]:
+    """Conditions of the suite that a drafter knows from its training, going by what is recorded of it."""
+    if not trained.get("augmented"):
+        return []
+    known = trained.get("templates")
+    if known is None:  # older records do not list them; recipes that do not either take all
+        known = list(TRAINED_AS.values())
+    return [name for name, training_name in TRAINED_AS.items() if training_name in known]
 
 
 def own(tokenizer: Tokenizer, messages: Messages) -> list[int]:

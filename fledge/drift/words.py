@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from fledge.drift.pairs import ENOUGH_PAIRS, distinct_conditions, kept, plus_minus, ratio_over, suite_of
+from fledge.drift.templates import trained_on
+
 FLAT, MILD = 1.1, 1.5  # growth of the fed-back state from step 1 to step 8 that is still flat, or only mild
-MOVED = 0.01  # change of an attention share a step from which it counts as moving
+MOVED = 0.1  # change of an attention share, relative to its size at step 1, from which it counts as moving
+SMALL = 0.1  # a share of attention below which a change of it moves little
 WEAK = 0.85  # share of the baseline's acceptance length below which a condition is named
-VAGUE = 0.07  # standard error of such a share from which it says little
 ENOUGH_ROWS = 20  # rows behind a mean that is worth a sentence
 USELESS = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
 
@@ -76,33 +80,40 @@ def _size(probes: dict[str, Any]) -> str:
     return f"The fed-back state keeps its size (RMS {moved})."
 
 
+def share_change(probes: dict[str, Any], name: str) -> tuple[float, float, float]:
+    """At step 1, at the drift step, and the change relative to the former: a small share can only move by little."""
+    first, last = probes[name][0], probes[name][probes["drift_step"] - 1]
+    return first, last, last / first - 1 if first else 0.0
+
+
 def _shares(probes: dict[str, Any], sink: dict[str, Any]) -> str:
     if "sink_share_slope" not in probes:
         return ""
-    at = probes["drift_step"] - 1
     parts = []
     for name, label in (
-        ("sink_share", "the sink"),
-        ("own_share", "its own tokens"),
-        ("prompt_share", "the rest of the prompt"),
+        ("sink_share", "on the sink"),
+        ("own_share", "on its own tokens"),
+        ("prompt_share", "on the rest of the prompt"),
     ):
-        first, last, change = probes[name][0], probes[name][at], probes[f"{name}_slope"]
-        verb = "stays on" if abs(change) < MOVED else ("moves to" if change > 0 else "leaves")
-        parts.append(f"{verb} {label} ({first:.2f} → {last:.2f}, {change:+.3f} a step)")
+        first, last, change = share_change(probes, name)
+        small = " of a small share" if first < SMALL else ""
+        verb = "hardly changes" if abs(change) < MOVED else f"{'rises' if change > 0 else 'falls'} by {abs(change):.0%}{small}"
+        parts.append(f"{label} {verb} ({first:.3f} → {last:.3f})")
     unclear = "" if sink["clear"] else " The target has no clear sink, so read the sink's share with care."
-    return f"Attention {parts[0]}, {parts[1]} and {parts[2]}.{unclear}"
+    return f"Attention {parts[0]}, {parts[1]} and {parts[2]} from step 1 to {probes['drift_step']}.{unclear}"
 
 
 def _closeness(probes: dict[str, Any]) -> str:
     last = min(probes.get("drift_step", 8), deepest_known(probes))
-    known = [(step, value) for step, value in enumerate((probes.get("cosine") or [])[:last], 1) if value is not None]
-    if len(known) < 2:
-        return ""
-    (first_step, first), (last_step, last) = known[0], known[-1]
-    return (
-        f"While its drafts are right, its state points as the target's does to a cosine of {first:.2f} at step {first_step} "
-        f"and {last:.2f} at step {last_step}."
-    )
+    found = []
+    for name, what in (
+        ("cosine", "its fed-back state has a cosine of {} with the fused target state it stands in for"),
+        ("cosine_hidden", "what its head reads one of {} with what the target's head reads"),
+    ):
+        values = [value for value in (probes.get(name) or [])[:last] if value is not None]
+        if len(values) > 1:
+            found.append(what.format(f"{values[0]:.2f} at step 1 and {values[-1]:.2f} at step {len(values)}"))
+    return f"While its drafts are right, {'; '.join(found)}." if found else ""
 
 
 def _accuracy(probes: dict[str, Any]) -> str:
@@ -115,60 +126,126 @@ def _accuracy(probes: dict[str, Any]) -> str:
 
 
 def _inputs(states: dict[str, Any], figures: dict[str, Any], name: str) -> str:
-    sizes = {layer: places["answer"] for layer, places in states.items() if layer.startswith("layer") and "answer" in places}
+    """Sizes of the target's states are the target's; what a drafter makes of them shows in the parts of its fc output."""
+    sizes = _in_answers(states, "layer")
     if len(sizes) < 2:
         return ""
     (low, small), (high, large) = min(sizes.items(), key=lambda x: x[1]), max(sizes.items(), key=lambda x: x[1])
     config = next(one["config"] for one in figures["drafters"] if one["name"] == name)
     normed = config["fc_norm"] or config["norm_before_fc"]
-    effect = "which its norm before the fc layer evens out" if normed else "and the largest dominates the fused input"
-    return f"The target's states differ in size by {large / small:.1f}× ({low}: {small:.2f}, {high}: {large:.2f}), {effect}."
+    sentence = f"The target's states differ in size by {large / small:.1f}× ({low}: {small:.2f}, {high}: {large:.2f})"
+    sentence += ", and are normed before the fc layer" if normed else ""
+    parts = _in_answers(states, "fc part of ")
+    if len(parts) < 2:
+        return f"{sentence}; how much of the fused input comes from each was not measured."
+    ordered = sorted(parts.items(), key=lambda x: -x[1])
+    listed = ", ".join(f"{layer} {size:.2f}" for layer, size in parts.items())
+    ratio = ordered[0][1] / ordered[1][1]
+    return f"{sentence}; to the fused input they add (RMS) {listed}: most is {ordered[0][0]}'s, {ratio:.1f}× the next."
+
+
+def _in_answers(states: dict[str, Any], kind: str) -> dict[str, float]:
+    return {
+        name.removeprefix("fc part of "): places["answer"]
+        for name, places in states.items()
+        if name.startswith(kind) and "answer" in places
+    }
+
+
+def right_rows(probes: dict[str, Any], step: int) -> tuple[int, int]:
+    """How many rows are right up to a step, and of how many: the same rows whatever the drafter."""
+    joint = probes["joint_acceptance"][step - 1]
+    if "rows_inside" in probes:
+        rows = probes["rows_inside"][step - 1]
+        return round(joint * rows), rows
+    right = round((probes["conditional_acceptance"][step - 1] or 0) * probes["rows_on_path"][step - 1])  # older figures
+    return right, round(right / joint) if joint else probes["rows_on_path"][0]
+
+
+def deepest_joint(probes: dict[str, Any]) -> int:
+    """The last step that some row reaches."""
+    return sum(value is not None for value in probes.get("joint_acceptance") or [])
 
 
 def _past_training(name: str, figures: dict[str, Any]) -> str:
     """What is left beyond the depth and the length that a drafter was trained for, where both are known."""
-    trained = next(one.get("trained") or {} for one in figures["drafters"] if one["name"] == name)
-    parts = []
-    steps, rates = trained.get("ttt_steps"), figures["probes"][name].get("conditional_acceptance") or []
-    last = deepest_known(figures["probes"][name])
+    drafter = next(one for one in figures["drafters"] if one["name"] == name)
+    trained, probes, parts = drafter.get("trained") or {}, figures["probes"][name], []
+    steps, last = trained.get("ttt_steps"), deepest_joint(probes)
     if steps and last > steps:
+        (early, early_rows), (late, late_rows) = right_rows(probes, steps), right_rows(probes, last)
         parts.append(
-            f"trained with {steps} draft steps, it is right in {rates[steps - 1]:.0%} of cases at step {steps} and in "
-            f"{rates[last - 1]:.0%} at step {last}, once all before were right"
+            f"trained with {steps} draft steps, all its drafts up to step {steps} are right in {early / early_rows:.1%} of "
+            f"rows ({early:,} of {early_rows:,}), up to step {last} in {late / late_rows:.1%} ({late:,} of {late_rows:,}"
+            f"{', answers that loop among them' if probes['looping_texts'] else ''})"
         )
-    suite = next((one for one in figures["suites"] if one["name"] == "context length"), None)
+    suite = suite_of(figures, "context length")
     length = trained.get("sequence_length")
     if suite and length and suite["conditions"][-1]["prompt_tokens"] > length:
         longest, depth = suite["conditions"][-1], shown_depth(suite["depths"])
-        one = longest["drafters"][name]
-        error = one["retention_error"][depth]
-        spread = "" if error is None else f" ± {error:.0%}"
+        window = drafter["config"]["window"]
+        seen = f", of which it attends to the last {window}" if window else ""
         parts.append(
-            f"trained on texts of up to {length:,} tokens, it keeps {one['retention'][depth]:.0%}{spread} of its acceptance "
-            f"length at {longest['name']}"
+            f"trained on texts of up to {length:,} tokens, it keeps {kept(longest, name, depth)} of its acceptance length at "
+            f"{longest['name']}{seen}"
         )
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _weakest(suite: dict[str, Any], name: str) -> str:
-    """The condition with the lowest share of the baseline, if it is low enough to speak of."""
+    """The condition with the lowest share of the baseline, with loops or without, if it is low enough to speak of."""
     depth = shown_depth(suite["depths"])
-    found = [(c["drafters"][name]["retention"][depth], c) for c in suite["conditions"] if c["name"] != suite["baseline"]]
+    found = [(kept(c, name, depth), c) for c in suite["conditions"] if c["name"] != suite["baseline"]]
     if not found:
         return ""
-    share, condition = min(found, key=lambda pair: pair[0])
-    if share >= WEAK:
+    share, condition = min(found, key=lambda pair: pair[0].least)
+    if share.least >= WEAK:
         return ""
-    one = condition["drafters"][name]
-    base = suite["baseline"] or "the mean"
-    error = (one.get("retention_error") or {}).get(depth)
-    sure = "" if error is None else f" ± {error:.0%}"
-    few = "; too few answers to tell" if error is None or error > VAGUE else ""
+    length = condition["drafters"][name]["acceptance_length"][depth]
+    error = share.least_error
+    if error is None:
+        sure = "; too few answers to tell"
+    else:
+        sure = "" if WEAK - share.least > 2 * error else f"; less than two standard errors below {WEAK:.0%}"
     return (
-        f"{suite['name']}: “{condition['name']}” (acceptance length {one['acceptance_length'][depth]:.2f} at depth {depth}, "
-        f"{share:.0%}{sure} of {base}{few})"
+        f"{suite['name']}: “{condition['name']}” (acceptance length {length:.2f} at depth {depth}; kept of "
+        f"{suite['baseline'] or 'the mean'}: {share}{sure})"
     )
+
+
+def suite_notes(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
+    """What one must know to read a suite's table."""
+    if suite["name"] == "templates":
+        return _known_templates(suite, figures)
+    if suite["name"] == "system prompts":
+        return [
+            f"“{suite['baseline']}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
+            "None of these prompts is used in Fledge's training."
+        ]
+    if suite["name"] == "context length":
+        windows = {one["name"]: one["config"]["window"] for one in figures["drafters"] if one["config"]["window"]}
+        listed = ", ".join(f"{name} to the last {window} tokens" for name, window in windows.items())
+        note = (
+            f"With a window a drafter attends only to what lies in it ({listed}): past that length the target alone reads more "
+            "and what is tested are the target's changed states and answers, not the drafter's own reach."
+        )
+        return [note] if windows else []
+    return []
+
+
+def _known_templates(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
+    known = {one["name"]: trained_on(one.get("trained") or {}) for one in figures["drafters"]}
+    names = [c["name"] for c in suite["conditions"] if c["name"] != suite["baseline"]]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for drafter, met in known.items():
+        groups.setdefault(tuple(name for name in names if name in met), []).append(drafter)
+    return [
+        f"† {' and '.join(drafters)} met {', '.join(met)} in training (alike but for a preamble or white space); "
+        f"new to them: {', '.join(name for name in names if name not in met)}."
+        for met, drafters in groups.items()
+        if met
+    ]
 
 
 def _together(figures: dict[str, Any]) -> list[str]:
@@ -180,34 +257,62 @@ def _together(figures: dict[str, Any]) -> list[str]:
         step = probes[names[0]]["drift_step"]
         listed = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in ratios.items())
         sentences.append(f"Growth of the fed-back state to step {step}: {listed}.")
-    slopes = {name: probes[name].get("sink_share_slope") for name in names}
-    if all(value is not None for value in slopes.values()):
-        sentences.append("Sink share a step: " + ", ".join(f"{name} {value:+.4f}" for name, value in slopes.items()) + ".")
+    if all("sink_share" in probes[name] and "drift_step" in probes[name] for name in names):
+        changes = {name: share_change(probes[name], "sink_share") for name in names}
+        listed = ", ".join(
+            f"{name} {change:+.0%} ({first:.3f} → {last:.3f})" for name, (first, last, change) in changes.items()
+        )
+        sentences.append(f"Share of attention on the sink, step {probes[names[0]]['drift_step']} against step 1: {listed}.")
     for name in names[1:]:
         sentences += _against(name, names[0], figures)
     return sentences
 
 
 def _against(name: str, first: str, figures: dict[str, Any]) -> list[str]:
-    by_condition = [
+    return [sentence for say in (_by_condition, _by_suite, _states_apart) if (sentence := say(name, first, figures))]
+
+
+def _by_condition(name: str, first: str, figures: dict[str, Any]) -> str:
+    """Over conditions with enough answers, each set of answers once."""
+    found = [
         (c["drafters"][name]["against_first"][shown_depth(suite["depths"])], f"{suite['name']}: {c['name']}")
-        for suite in figures["suites"]
-        for c in suite["conditions"]
+        for suite, c in distinct_conditions(figures)
+        if c["drafters"][name]["texts"] >= ENOUGH_PAIRS
     ]
-    best, worst = (which(by_condition, key=lambda pair: pair[0]["value"]) for which in (max, min))
-    ahead = sum(ratio["value"] > 1 for ratio, _ in by_condition)
-    clear = sum(ratio["error"] is not None and ratio["value"] - 1 > 2 * ratio["error"] for ratio, _ in by_condition)
-    behind = sum(ratio["error"] is not None and 1 - ratio["value"] > 2 * ratio["error"] for ratio, _ in by_condition)
-    sentence = (
-        f"Against {first}, {name} accepts longer in {ahead} of {len(by_condition)} conditions ({clear} by more than two "
-        f"standard errors; {behind} shorter by as much); at best {plus_minus(best[0])} ({best[1]}), at worst "
-        f"{plus_minus(worst[0])} ({worst[1]})."
+    if not found:
+        return ""
+    best, worst = (which(found, key=lambda pair: pair[0]["value"]) for which in (max, min))
+    ahead = sum(ratio["value"] > 1 for ratio, _ in found)
+    clear = [what for ratio, what in found if ratio["error"] is not None and ratio["value"] - 1 > 2 * ratio["error"]]
+    by_suite = ", ".join(f"{name} {n}" for name, n in Counter(what.split(": ")[0] for what in clear).items())
+    behind = sum(ratio["error"] is not None and 1 - ratio["value"] > 2 * ratio["error"] for ratio, _ in found)
+    return (
+        f"Against {first}, {name} accepts longer in {ahead} of {len(found)} conditions of at least {ENOUGH_PAIRS} answers "
+        f"({len(clear)} by more than two standard errors{f': {by_suite}' if clear else ''}; {behind} shorter by as much; "
+        f"chance alone would give about {len(found) / 44:.0f} of each, and they share questions, so they are no independent "
+        f"trials); at best {plus_minus(best[0])} ({best[1]}), at worst {plus_minus(worst[0])} ({worst[1]})."
     )
-    overall = {suite["name"]: suite["overall_against_first"][name][shown_depth(suite["depths"])] for suite in figures["suites"]}
-    listed = ", ".join(f"{suite} {plus_minus(ratio)}" for suite, ratio in overall.items())
-    return [sentence, f"All conditions of a suite together, {name} over {first}: {listed}."]
 
 
-def plus_minus(ratio: dict[str, float | None]) -> str:
-    error = "" if ratio["error"] is None else f" ± {ratio['error']:.2f}"
-    return f"{ratio['value']:.2f}{error}×"
+def _by_suite(name: str, first: str, figures: dict[str, Any]) -> str:
+    overall = {suite["name"]: ratio_over(figures, suite["name"], name, first) for suite in figures["suites"]}
+    listed = ", ".join(f"{suite} {plus_minus(ratio._asdict())}" for suite, ratio in overall.items() if ratio)
+    return f"All conditions of a suite together, {name} over {first}, a question being one sample: {listed}." if listed else ""
+
+
+def _states_apart(name: str, first: str, figures: dict[str, Any]) -> str:
+    """Where a drafter's states lie further from the target's than another's, and yet it drafts no worse."""
+    mine, theirs = figures["probes"][name], figures["probes"][first]
+    at = min(deepest_known(mine), deepest_known(theirs), mine.get("drift_step", 0)) - 1
+    pairs = [[(one.get(key) or [])[: at + 1] for one in (mine, theirs)] for key in ("cosine", "cosine_hidden")]
+    if at < 1 or any(len(values) <= at or None in values for pair in pairs for values in pair):
+        return ""
+    depth = shown_depth(list(mine["acceptance_length"]))
+    lengths = [one["acceptance_length"][depth] for one in (mine, theirs)]
+    if lengths[0] < lengths[1] or any(a[at] >= b[at] for a, b in pairs):
+        return ""
+    return (
+        f"By step {at + 1} the states of {name} lie further from the target's than those of {first} (both cosines), and it "
+        f"drafts no worse (acceptance length {lengths[0]:.2f} against {lengths[1]:.2f} at depth {depth}). Drafters are trained "
+        "for the right tokens, not for states that agree with the target's, so a falling cosine is no sign of failing drafts."
+    )

@@ -8,6 +8,7 @@ import pytest
 
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
+from fledge.drift import templates
 from fledge.drift.lab import run_lab
 from fledge.drift.settings import Settings
 from tests.serving.model_folder import make_model
@@ -20,7 +21,8 @@ SETTINGS = replace(
     depth=5,
     prompts=2,
     questions=2,
-    system_prompts=("none", "short", "German"),
+    templates=templates.NAMES,
+    system_prompts=("none given", "short", "German"),
     lengths=(128, 256, 4096),
     noise=(1.0,),
     temperatures=(0.0, 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_arms_differ_in_what_they_ask_for(recipe, folders, monkeypatch):
     decoder = load_decoder(folders / "model")
     subject = load_subjects([f"alone={out / 'fc-norm'}"], "", decoder, EngineConfig(device="cpu", dtype="float32"))[0]
     assert subject.name == "alone"
-    assert subject.trained == {"sequence_length": 64, "ttt_steps": 3, "augmented": True}
+    assert subject.trained.items() >= {"sequence_length": 64, "ttt_steps": 3, "augmented": True, "seed": 0}.items()
+    assert subject.trained["templates"] == ["chatml", "llama3", "alpaca", "vicuna", "transcript", "none"]
+    assert subject.weights_sha256 == hashlib.sha256((out / "fc-norm" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_arms_with_other_data_are_refused(recipe, monkeypatch):

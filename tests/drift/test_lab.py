@@ -6,20 +6,25 @@ import json
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fledge.bench.datasets import Item, load_items
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_decoder
 from fledge.drift import templates
+from fledge.drift.acceptance import Count, accepted_ratio, kept_difference, length_ratio, pooled
 from fledge.drift.contexts import OPENING, lengths
 from fledge.drift.documents import Document, load_documents
 from fledge.drift.lab import run_lab
 from fledge.drift.suites import chat_templates, chosen, multi_turn
-from fledge.drift.tally import Tally
+from fledge.drift.tally import Tally, TextFigures, fused_parts
 from fledge.drift.words import in_words
 from fledge.engine.build import Speculation, build_engine
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
+from fledge.training.templates import TEXT_TEMPLATES
 from tests.drift.conftest import SETTINGS
 
 
@@ -33,7 +38,18 @@ def test_every_suite_is_there(figures):
     ]  # fmt: skip
     assert len(suite(figures, "domains")["conditions"]) == 11
     names = [one["name"] for one in suite(figures, "templates")["conditions"]]
-    assert names == ["own", "no template", "no BOS", "ChatML", "Llama-3", "Alpaca", "Vicuna", "plain transcript"]
+    assert names == [
+        "own",
+        "no template",
+        "no BOS",
+        "ChatML",
+        "Llama-3",
+        "Alpaca",
+        "Vicuna",
+        "plain transcript",
+        "Gemma",
+        "Mistral",
+    ]
     assert suite(figures, "depth")["depths"] == list(range(1, 10))
     assert len(suite(figures, "multi-turn")["conditions"]) == 4
 
@@ -59,7 +75,8 @@ def test_probes_by_step_and_head(figures):
         assert shares[0] == pytest.approx(1)
         assert (abs(probes["rms_ratio"] - 1) < 0.1) == flat
     states = figures["target_states"]["three"]
-    assert list(states) == ["layer 1", "layer 2", "layer 3", "fc output"]
+    parts = [f"fc part of layer {layer}" for layer in (1, 2, 3)]
+    assert list(states) == ["layer 1", "layer 2", "layer 3", "fc output", *parts]
 
 
 def test_acceptance_is_that_of_the_engine(figures, folders):
@@ -80,16 +97,16 @@ def test_words_name_what_moved(figures):
     words = in_words(figures)
     assert any("grows" in line for line in words["three"])
     assert any("keeps its size" in line for line in words["three-one"])
-    assert any("three-one accepts longer in" in line for line in words["together"])
+    assert any("three-one over three, a question being one sample" in line for line in words["together"])
 
 
 def test_words_say_what_is_left_past_training(figures):
     drafters = [{**one, "trained": {"ttt_steps": 2, "sequence_length": 300}} for one in figures["drafters"]]
-    known = {"conditional_acceptance": [0.5, 0.4, 0.3, 0.2, 1.0], "rows_on_path": [500, 250, 100, 30, 2]}
+    known = {"joint_acceptance": [0.5, 0.2, 0.06, 0.02, None], "rows_inside": [500, 490, 480, 450, 0], "looping_texts": 0}
     probes = {**figures["probes"], "three": {**figures["probes"]["three"], **known}}
     words = " ".join(in_words({**figures, "drafters": drafters, "probes": probes})["three"])
-    assert "Trained with 2 draft steps, it is right in 40% of cases at step 2 and in 20% at step 4" in words
-    assert re.search(r"trained on texts of up to 300 tokens, it keeps \d+% ± \d+% .* at 1488 tokens", words)
+    assert "up to step 2 are right in 20.0% of rows (98 of 490), up to step 4 in 2.0% (9 of 450)" in words
+    assert re.search(r"trained on texts of up to 300 tokens, it keeps \d+%.* at 1488 tokens", words)
     assert "rained" not in " ".join(in_words(figures)["three"])
 
 
@@ -104,11 +121,13 @@ def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatc
     result = CliRunner().invoke(app, ["model", "--drafter", "three", "--drafter", "three-one", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "fed-back RMS" in result.output
+    assert f"{figures['seconds']:.0f} s" in result.output
     page = (tmp_path / "report.html").read_text()
     assert "http" not in re.sub(r"base64,[^']+", "", page)
     assert page.count("data:image/png;base64,") == len(list((tmp_path / "plots").glob("*.png"))) == 11
     assert "fed-back state grows" in page
     assert "keeps its size" in page
+    assert figures["drafters"][0]["weights_sha256"] in page
     stored = json.loads((tmp_path / "report.json").read_text())
     assert stored["provenance"]["prompts_sha256"] == figures["provenance"]["prompts_sha256"]
     assert stored["words"]["three"]
@@ -136,6 +155,7 @@ def test_no_bos_drops_one_token(folders):
     tokenizer = Tokenizer(folders / "model")
     messages = [{"role": "user", "content": "the cat"}]
     own = templates.own(tokenizer, messages)
+    assert tuple(templates.all_templates(tokenizer, messages)) == templates.NAMES
     assert templates.no_bos(tokenizer, messages) == own[1:]
     assert templates.foreign(tokenizer, "ChatML", messages) == own
     assert "### Response:" in tokenizer.decode(templates.foreign(tokenizer, "Alpaca", messages))
@@ -187,3 +207,76 @@ def test_answers_at_every_length_begin_alike(folders):
             assert prompt[-common:] == (number + 3,) * common
     texts = [tokenizer.decode(prompt) for prompt in made.conditions[1].prompts.values()]
     assert sum("Is it late?" in text for text in texts) == 2
+
+
+def test_new_templates_are_new_to_every_drafter():
+    """Training's augmentation renders the marked ones the same way, but for a preamble or white space; no other."""
+    messages = [{"role": "user", "content": "QUESTION"}]
+
+    def bare(text):
+        return re.sub(r"\s+", "", text)
+
+    trained = {name: template.user + template.opening for name, template in TEXT_TEMPLATES.items()}
+    trained = {name: bare(text.replace("{}", "QUESTION")) for name, text in trained.items()}
+    for name, template in templates.FOREIGN.items():
+        known = [other for other, text in trained.items() if bare(template.render(messages)).endswith(text)]
+        assert known == ([templates.TRAINED_AS[name]] if name in templates.TRAINED_AS else []), name
+    assert templates.trained_on({"augmented": True, "templates": ["alpaca", "none"]}) == ["no template", "Alpaca"]
+    assert templates.trained_on({"augmented": True}) == list(templates.TRAINED_AS)
+    assert templates.trained_on({"augmented": False, "templates": ["alpaca"]}) == []
+
+
+def test_parts_of_the_fused_input_add_up(folders):
+    decoder = load_decoder(folders / "model")
+    for name in ("three", "three-one"):
+        drafter = load_drafter(folders / name, decoder.config)
+        taps = [torch.randn(5, decoder.config.hidden_size) * scale for scale in (1, 10, 100)]
+        output, *parts = fused_parts(drafter, taps).values()
+        assert len(parts) == 3
+        torch.testing.assert_close(sum(parts), output, rtol=1e-4, atol=1e-4 * float(output.abs().max()))
+        torch.testing.assert_close(output, drafter.fuse(taps))
+    assert not drafter.fc._forward_pre_hooks
+
+
+def test_figures_without_loops_and_errors_of_changes_are_kept():
+    tally, ones = Tally((1,)), torch.ones(2, dtype=torch.double)
+    for name, right, size, looping in (("a", 0.0, 1.0, False), ("b", 4.0, 3.0, True), ("c", 2.0, 2.0, False)):
+        sums = {"joint_acceptance": (ones * right, ones * 4), "rms": (torch.tensor([4.0, 4 * size]).double(), ones * 4)}
+        tally.add(name, TextFigures({1: Count(1, 2)}, sums), looping)
+    found = tally.to_dict()
+    assert found["joint_acceptance"] == [0.5, 0.5]
+    assert found["joint_acceptance_not_looping"] == [0.25, 0.25]
+    assert (found["rows_inside"], found["rows_inside_not_looping"]) == ([12, 12], [8, 8])
+    assert found["rms_ratio"] == 2
+    assert found["rms_change_error"] == pytest.approx((2 / 3 / 2) ** 0.5)  # of the mean of 1, 2 and 3
+
+
+def test_a_question_under_two_conditions_is_one_sample():
+    """The same counts once more are nothing new: the error must not shrink."""
+    once = {"a": Count(10, 10), "b": Count(20, 10), "c": Count(24, 10)}
+    base = {"a": Count(10, 10), "b": Count(10, 10), "c": Count(10, 10)}
+    single = length_ratio(list(once.values()), list(base.values()))
+    twice, base_twice = pooled([once, once]), pooled([base, base])
+    assert length_ratio(list(twice.values()), list(base_twice.values())) == pytest.approx(single)
+    assert length_ratio([*once.values()] * 2, [*base.values()] * 2).error < single.error
+
+
+def test_ratios_of_accepted_drafts_have_the_jackknifes_error():
+    torch.manual_seed(0)
+    draw = [
+        [Count(float(a), float(s)) for a, s in zip(torch.rand(40) * 30 + 20, torch.rand(40) * 5 + 10, strict=True)]
+        for _ in "abcd"
+    ]
+
+    def jackknife(value):
+        left_out = [value([one[:i] + one[i + 1 :] for one in draw]) for i in range(40)]
+        mean = sum(left_out) / 40
+        return (39 / 40 * sum((one - mean) ** 2 for one in left_out)) ** 0.5
+
+    ratio = accepted_ratio(draw[0], draw[1])
+    assert ratio.error == pytest.approx(jackknife(lambda d: accepted_ratio(d[0], d[1]).value), rel=0.1)
+    more = kept_difference((draw[0], draw[1]), (draw[2], draw[3]))
+    assert more.value == pytest.approx(ratio.value - accepted_ratio(draw[2], draw[3]).value)
+    assert more.error == pytest.approx(jackknife(lambda d: kept_difference((d[0], d[1]), (d[2], d[3])).value), rel=0.1)
+    nothing = [Count(0, 5)] * 40
+    assert accepted_ratio(draw[0], nothing).error is None

@@ -9,9 +9,11 @@ import re
 import pytest
 
 from fledge.bench.provenance import write_json
-from fledge.drift.ablation import ratio_over
-from fledge.drift.claims import HOLDS, NOT, checks, claims, suite_of
-from fledge.drift.study import study, with_depths, write_study
+from fledge.drift.ablation import comparisons
+from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
+from fledge.drift.pairs import ENOUGH_PAIRS, condition_of, distinct_conditions, plus_minus, ratio_over, suite_of
+from fledge.drift.study import study, table, with_depths, with_todays_names, write_study
+from fledge.drift.words import right_rows
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +43,116 @@ def test_the_page_has_every_part(stored, tmp_path):
     assert min(widths) >= 2
 
 
-def test_verdicts_follow_the_figures(figures):
+def with_probes(figures, **by_drafter):
     one = copy.deepcopy(figures)
-    for name, ratio, sink, own in (("three", 3.6, -0.05, 0.02), ("three-one", 1.0, 0.0, 0.001)):
-        one["probes"][name] |= {"rms_ratio": ratio, "sink_share_slope": sink, "own_share_slope": own}
-    found = {claim.what: claim.verdict for claim in claims(one, "three", "three-one")}
-    assert [verdict for what, verdict in found.items() if "fed-back" in what or "attention" in what] == [HOLDS] * 3
-    swapped = {claim.what: claim.verdict for claim in claims(one, "three-one", "three")}
-    assert [verdict for what, verdict in swapped.items() if "fed-back" in what or "attention" in what] == [NOT] * 3
+    for name, probes in by_drafter.items():
+        one["probes"][name.replace("_", "-")] |= probes
+    return one
+
+
+def verdicts(figures, old="three", new="three-one"):
+    names = ("fed-back", "sink", "own tokens", "chat template", "long context", "trained depth", "Noise")
+    found = {claim.what: claim.verdict for claim in claims(figures, old, new)}
+    return {name: next((verdict for what, verdict in found.items() if name in what), None) for name in names}
+
+
+def shares(first, last, steps=9):
+    """Straight from step 1 to step 8."""
+    return [first + (last - first) * min(step, 7) / 7 for step in range(steps)]
+
+
+def test_verdicts_on_sizes_and_shares(figures):
+    published = (
+        {"rms_ratio": 3.6, "sink_share": shares(0.46, 0.08), "own_share": shares(0.14, 0.31)},
+        {"rms_ratio": 0.99, "sink_share": shares(0.11, 0.10), "own_share": shares(0.50, 0.53)},
+    )
+    ours = (
+        {"rms_ratio": 1.26, "sink_share": shares(0.0289, 0.0220), "own_share": shares(0.209, 0.355)},
+        {"rms_ratio": 1.03, "sink_share": shares(0.0466, 0.0392), "own_share": shares(0.240, 0.398)},
+    )
+    known = {"sink_share_change_error": 0.02, "own_share_change_error": 0.02}
+    for (old, new), expected in ((published, [HOLDS] * 3), (ours, [WEAKLY, WEAKLY, NOT])):
+        one = with_probes(figures, three=old | known, three_one=new | known)
+        assert list(verdicts(one).values())[:3] == expected
+        assert list(verdicts(one, "three-one", "three").values())[:3] == [NOT] * 3
+    vague = with_probes(figures, three=ours[0] | known, three_one=ours[1] | {**known, "sink_share_change_error": 0.05})
+    assert verdicts(vague)["sink"] == NOT
+    for name in ("three", "three-one"):  # older figures have no errors: by size alone
+        vague["probes"][name].pop("sink_share_change_error")
+    assert verdicts(vague)["sink"] == WEAKLY
+
+
+def give_counts(condition, **by_drafter):
+    """Accepted drafts of ten steps each, text by text; the figures that follow from them."""
+    for name, accepted in by_drafter.items():
+        one = condition["drafters"][name.replace("_", "-")]
+        one["counts"] = {f"text {number}": [count, 10] for number, count in enumerate(accepted)}
+        one |= {
+            "texts": len(accepted),
+            "acceptance_length": dict.fromkeys(one["acceptance_length"], 1 + sum(accepted) / 10 / len(accepted)),
+        }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ([10, 11, 12, 9, 10, 11], [20, 21, 24, 19, 20, 23], HOLDS),
+        ([10, 11, 12, 9, 10, 11], [11, 12, 13, 10, 11, 12], WEAKLY),  # clear, but a tenth
+        ([10, 11, 12, 9, 10, 11], [25, 5, 30, 4, 22, 6], NOT),  # much, but anything may be
+    ],
+)
+def test_a_ratio_must_be_large_and_clear(figures, old, new, expected):
+    one = copy.deepcopy(figures)
+    give_counts(condition_of(suite_of(one, "templates"), "no template"), three=old, three_one=new)
+    give_counts(suite_of(one, "context length")["conditions"][-1], three=old, three_one=new)
+    found = verdicts(one)
+    assert found["chat template"] == expected
+    assert found["long context"] == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ([1, 0, 1, 1, 1, 0], [12, 11, 13, 12, 12, 11], HOLDS),
+        ([13, 13, 14, 12, 13, 13], [16, 16, 17, 16, 16, 16], WEAKLY),  # 3 keeps two thirds: nothing like nearly all is lost
+        ([13, 4, 19, 2, 20, 13], [16, 20, 3, 20, 2, 16], NOT),
+    ],
+)
+def test_noise_must_cost_most_of_it(figures, old, new, expected):
+    one = copy.deepcopy(figures)
+    suite = suite_of(one, "noise")
+    give_counts(suite["conditions"][0], three=[20] * 6, three_one=[20] * 6)
+    give_counts(suite["conditions"][1], three=old, three_one=new)
+    suite["conditions"][1]["name"] = "α = 0.5"
+    claim = next(claim for claim in claims(one, "three", "three-one") if "Noise" in claim.what)
+    assert claim.verdict == expected
+    assert claim.here.startswith(f"{sum(old) / 120:.0%} ± ")
+
+
+@pytest.mark.parametrize(
+    ("rates", "ratio", "expected"),
+    [
+        ((0.01, 0.2), (1.3, 0.05), HOLDS),
+        ((0.069, 0.113), (1.06, 0.02), WEAKLY),
+        ((0.069, 0.113), (1.06, 0.04), NOT),
+        ((0.113, 0.069), (1.06, 0.02), NOT),
+    ],
+)
+def test_depth_is_judged_over_all_rows(figures, rates, ratio, expected):
+    """Whatever the rows that are still right do: they are few, and others for each drafter."""
+    rows = {"rows_inside": [1000] * 9, "conditional_acceptance": [0.9] * 9}
+    probes = [{**rows, "joint_acceptance": [0.7] * 8 + [rate]} for rate in rates]
+    one = with_probes(figures, three=probes[0], three_one=probes[1])
+    against = suite_of(one, "depth")["conditions"][0]["drafters"]["three-one"]["against_first"]
+    against[9] = dict(zip(("value", "error"), ratio, strict=True))
+    assert verdicts(one)["trained depth"] == expected
+    here = next(claim.here for claim in claims(one, "three", "three-one") if "trained depth" in claim.what)
+    assert f"({1000 * rates[0]:.0f} of 1,000 / {1000 * rates[1]:.0f} of 1,000 rows)" in here
+
+
+def test_rows_of_older_figures_follow_from_their_rates():
+    older = {"joint_acceptance": [0.5, 0.125], "conditional_acceptance": [0.5, 0.25], "rows_on_path": [100, 48]}
+    assert right_rows(older, 2) == (12, 96)
 
 
 def test_checks_name_the_worst_condition(figures):
@@ -61,6 +165,56 @@ def test_checks_name_the_worst_condition(figures):
     assert check.value.startswith("40%")
 
 
+def test_loops_must_not_hide_a_loss(figures):
+    """Enough pairs without loops count, fewer do not."""
+    for pairs, passed in ((ENOUGH_PAIRS, False), (ENOUGH_PAIRS - 1, True)):
+        one = copy.deepcopy(figures)
+        for suite in one["suites"][1:4]:
+            for condition in suite["conditions"]:
+                drafter = condition["drafters"]["three"]
+                drafter |= {"retention": {5: 1.0}, "retention_error": {5: 0.01}, "pairs": 24, "pairs_not_looping": 20}
+                drafter["retention_not_looping"] = {5: {"value": 1.0, "error": 0.01}}
+        hidden = suite_of(one, "templates")["conditions"][3]
+        hidden["drafters"]["three"] |= {
+            "retention_not_looping": {5: {"value": 0.6, "error": 0.04}},
+            "pairs_not_looping": pairs,
+        }
+        check = next(check for check in checks(one, "three") if "templates" in check.what)
+        assert check.passed == passed
+        assert check.close is False
+        if not passed:
+            assert check.what.endswith(hidden["name"])
+            assert check.value == f"100% ± 1%; 60% ± 4% without loops ({pairs} pairs)"
+        hidden["drafters"]["three"]["retention_not_looping"][5] = {"value": 0.88, "error": 0.04}
+        check = next(check for check in checks(one, "three") if "templates" in check.what)
+        assert check.passed
+        assert check.close != passed
+
+
+def test_few_pairs_have_no_error():
+    ratio = {"value": 1.1, "error": 0.02}
+    assert plus_minus(ratio, ENOUGH_PAIRS) == "1.10 ± 0.02×"
+    assert plus_minus(ratio, ENOUGH_PAIRS - 1) == "1.10×"
+    assert plus_minus({"value": 1.0, "error": 0.0041}) == "1.00 ± 0.004×"
+
+
+def test_the_hardest_length_is_named(figures):
+    one = copy.deepcopy(figures)
+    for condition, value in zip(suite_of(one, "context length")["conditions"], (1.0, 0.8, 1.1), strict=True):
+        condition["drafters"]["three"] |= {
+            "retention_not_looping": {5: {"value": value, "error": 0.05}},
+            "pairs_not_looping": 7,
+        }
+    assert lowest_length(one, "three") == "80% ± 5% (256 tokens, 7 pairs)"
+
+
+def test_the_same_answers_count_once(figures):
+    names = [(suite["name"], condition["name"]) for suite, condition in distinct_conditions(figures)]
+    assert ("noise", "no noise") in names  # here the templates have two prompts of the eleven
+    assert not {("depth", "all prompts"), ("temperature", "T = 0"), ("system prompts", "none given")}.intersection(names)
+    assert ("templates", "own") in names
+
+
 def test_drafters_are_compared_text_by_text(figures):
     ratio = ratio_over(figures, "templates", "three-one", "three")
     expected = suite_of(figures, "templates")["overall_against_first"]["three-one"][5]
@@ -68,6 +222,61 @@ def test_drafters_are_compared_text_by_text(figures):
     assert ratio_over(figures, "templates", "three", "three") == (1, 0)
 
 
-def test_without_the_four_corners_there_is_no_ablation(figures):
+def test_what_was_not_measured_is_said(figures):
     fewer = {**figures, "drafters": figures["drafters"][:2]}
-    assert "one by one" not in study(fewer, "x.json", "images")
+    text = study(fewer, "x.json", "images")
+    assert len(re.findall(r"^Not measured: ", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^Not measured: ", study(figures, "x.json", "images"), re.MULTILINE)) == 2
+
+
+def trained_figures(figures):
+    """Two drafters that differ in augmentation alone, and what is known of their training."""
+    one = copy.deepcopy(figures)
+    one["drafters"] = one["drafters"][:2]
+    for number, drafter in enumerate(one["drafters"]):
+        drafter["config"] |= {"fc_norm": True, "norm_output": True, "window": 64}
+        drafter["trained"] = {"ttt_steps": 3, "sequence_length": 300, "augmented": not number, "templates": ["alpaca", "none"]}
+    return one
+
+
+def test_pairs_that_differ_in_one_thing_are_compared(figures):
+    parts = comparisons(trained_figures(figures), table)
+    ratio = plus_minus(ratio_over(figures, "templates", "three", "three-one")._asdict())
+    assert parts[0] == "## Training under other templates and system prompts"
+    assert "three / three-one" in parts[1]
+    assert f"| templates | {ratio} |" in parts[1]
+    assert parts[2:] == [
+        "## A window on the drafter's attention",
+        "Not measured: no two of these drafters differ in this alone.",
+    ]
+
+
+def test_the_page_says_what_was_trained_on_and_what_is_seen(figures):
+    text = study(trained_figures(figures), "x.json", "images", "Trained in one room.")
+    assert "Trained in one room." in text
+    assert "† three met no template, Alpaca in training" in text
+    assert "new to them: no BOS, ChatML, Llama-3, Vicuna, plain transcript, Gemma, Mistral." in text
+    rows = [line.split(" | ")[0] for line in text.splitlines()]
+    assert "| Alpaca †" in rows
+    assert "| ChatML" in rows
+    assert "attends to the last 64" in text
+    assert figures["drafters"][0]["weights_sha256"][:16] in text
+    assert "up to step 3 are right in" in text
+
+
+def test_older_figures_are_read(figures):
+    older = copy.deepcopy(figures)
+    suite = suite_of(older, "system prompts")
+    suite["baseline"] = suite["conditions"][0]["name"] = "none"
+    suite_of(older, "context length")["explanation"] = "Behind real texts. Texts: 14 files of long."
+    for drafter in older["drafters"]:
+        del drafter["weights_sha256"]
+    for probes in older["probes"].values():
+        for key in [key for key in probes if key.endswith("_change_error") or key.startswith("rows_inside")]:
+            del probes[key]
+    text = study(with_todays_names(older), "x.json", "images")
+    assert "| none given | " in text
+    assert "14 given with --documents." in text
+    assert "not recorded" in text
+    assert "no standard errors for sizes" in text
+    assert "no standard errors for sizes" not in study(figures, "x.json", "images")
