@@ -104,7 +104,7 @@ class Kept(NamedTuple):
 
     def __str__(self) -> str:
         value = percent(self.value, self.error, self.pairs)
-        if self.calm is None:
+        if self.calm is None or self.calm_pairs == self.pairs:  # all loop, or none does
             return value
         return f"{value}; {percent(self.calm, self.calm_error, self.calm_pairs)} without loops ({self.calm_pairs} pairs)"
 

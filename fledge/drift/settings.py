@@ -39,5 +39,6 @@ class Settings:
             documents=1,
             questions=3,
             noise=(0.25, 0.5),
+            temperatures=(0.0, 1.0),
             conversations=2,
         )

@@ -289,7 +289,7 @@ def _by_condition(name: str, first: str, figures: dict[str, Any]) -> str:
     return (
         f"Against {first}, {name} accepts longer in {ahead} of {len(found)} conditions of at least {ENOUGH_PAIRS} answers "
         f"({len(clear)} by more than two standard errors{f': {by_suite}' if clear else ''}; {behind} shorter by as much; "
-        f"chance alone would give about {len(found) / 44:.0f} of each, and they share questions, so they are no independent "
+        f"chance alone would give about {len(found) / 44:.1f} of each, and they share questions, so they are no independent "
         f"trials); at best {plus_minus(best[0])} ({best[1]}), at worst {plus_minus(worst[0])} ({worst[1]})."
     )
 
