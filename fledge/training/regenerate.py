@@ -15,6 +15,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,7 +182,7 @@ class _Run:
         self.stop_ids = stop_ids
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
-        self.next_seed = seed + len(file.done) * 1009
+        self.waves = len(file.done) * 1009
         self.seen = set(file.done)
 
     def answer_all(self, prompts: list[Prompt], self_prompted: int, show_progress: bool) -> RegenerateReport:
@@ -249,9 +250,8 @@ class _Run:
 
     def _written_turns(self, count: int) -> list[str | None]:
         opening, ends = self.chat.user_opening()
-        self.next_seed += 1
         sampling = {"max_tokens": SELF_MAX_TOKENS, "temperature": SELF_TEMPERATURE, "top_p": 1.0}
-        answers = self.generator.generate([opening] * count, seed=self.next_seed, stop_ids=ends, **sampling)
+        answers = self.generator.generate([opening] * count, seed=self._next_seed(), stop_ids=ends, **sampling)
         pieces = ((list(ids), reason) for _, ids, reason in answers)
         read = []
         while batch := list(islice(pieces, self.helpers.batch)):
@@ -290,6 +290,11 @@ class _Run:
             self._end_warm_up()
             yield prompt
 
+    def _next_seed(self) -> int:
+        """Of the next wave: no other seed's waves have it, or files of neighbouring seeds would hold the same prompts."""
+        self.waves += 1
+        return int.from_bytes(sha256(f"{self.seed} {self.waves}".encode()).digest()[:7])
+
     def _end_warm_up(self) -> None:
         self.report.warm_up_seconds = self.report.warm_up_seconds or time.monotonic() - self.started
 
@@ -297,9 +302,7 @@ class _Run:
         first = 0
         prompts = self._watched(conversations)
         while wave := list(takewhile(lambda prompt: prompt is not None, islice(prompts, self.wave))):
-            self.next_seed += 1
-            for index, ids, reason in self.generator.generate(
-                wave, seed=self.next_seed, stop_ids=self.stop_ids, **self.sampling
-            ):
+            seed = self._next_seed()
+            for index, ids, reason in self.generator.generate(wave, seed=seed, stop_ids=self.stop_ids, **self.sampling):
                 yield first + index, ids, reason
             first += len(wave)

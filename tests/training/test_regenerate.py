@@ -246,6 +246,16 @@ def test_self_prompted(tmp_path):
     assert more.calls[0]["seed"] not in {call["seed"] for call in generator.calls}
 
 
+def test_neighbouring_seeds_draw_different_prompts(tmp_path):
+    tokenizer, drawn = chat_tokenizer(), []
+    for seed in (0, 1):
+        generator = WritingGenerator(tokenizer)
+        regenerate(generator, tokenizer, None, tmp_path / f"{seed}.jsonl", self_prompted=12, seed=seed, max_tokens=64, **QUIET)
+        drawn.append({call["seed"] for call in generator.calls if call["temperature"] == 1.0})
+    assert len(drawn[0]) > 1
+    assert not drawn[0] & drawn[1]
+
+
 def test_a_target_that_cannot_write_prompts_is_reported(tmp_path):
     class Mute(EchoGenerator):
         def reply(self, prompt, draw):
