@@ -25,7 +25,7 @@ import torch
 
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.cycle_times import CycleTimes
-from fledge.engine.device_batch import GREEDY, PIECE, SAMPLED, CUT, DeviceBatch, Entry, how_chosen, why_not_captured
+from fledge.engine.device_batch import CUT, GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
