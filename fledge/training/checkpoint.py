@@ -40,7 +40,7 @@ def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a damaged archive raises many kinds
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: cannot be read ({reason}); delete it to resume from the checkpoint before") from None
 
 

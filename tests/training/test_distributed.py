@@ -72,7 +72,7 @@ def run_watched(recipe: Path) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=240)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()  # those that wait for one another would do so for ever
