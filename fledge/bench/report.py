@@ -64,7 +64,8 @@ def _same(one: dict[str, Any]) -> str:
 
 
 def _how_it_ended(baseline: dict[str, Any]) -> str:
-    return f"stopped after {len(baseline['runs'])} runs" if baseline.get("runs") else "skipped"
+    count = len(baseline.get("runs", ()))
+    return f"stopped after {count} run{'s' if count > 1 else ''}" if count else "skipped"
 
 
 def skipped_lines(figures: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import time
 
@@ -35,8 +36,14 @@ def main(task_file: str, out_file: str) -> None:
     for label, options in ways.items():
         generate(model, task["prompts"][0], 8, options, FirstTokens())
         runs.append({"label": label, "concurrency": 1, **measure(model, task["prompts"], task["max_tokens"], options)})
-    with open(out_file, "w") as file:
-        json.dump({"version": transformers.__version__, "dtype": task["dtype"], "runs": runs}, file)
+        write(out_file, {"version": transformers.__version__, "dtype": task["dtype"], "runs": runs})
+
+
+def write(out_file: str, found: dict) -> None:
+    """After every run: one that is cut short has said what it knew."""
+    with open(out_file + ".new", "w") as file:
+        json.dump(found, file)
+    os.replace(out_file + ".new", out_file)
 
 
 def with_depth(assistant, depth: int):

@@ -35,7 +35,7 @@ class LoadDepth:
                 self.drafted[place] = self.drafted[place] * kept + times * (drafted > place)
 
     def fade(self) -> None:
-        """A step went by without drafts that might have had some: what was seen of them counts a little less.
+        """A step went by without drafts: what was seen of them counts a little less.
 
         Else drafts that were poor once would never be tried again.
         """
