@@ -17,6 +17,7 @@ from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import prompts
+from tests.engine.test_request import Letters
 from tests.oracle import engine_with
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -217,13 +218,6 @@ def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
 def test_stop_strings(cycles):
     """A stop string is found by the host: the row is stopped, what it said beyond is dropped."""
     decoder = tiny_decoder(3)
-
-    class Letters:
-        def feed(self, token):
-            return chr(97 + token % 26)
-
-        def flush(self):
-            return ""
 
     text = prompts(1, seed=9)[0]
     engine = device_engine(decoder)
