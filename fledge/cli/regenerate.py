@@ -28,8 +28,12 @@ def regenerate(
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Answers under way at once; default: what fits.")] = None,
     drafter: Annotated[
-        str, typer.Option(help="Draft while answering: the same answers, sooner. auto: the shipped one; a folder; none.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="Draft while answering: the same answers, sooner. auto: the shipped one; a folder; none. "
+            "Default: auto on a GPU, none on a CPU, where many answers at once leave nothing to gain."
+        ),
+    ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="With a drafter: tokens drafted a step.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
@@ -37,7 +41,7 @@ def regenerate(
     started = time.monotonic()  # the report counts everything from here
     from fledge import sources
     from fledge.engine.build import Speculation
-    from fledge.engine.offline import answer_generator
+    from fledge.engine.offline import answer_generator, is_gpu
     from fledge.tokenizer import Tokenizer
     from fledge.training.data import DataError
     from fledge.training.regenerate import regenerate as run
@@ -45,6 +49,8 @@ def regenerate(
     if prompts is None and not self_prompted:
         raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")
     tokenizer = Tokenizer(sources.resolve(model))
+    if drafter is None:
+        drafter = "auto" if is_gpu(device) else "none"
     speculation = Speculation(drafter, depth)
     generator = answer_generator(model, device=device, concurrency=concurrency, speculation=speculation)
     try:

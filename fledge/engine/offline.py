@@ -58,6 +58,11 @@ class AnswerGenerator(Protocol):
         """
 
 
+def is_gpu(device: str) -> bool:
+    """Whether answers will come from a GPU."""
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
 def answer_generator(
     model: str | Decoder,
     *,
@@ -74,7 +79,7 @@ def answer_generator(
     """
     speculation = speculation or Speculation(drafter=None)
     config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=concurrency or 0)
-    if not (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())):
+    if not is_gpu(device):
         return EngineAnswers(build_engine(model, speculation, config))
     if speculation.drafter == "ngram":
         raise UserError("on a GPU answers are drafted by an EAGLE drafter; name one, or leave --drafter out")
