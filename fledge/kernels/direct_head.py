@@ -8,24 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.direct_linear import CHUNK, TILE, direct_products, gl, jit, num_warps
+from fledge.kernels.direct_linear import CHUNK, TILE, direct_products, gl, jit, num_warps, weight_arguments
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import Choice
 from fledge.kernels.triton_support import overlap
 
 COLUMNS = 32  # of the vocabulary, a program
 
 
-def direct_head(x_ND: Tensor, norm, weight_VD: Tensor, ids_V: Tensor | None = None) -> Choice:
+def direct_head(x_ND: Tensor, norm, weight_VD: Tensor | QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
     """As `head_choice` without draws."""
-    (num_rows, size), vocab_size = x_ND.shape, weight_VD.shape[0]
+    parts, kind = weight_arguments(weight_VD)
+    (num_rows, size), vocab_size = x_ND.shape, parts[0].shape[0]
     assert x_ND.is_contiguous()
-    assert weight_VD.is_contiguous()
     warps, num_blocks = num_warps(size), -(-vocab_size // COLUMNS)
     best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=x_ND.device)
     ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=x_ND.device)
     _direct_head[(-(-num_rows // TILE), num_blocks)](
         x_ND,
-        weight_VD,
+        *parts,
         norm.weight,
         ids_V if ids_V is not None else ids,
         best,
@@ -37,6 +38,7 @@ def direct_head(x_ND: Tensor, norm, weight_VD: Tensor, ids_V: Tensor | None = No
         SIZE=size,
         VOCAB=vocab_size,
         BLOCKS=num_blocks,
+        **kind,
         HAS_IDS=ids_V is not None,
         WARPS=warps,
         num_warps=warps,
@@ -49,6 +51,8 @@ def direct_head(x_ND: Tensor, norm, weight_VD: Tensor, ids_V: Tensor | None = No
 def _direct_head(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    offsets_ptr,
     norm_ptr,
     target_ids_ptr,
     best_ptr,
@@ -60,6 +64,9 @@ def _direct_head(
     SIZE: gl.constexpr,
     VOCAB: gl.constexpr,
     BLOCKS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
     HAS_IDS: gl.constexpr,
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
@@ -73,7 +80,27 @@ def _direct_head(
     if HAS_IDS:
         token = gl.load(target_ids_ptr + column, mask=column < VOCAB, other=0).to(gl.int32)
     shares, scale, _ = direct_products(
-        x_ptr, weight_ptr, norm_ptr, x_ptr, num_rows, eps, COLUMNS, CHUNKS, SIZE, VOCAB, True, False, False, False, PDL, WARPS
+        x_ptr,
+        weight_ptr,
+        scales_ptr,
+        offsets_ptr,
+        norm_ptr,
+        x_ptr,
+        num_rows,
+        eps,
+        COLUMNS,
+        CHUNKS,
+        SIZE,
+        VOCAB,
+        BITS,
+        GROUP,
+        HAS_OFFSETS,
+        HAS_NORM=True,
+        HAS_RESIDUAL=False,
+        GATED=False,
+        HOLD=False,
+        PDL=PDL,
+        WARPS=WARPS,
     )
     # Rounded like the logits of a network in this type, so that ties are the same ones.
     logits = (gl.sum(shares.load(last), axis=0) * scale).to(dtype).to(gl.float32)

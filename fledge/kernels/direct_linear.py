@@ -5,6 +5,9 @@ Triton's own products take their operands through shared memory; for few rows th
 eight neighbouring inputs at a time, of weights and of rows alike, so that the order in which they are multiplied does not
 matter. Each warp takes every WARPS-th chunk of the inputs; their sums meet in shared memory, behind the kernel's only barrier.
 
+Weights in 8 or 4 bits (`kernels.quantization`) go the same way: a thread reads eight neighbouring codes, all of one group, and
+makes weights of them in its registers.
+
 The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input times norm weight,
 where the unfused network rounds the same times the scale.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import is_hopper_or_newer, kernel_names, overlap
 
 try:
@@ -27,6 +31,7 @@ TILE = 16  # rows of a product
 CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
 MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
 COLUMNS = 16  # outputs a program: 8 make more programs, and yet each takes longer
+CODES = 32  # of a chunk's two halves, in each of which all have one scale
 
 
 def jit(function):
@@ -34,9 +39,11 @@ def jit(function):
     return function if gluon is None else gluon.jit(function)
 
 
-def can_be_direct(x: Tensor, size: int) -> bool:
+def can_be_direct(x: Tensor, size: int, weight: QuantizedWeight | None = None) -> bool:
     """bfloat16 alone: input times norm weight, unscaled, may leave float16's range."""
     if gluon is None or not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    if weight is not None and weight.group_size % CODES:
         return False
     return size % 8 == 0 and size <= CHUNK * MOST_CHUNKS * 8 and is_hopper_or_newer(x.device)
 
@@ -45,9 +52,19 @@ def num_warps(size: int) -> int:
     return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
 
 
+def weight_arguments(weight: Tensor | QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int | bool]]:
+    """What the kernels read of a weight, and how."""
+    if isinstance(weight, Tensor):
+        return (weight, weight, weight), {"BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
+    has_offsets = weight.offsets is not None
+    parts = (weight.codes, weight.scales, weight.offsets if has_offsets else weight.scales)
+    assert all(part.is_contiguous() for part in parts)
+    return parts, {"BITS": weight.bits, "GROUP": weight.group_size, "HAS_OFFSETS": has_offsets}
+
+
 def direct_linear(
     x_MK: Tensor,
-    weight_OK: Tensor,
+    weight_OK: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
     norm=None,
@@ -59,13 +76,14 @@ def direct_linear(
 ) -> Tensor:
     """As `fused_linear`; `columns` and `warps` are for measuring."""
     num_rows, size = x_MK.shape
-    outputs = weight_OK.shape[0] // (2 if gated else 1)
+    parts, kind = weight_arguments(weight_OK)
+    outputs = parts[0].shape[0] // (2 if gated else 1)
     tiles = -(-num_rows // TILE)
     columns, warps = columns or COLUMNS, warps or num_warps(size)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     _direct_linear[(tiles, -(-outputs // columns))](
         x_MK,
-        weight_OK,
+        *parts,
         bias_O if bias_O is not None else x_MK,
         norm.weight if norm is not None else x_MK,
         residual_MO if residual_MO is not None else x_MK,
@@ -76,6 +94,7 @@ def direct_linear(
         CHUNKS=-(-size // (CHUNK * warps)),
         SIZE=size,
         OUTPUTS=outputs,
+        **kind,
         HAS_BIAS=bias_O is not None,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual_MO is not None,
@@ -104,9 +123,82 @@ def _times(x, y):
 
 
 @jit
+def _read_codes(
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    first_column,
+    mma: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """By chunk: its codes as they lie in memory, and the scales and offsets of its halves (two groups share none of these)."""
+    PACKED: gl.constexpr = 8 // BITS  # codes a byte
+    packed: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8 // PACKED)
+    operand = gl.zeros([WARPS, 64, PRODUCTS], gl.int8, layout=gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8))
+    halves: gl.constexpr = gl.SliceLayout(2, gl.reshape(operand, [WARPS, 2, 32, PRODUCTS]).type.layout)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, packed)))[:, None, None]
+    byte = gl.arange(0, 64 // PACKED, layout=gl.SliceLayout(0, gl.SliceLayout(2, packed)))[None, :, None]
+    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, packed)))[None, None, :]
+    column = first_column + product % COLUMNS
+    line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
+    warp_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, halves)))[:, None, None]
+    half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, halves)))[None, :, None]
+    product_s = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
+    column_s = first_column + product_s % COLUMNS
+    line_s = (column_s + product_s // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // GROUP)
+    found = ()
+    for i in gl.static_range(CHUNKS):
+        place = (i * WARPS + warp) * (64 // PACKED) + byte
+        codes = gl.load(codes_ptr + line + place, mask=(column < OUTPUTS) & (place < SIZE // PACKED), other=0)
+        k = (i * WARPS + warp_s) * 64 + half_s * 32
+        inside = (column_s < OUTPUTS) & (k < SIZE)
+        scale = gl.load(scales_ptr + line_s + k // GROUP, mask=inside, other=0.0)
+        offset = scale
+        if HAS_OFFSETS:
+            offset = gl.load(offsets_ptr + line_s + k // GROUP, mask=inside, other=0.0)
+        found = found + ((codes, scale, offset),)  # noqa: RUF005
+    return found
+
+
+@jit
+def _weights(
+    read,
+    mma: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    BITS: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
+    WARPS: gl.constexpr,
+    dtype: gl.constexpr,
+):
+    """What a chunk's codes stand for, as an operand. Each thread keeps what it has: nothing moves."""
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
+    codes = read[0]
+    if BITS == 4:
+        both = gl.permute(gl.join(codes & 15, codes >> 4), (0, 1, 3, 2))  # the low nibble is the even input's
+        codes = gl.convert_layout(gl.reshape(both, [WARPS, 64, PRODUCTS]), right, assert_trivial=True)
+    values = gl.reshape(codes, [WARPS, 2, 32, PRODUCTS]).to(gl.float32)
+    if BITS == 4 and not HAS_OFFSETS:
+        values = values - 8.0
+    values = values * read[1].to(gl.float32)[:, :, None, :]
+    if HAS_OFFSETS:
+        values = values + read[2].to(gl.float32)[:, :, None, :]
+    return gl.convert_layout(gl.reshape(values.to(dtype), [WARPS, 64, PRODUCTS]), right, assert_trivial=True)
+
+
+@jit
 def direct_products(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    offsets_ptr,
     norm_ptr,
     residual_ptr,
     num_rows,
@@ -115,6 +207,9 @@ def direct_products(
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
     OUTPUTS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     GATED: gl.constexpr,
@@ -142,9 +237,27 @@ def direct_products(
     column_w = first_column + product % COLUMNS
     weights = weight_ptr + (column_w + product // COLUMNS * OUTPUTS).to(gl.int64) * SIZE
     ws = ()
-    for i in gl.static_range(CHUNKS):
-        k = (i * WARPS + warp_w) * EACH + input_w
-        ws = ws + (gl.load(weights + k, mask=(column_w < OUTPUTS) & (k < SIZE), other=0.0),)  # noqa: RUF005
+    if BITS == 16:
+        for i in gl.static_range(CHUNKS):
+            k = (i * WARPS + warp_w) * EACH + input_w
+            ws = ws + (gl.load(weights + k, mask=(column_w < OUTPUTS) & (k < SIZE), other=0.0),)  # noqa: RUF005
+    else:
+        ws = _read_codes(
+            weight_ptr,
+            scales_ptr,
+            offsets_ptr,
+            first_column,
+            mma,
+            COLUMNS,
+            PRODUCTS,
+            CHUNKS,
+            SIZE,
+            OUTPUTS,
+            BITS,
+            GROUP,
+            HAS_OFFSETS,
+            WARPS,
+        )
     norms = ()
     if HAS_NORM:
         warp_n = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, left)))[:, None]
@@ -175,7 +288,10 @@ def direct_products(
         x = xs[i]
         if HAS_NORM:
             x = _times(x, norms[i][:, None, :])
-        total = mma_v2(x, ws[i], total)
+        w = ws[i]
+        if BITS < 16:
+            w = _weights(ws[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x.dtype)
+        total = mma_v2(x, w, total)
     shares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
     if HAS_NORM:
         square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
@@ -196,6 +312,8 @@ def direct_products(
 def _direct_linear(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    offsets_ptr,
     bias_ptr,
     norm_ptr,
     residual_ptr,
@@ -206,6 +324,9 @@ def _direct_linear(
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
     OUTPUTS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
@@ -222,6 +343,8 @@ def _direct_linear(
     shares, scale, residual = direct_products(
         x_ptr,
         weight_ptr,
+        scales_ptr,
+        offsets_ptr,
         norm_ptr,
         residual_ptr,
         num_rows,
@@ -230,6 +353,9 @@ def _direct_linear(
         CHUNKS,
         SIZE,
         OUTPUTS,
+        BITS,
+        GROUP,
+        HAS_OFFSETS,
         HAS_NORM,
         HAS_RESIDUAL,
         GATED,

@@ -35,7 +35,8 @@ def head_choice(
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
     if isinstance(weight_VD, QuantizedWeight):
         if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE:
-            return quantized_head_choice_triton(x_ND, norm, weight_VD, ids_V)
+            choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1], weight_VD) else quantized_head_choice_triton
+            return choose_few(x_ND, norm, weight_VD, ids_V)
         return choose(quantized_linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
         choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1]) else head_choice_triton

@@ -2,7 +2,8 @@
 
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
-    vector   one or two rows: as in `fused_linear`, with codes in the registers
+    direct   up to 128 rows: as in `fused_linear`, with codes in the registers; and where that one does not run,
+    vector   one or two rows
     tiled    up to 64: tensor cores, 16 rows a program, codes turned into weights on the way (`tiled_linear`)
     beyond   the weight is written down in the activations' type and multiplied by cuBLAS
 
@@ -16,7 +17,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.fused_linear import ENOUGH_PROGRAMS, VECTOR_INPUTS, Norm, fused_linear_reference, silu_times, wide_linear
+from fledge.kernels.direct_linear import can_be_direct, direct_linear
+from fledge.kernels.fused_linear import (
+    DIRECT_GATED_ROWS,
+    DIRECT_ROWS,
+    ENOUGH_PROGRAMS,
+    VECTOR_INPUTS,
+    Norm,
+    fused_linear_reference,
+    silu_times,
+    wide_linear,
+)
 from fledge.kernels.quantization import QuantizedWeight, dequantize
 from fledge.kernels.tiled_linear import FEW_ROWS, QUICK, scaled, tiled_linear_triton, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
@@ -40,6 +51,10 @@ def quantized_linear(
     if not use_triton(x_MK):
         return quantized_linear_reference(x_MK, weight, bias_O, **options)
     num_rows, size = x_MK.shape
+    if 0 < num_rows <= (DIRECT_GATED_ROWS if gated else DIRECT_ROWS) and can_be_direct(x_MK, size, weight):
+        assert x_MK.is_contiguous()
+        assert residual_MO is None or residual_MO.is_contiguous()
+        return direct_linear(x_MK, weight, bias_O, **options, before_attention=before_attention)
     if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
         return quantized_vector_triton(x_MK, weight, bias_O, **options, before_attention=before_attention)
     if num_rows <= FEW_ROWS:

@@ -8,6 +8,7 @@ import torch
 from fledge.kernels import direct_linear as module
 from fledge.kernels.direct_linear import direct_linear, num_warps
 from fledge.kernels.fused_linear import Norm
+from fledge.kernels.quantization import dequantize, quantize
 from tests.kernels.support import INTERPRETED
 
 on_card = [
@@ -15,6 +16,7 @@ on_card = [
     pytest.mark.skipif(module.gluon is None or INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 compiles = pytest.mark.skipif(module.gluon is None or INTERPRETED, reason="needs Triton")
+CODES = {"bfloat16": (16, False), "int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
 SHAPES = [(576, 960, 1), (576, 1536, 5), (576, 576, 16), (1536, 576, 17), (64, 40, 3), (200, 30, 6), (1728, 576, 64)]
 
 
@@ -43,6 +45,25 @@ def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundin
         assert (found - wanted).norm() / wanted.norm() < 6e-3
 
 
+@pytest.mark.parametrize(
+    ("size", "outputs", "rows", "group"),
+    [
+        pytest.param(*shape, marks=on_card)
+        for shape in [(576, 960, 1, 32), (1536, 576, 17, 32), (96, 30, 5, 32), (192, 40, 40, 64)]
+    ],
+)
+@pytest.mark.parametrize("format", list(CODES)[1:])
+@pytest.mark.parametrize("gated", [False, True])
+def test_codes_are_multiplied_as_the_weights_they_stand_for(size, outputs, rows, group, format, gated):
+    """The same products in the same order as of those weights in bfloat16: nothing may differ."""
+    bits, offsets = CODES[format]
+    weight = quantize(torch.randn(outputs * (2 if gated else 1), size, device="cuda"), bits, group, offsets=offsets)
+    x = torch.randn(rows, size, device="cuda").bfloat16()
+    norm = Norm(torch.randn(size, device="cuda").bfloat16(), 1e-5)
+    found, wanted = (direct_linear(x, one, norm=norm, gated=gated) for one in (weight, dequantize(weight, torch.bfloat16)))
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40)])
 def test_a_row_does_not_depend_on_the_others(rows):
     x, weight = torch.randn(rows, 576, device="cuda").bfloat16(), torch.randn(960, 576, device="cuda").bfloat16()
@@ -62,17 +83,28 @@ def compiled_for_hopper(kernel, constants, types=None) -> str:
         kernel,
         {name: types.get(name, "*bf16") for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(6)},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(8)},
     )
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 
+def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
+    """The kernels' constants and types for a kind of weight."""
+    bits, offsets = CODES[format]
+    kind = {"BITS": bits, "GROUP": 32, "HAS_OFFSETS": offsets}
+    if bits == 16:
+        return kind, {}
+    return kind, {"weight_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16", "offsets_ptr": "*fp16"}
+
+
 @compiles
+@pytest.mark.parametrize("format", CODES)
 @pytest.mark.parametrize("gated", [False, True])
-def test_it_compiles_for_hopper_with_one_barrier(gated):
+def test_it_compiles_for_hopper_with_one_barrier(gated, format):
+    kind, types = of_weight(format)
     constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
     constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
-    assembly = compiled_for_hopper(module._direct_linear, constants)
+    assembly = compiled_for_hopper(module._direct_linear, constants | kind, types)
     assert assembly.count("bar.sync") == 1
     assert assembly.count("mma.sync") == (24 if gated else 12)
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
