@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
-from fledge.engine.fused_decoder import ChainAttend, ChunkAttend, FusedAttend, FusedDecoder
+from fledge.engine.fused_decoder import ChainAttend, FusedDecoder
 from fledge.engine.fused_drafter import FusedDrafter
 from fledge.engine.invariant_decoder import InvariantDecoder
+from fledge.engine.piece_pass import MIDDLE, Piece, PiecePass
 from fledge.engine.prompt_pass import PromptPass, Prompts, Rests
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
@@ -37,7 +38,7 @@ from fledge.models.drafter import EagleDrafter
 GREEDY, SAMPLED, CUT = range(3)
 # A block of the attention kernel's keys lies in one page.
 DEVICE_PAGE_SIZE = 128
-# A long prompt is read in pieces of this size, between which the others go on.
+# A long prompt is read in pieces of this size at most, between which the others go on.
 PIECE = 1024
 
 
@@ -104,9 +105,9 @@ class DeviceBatch:
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
-        self.prompts = PromptPass(
-            self.fused, self.drafter, self.slots, self.say_first, max_pages=self.max_pages, capture=capture
-        )
+        parts = (self.fused, self.drafter, self.slots, self.say_first)
+        self.prompts = PromptPass(*parts, max_pages=self.max_pages, capture=capture)
+        self.pieces = PiecePass(*parts, max_pages=self.max_pages, capture=capture)
 
     def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
         size, dtype = self.config.page_size, self.config.activation_dtype
@@ -166,26 +167,21 @@ class DeviceBatch:
     @torch.inference_mode()
     def read_piece(self, entry: Entry, start: int) -> int:
         """The next piece of a long prompt, from `start`; returns how far it is read. After the last, the row runs."""
-        length = len(entry.prompt)
-        end = min(start + PIECE, length)
-        start = max(end - PIECE, 0)  # the last piece reads some tokens again, so that all pieces have one shape
+        length, size = len(entry.prompt), self.piece
+        end = min(start + size, length)
+        start = max(end - size, 0)
         numbers, fractions, table = self.new_rows([entry])
         positions = np.arange(start, end)
         tokens = np.asarray(entry.prompt[start:end], dtype=np.int64)
         following = np.asarray([*entry.prompt[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
-        uploaded = self.upload(np.stack([tokens, positions, self.cache_slots(table[[0]], positions), following]))
-        where = (uploaded[1], uploaded[2], self.upload(table[0].astype(np.int32)), self.upload(np.array([end], dtype=np.int32)))
-        attend: FusedAttend = ChunkAttend(self.cache, self.fused.rope_table, *where)
-        x, taps = self.fused(self.decoder.embed(uploaded[0]), attend, self.taps)
-        if end == length:
-            new = NewRows(self.upload(numbers), self.upload(fractions), self.upload(table))
-            uploaded[3, -1:] = self.say_first(new, x[-1:], entry.how)
-        if self.drafter is not None:
-            attend = ChunkAttend(self.drafter.cache, self.drafter.rope_table, *where)
-            states = self.drafter.read_prompts(taps, uploaded[3], attend)
-            if end == length:
-                self.slots.draft_state[entry.row] = states[-1]
+        piece = Piece(tokens, positions, self.cache_slots(table, positions), following, numbers, fractions, table)
+        self.pieces.read(piece, entry.how if end == length else MIDDLE)
         return end
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one piece of a long prompt."""
+        return min(PIECE, self.config.max_batched_tokens)
 
     def say_first(self, new: NewRows, x: Tensor, how: int) -> Tensor:
         """Requests take their rows and say their first tokens, which are returned; `x`: the states of their prompts' ends."""

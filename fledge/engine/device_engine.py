@@ -25,12 +25,13 @@ import torch
 
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.cycle_times import CycleTimes
-from fledge.engine.device_batch import CUT, GREEDY, PIECE, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
+from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.pace import Pace
+from fledge.engine.piece_pass import MIDDLE
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
 from fledge.engine.row_queue import RowQueue
@@ -159,7 +160,7 @@ class DeviceEngine:
             queue.waiting_rows.popleft()
             row = self.row_of[request.id] = heapq.heappop(self.free_rows)
             queue.owners[row] = request
-            if length > PIECE:
+            if length > self.rows.piece:
                 queue.reading.append((self.entry(row, request), request.num_computed))
             else:
                 entries.append(self.entry(row, request))
@@ -199,7 +200,7 @@ class DeviceEngine:
         the prompt, or a whole piece of a long one.
         """
         found = self.pool.find(request.page_keys)
-        return found if len(found) * self.pool.page_size >= min(len(request.tokens) / 2, PIECE) else []
+        return found if len(found) * self.pool.page_size >= min(len(request.tokens) / 2, self.rows.piece) else []
 
     def was_read(self, owners: dict[int, Request]) -> None:
         """Whole prompts are in the caches: they can be shared, and the first tokens are on their way."""
@@ -366,8 +367,10 @@ class DeviceEngine:
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
         self.rows.prompts.record(
-            product([size for size in TOKENS[::-1] if size <= PIECE], (4, 1), longest, (CUT, SAMPLED, GREEDY))
+            product([size for size in TOKENS[::-1] if size <= self.rows.piece], (4, 1), longest, (CUT, SAMPLED, GREEDY))
         )
+        if self.config.max_model_len > self.rows.piece:
+            self.rows.pieces.record([(self.rows.piece, how) for how in (MIDDLE, CUT, SAMPLED, GREEDY)])
         say(f"recorded in {time.perf_counter() - started:.0f} s")
 
     def check_integrity(self) -> None:

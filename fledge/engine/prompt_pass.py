@@ -132,7 +132,7 @@ class Rests(Prompts):
         return places, tables, block_lengths
 
 
-class _Buffer:
+class Buffer:
     """What a recorded pass reads, always in the same place: arrays of eight-byte numbers, one after the other."""
 
     def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
@@ -165,7 +165,7 @@ class PromptPass:
         self.fused, self.drafter, self.slots, self.say_first = fused, drafter, slots, say_first
         self.device, self.max_pages = slots.seed.device, max_pages
         self.taps = drafter.taps if drafter is not None else ()
-        self.buffers: dict[tuple[int, int, int], _Buffer] = {}
+        self.buffers: dict[tuple[int, int, int], Buffer] = {}
         capture = capture and attends_by_device_lengths(fused.cache.keys)
         self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
         self.pads = capture
@@ -177,7 +177,7 @@ class PromptPass:
         self.uses[shape, how] += 1
         if shape is None or (self.uses[shape, how] < RECORDED_AT and (*shape, how) not in self.graphs.graphs):
             arrays = prompts.arrays()
-            buffer = _Buffer(arrays, self.device)
+            buffer = Buffer(arrays, self.device)
             buffer.fill(arrays)
             self._pass(buffer, prompts.lengths, max(prompts.lengths), how)
         else:
@@ -209,14 +209,14 @@ class PromptPass:
     def _filled(self, shape: tuple[int, int, int], prompts: Prompts) -> None:
         arrays = prompts.arrays()
         if shape not in self.buffers:
-            self.buffers[shape] = _Buffer(arrays, self.device)
+            self.buffers[shape] = Buffer(arrays, self.device)
         self.buffers[shape].fill(arrays)
 
     def _run(self, num_tokens: int, num_prompts: int, longest: int, how: int) -> None:
         # Run again on the same buffer it does the same again, so warming up needs no care.
         self._pass(self.buffers[num_tokens, num_prompts, longest], self.lengths, longest, how)
 
-    def _pass(self, buffer: _Buffer, lengths: Sequence[int], longest: int, how: int) -> None:
+    def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, how: int) -> None:
         """`lengths`: used where nothing is recorded."""
         (tokens, positions, slots), offsets, ends, numbers, fractions, tables, *blocks = buffer.parts
         new = NewRows(numbers, fractions, tables)

@@ -194,8 +194,7 @@ def test_seeded_draws_do_not_depend_on_speculation_or_company():
 
 
 def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
-    for module in (device_batch, device_engine_module):
-        monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "PIECE", 64)
     decoder = tiny_decoder(3)
     engine = device_engine(decoder, max_model_len=256)
     rng = random.Random(0)
@@ -332,8 +331,7 @@ class Event:
 
 
 def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(monkeypatch):
-    for module in (device_batch, device_engine_module):
-        monkeypatch.setattr(module, "PIECE", 16)
+    monkeypatch.setattr(device_batch, "PIECE", 16)
     engine, clock = device_engine(tiny_decoder(3), max_model_len=400, kv_cache_tokens=4096), Clock()
     rows, cycle = engine.rows, 5e-4
     run, read_piece = rows.graphs.run, rows.read_piece

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fledge.engine import device_batch, prompt_pass
-from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine
@@ -341,8 +340,7 @@ def test_rests_that_are_padded_as_for_recording(monkeypatch):
 
 
 def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
-    for module in (device_batch, device_engine_module):
-        monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "PIECE", 64)
     decoder, base = tiny_decoder(3), text(150)
     engine, fresh = row_engine(decoder), row_engine(decoder, prefix_caching=False)
     starts = []
@@ -369,8 +367,7 @@ def test_what_a_plain_step_left_behind_is_not_shared(monkeypatch):
 
 
 def test_an_unread_prompt_is_not_shared(monkeypatch):
-    for module in (device_batch, device_engine_module):
-        monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "PIECE", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     cancelled = engine.add_request(prompt, GREEDY)
     engine.step()
@@ -383,8 +380,7 @@ def test_an_unread_prompt_is_not_shared(monkeypatch):
 @pytest.mark.parametrize("again", ["abort", "preempt"])
 def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
     """Interrupted after some tokens it has an answer, and yet its new pages hold only what was read so far."""
-    for module in (device_batch, device_engine_module):
-        monkeypatch.setattr(module, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "PIECE", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     request = engine.add_request(prompt, replace(GREEDY, max_tokens=40, ignore_eos=True))
     while request.num_answer < 3:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
@@ -202,3 +203,23 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
     scale = found[1][0].abs().max().item()
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
     assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may fall the other way
+
+
+def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
+    """The first prompt's second piece is recorded, the second prompt runs on the recordings."""
+    monkeypatch.setattr(device_batch, "PIECE", 32)
+    decoder, drafter = networks()
+    found = []
+    for capture in (True, False):
+        batch = DeviceBatch(decoder, settings(decoder, 2), drafter=drafter, capture=capture)
+        texts = [(one * 100)[:length] for one, length in zip(prompts(3, seed=4), (100, 65, 90), strict=True)]
+        for entry in entries(batch, texts[:2]) + entries(batch, texts[2:]):
+            read = 0
+            while read < len(entry.prompt):
+                read = batch.read_piece(entry, read)
+        assert bool(batch.pieces.graphs.graphs) == capture
+        for _ in range(4):
+            batch.graphs.run(2, 3, GREEDY)
+        state = batch.slots.state
+        found.append(((state.answers[:2, :5] % DRAFTED).tolist(), batch.slots.drafts[:2, :3].tolist()))
+    assert found[0] == found[1]
