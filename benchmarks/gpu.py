@@ -198,7 +198,7 @@ def attention(bench: Bench) -> dict[str, object]:
 
 def num_requests(concurrency: int) -> int:
     """Many prompts at little load too: how well they are drafted for differs, and at the end not all users have one."""
-    return max(32, 8 * concurrency)
+    return max(32, min(64, 16 * concurrency), 8 * concurrency)
 
 
 def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | None) -> dict[str, float]:
