@@ -168,6 +168,28 @@ def _read_codes(
     return found
 
 
+def _floats(source: str, first: int, zero: str) -> str:
+    """Assembly: the bytes of `source` as float32, less what stands for zero.
+
+    A byte at the end of 2²³ makes that number larger by it: two quick instructions, where a conversion waits for a slow unit.
+    """
+    parts = [
+        f"prmt.b32 ${first + i}, {source}, 0x4B000000, 0x765{i}; sub.rn.f32 ${first + i}, ${first + i}, {zero};"
+        for i in range(4)
+    ]
+    return " ".join(parts)
+
+
+def _from_nibbles(zero: str) -> str:
+    low, high = "and.b32 low, $8, 0x0F0F0F0F;", "shr.u32 high, $8, 4; and.b32 high, high, 0x0F0F0F0F;"
+    return f"{{ .reg .b32 low, high; {low} {high} {_floats('low', 0, zero)} {_floats('high', 4, zero)} }}"
+
+
+if gl is not None:
+    _FROM_BYTES = gl.constexpr("{ .reg .b32 u; xor.b32 u, $4, 0x80808080; " + _floats("u", 0, "0f4B000080") + " }")
+    _FROM_NIBBLES, _FROM_NIBBLES_LESS_8 = (gl.constexpr(_from_nibbles(zero)) for zero in ("0f4B000000", "0f4B000008"))
+
+
 @jit
 def _weights(
     read,
@@ -180,13 +202,15 @@ def _weights(
 ):
     """What a chunk's codes stand for, as an operand. Each thread keeps what it has: nothing moves."""
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
-    codes = read[0]
-    if BITS == 4:
-        both = gl.permute(gl.join(codes & 15, codes >> 4), (0, 1, 3, 2))  # the low nibble is the even input's
-        codes = gl.convert_layout(gl.reshape(both, [WARPS, 64, PRODUCTS]), right, assert_trivial=True)
-    values = gl.reshape(codes, [WARPS, 2, 32, PRODUCTS]).to(gl.float32)
-    if BITS == 4 and not HAS_OFFSETS:
-        values = values - 8.0
+    if BITS == 8:
+        values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
+    else:
+        nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8
+        both: gl.constexpr = (gl.float32, gl.float32)
+        low, high = gl.inline_asm_elementwise(nibbles, "=r,=r,=r,=r,=r,=r,=r,=r,r", [read[0]], dtype=both, is_pure=True, pack=4)
+        values = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [WARPS, 64, PRODUCTS])  # low: the even inputs'
+        values = gl.convert_layout(values, right, assert_trivial=True)
+    values = gl.reshape(values, [WARPS, 2, 32, PRODUCTS])
     values = values * read[1].to(gl.float32)[:, :, None, :]
     if HAS_OFFSETS:
         values = values + read[2].to(gl.float32)[:, :, None, :]
@@ -265,6 +289,12 @@ def direct_products(
         for i in gl.static_range(CHUNKS):
             k = (i * WARPS + warp_n) * EACH + input_n
             norms = norms + (gl.load(norm_ptr + k, mask=k < SIZE, other=0.0),)  # noqa: RUF005
+    if BITS < 16:
+        codes = ws
+        ws = ()
+        for i in gl.static_range(CHUNKS):  # while the kernel before this one still runs
+            w = _weights(codes[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x_ptr.dtype.element_ty)
+            ws = ws + (w,)  # noqa: RUF005
     if PDL:
         _wait_for_inputs()
         if HOLD or PDL == 2:
@@ -288,10 +318,7 @@ def direct_products(
         x = xs[i]
         if HAS_NORM:
             x = _times(x, norms[i][:, None, :])
-        w = ws[i]
-        if BITS < 16:
-            w = _weights(ws[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x.dtype)
-        total = mma_v2(x, w, total)
+        total = mma_v2(x, ws[i], total)
     shares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
     if HAS_NORM:
         square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
