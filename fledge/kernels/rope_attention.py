@@ -15,6 +15,7 @@ this one reads was complete: see `before_attention` of `fused_linear`. (Kernels 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,20 @@ Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 
 # Query rows a program: more rows are more programs, whose registers leave room for the kernels around them.
 MAX_ROWS = 32
-# Bytes of the keys, and of the values, that a program has loaded before the queries are there: 256 keys of SmolLM2.
-FIRST_BYTES = 32768
+
+
+class Form(NamedTuple):
+    """Of a program."""
+
+    # Of the keys, and of the values, that it has loaded before the queries are there: for 32768 256 keys of SmolLM2.
+    first_bytes: int
+    warps: int
+    registers: int
+
+
+# Few programs may fill a multiprocessor each; others leave room for a second one or for the kernels around them.
+FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
+FEW_PROGRAMS = 0
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
 MAX_SHARES = 64
@@ -36,6 +49,7 @@ MAX_SHARES = 64
 # anyhow: they begin with few keys, and there are more of them at once.
 ENOUGH_PROGRAMS = 264
 STREAMED_KEYS = 64
+MOST_KEYS = 128  # of the blocks after the first
 
 
 def rope_attention(
@@ -106,8 +120,9 @@ def rope_attention_triton(
     window: int | None = None,
     smallest_share: int = SMALLEST_SHARE,
     streamed: bool | None = None,
+    form: Form | None = None,
 ) -> Tensor:
-    """`streamed`: keys come in small blocks all the way; None: with many programs."""
+    """`streamed`: keys come in small blocks all the way; None: with many programs. `form`: None chooses by their number."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads
@@ -120,9 +135,10 @@ def rope_attention_triton(
     row_blocks = -(-num_new * group // rows)
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
-    first = min(max(FIRST_BYTES // (lanes * qkv_NX.element_size()), 64), 256)
+    form = form or (FEW if num_programs <= FEW_PROGRAMS else SOME)
+    first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128)
     streamed = num_programs > ENOUGH_PROGRAMS if streamed is None else streamed
-    first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, first // 2)
+    first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
     reach = page_table_BP.shape[1] * page_size
     shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), smallest_share)
     device = qkv_NX.device
@@ -169,9 +185,9 @@ def rope_attention_triton(
         SMALLEST_SHARE=max(smallest_share, first),
         WINDOW=window or 0,
         HAS_NORMS=norms is not None,
-        num_warps=4 if streamed else 8,
+        num_warps=4 if streamed else form.warps,
         num_stages=3,
-        maxnreg=128,  # not streamed: two programs a multiprocessor, or one beside other kernels
+        maxnreg=SOME.registers if streamed else form.registers,
         **overlap(qkv_NX),
     )
     return out

@@ -7,7 +7,7 @@ import torch
 
 from fledge.config import RopeConfig
 from fledge.kernels.decode_attention import decode_attention_reference
-from fledge.kernels.rope_attention import rope_attention_reference, rope_attention_triton
+from fledge.kernels.rope_attention import FEW, rope_attention_reference, rope_attention_triton
 from fledge.kernels.rope_cache import rope_cache_reference
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton
@@ -57,7 +57,8 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, sha
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     run = rope_attention_reference if kernel == "reference" else rope_attention_triton
-    ways = [{}] if kernel == "reference" else [{"smallest_share": share}] * 2 + [{"smallest_share": share, "streamed": True}]
+    ways = [{}, {}, {"streamed": True}, {"form": FEW}] if kernel == "triton" else [{}]
+    ways = [way | ({"smallest_share": share} if kernel == "triton" else {}) for way in ways]
     for options in ways:  # a second time: the counts of arrived programs were left as they must be
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)
