@@ -40,7 +40,7 @@ import torch
 from gpu_checks import against_network, partings
 from gpu_kernels import attention_times, event_time, left_out, linear_times
 from gpu_long import long_context
-from gpu_modes import compare_modes
+from gpu_modes import MODES, compare_modes
 from gpu_show import show, shown
 
 from fledge.bench.baselines import run_baseline
@@ -83,6 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--modes", default=",".join(MODES), help="those of the stage `modes`")
     parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")

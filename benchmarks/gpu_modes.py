@@ -33,11 +33,10 @@ def quantized(decoder: Decoder, quantization: str) -> Decoder:
 
 def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
     """`bench`, `speed` and `shown`: those of `gpu.py`."""
-    found: dict[str, object] = {"linears, us": linear_times(bench.decoder)}
-    for name, times in found["linears, us"].items():
-        shown(name, times)
+    found: dict[str, object] = {}
     reference = said(bench)
-    for name, (quantization, deterministic) in MODES.items():
+    for name in bench.args.modes.split(","):
+        quantization, deterministic = MODES[name]
         other = replace(bench, decoder=quantized(bench.decoder, quantization), deterministic=deterministic)
         figures: dict[str, object] = {"weight_bytes": read_bytes(other.decoder)}
         counts = [count for count in CONCURRENCY if count <= max(bench.args.concurrency)]
@@ -53,6 +52,9 @@ def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
             figures["agreement"] = shown(name, agreement(other.decoder, bench, reference))
         found[name] = figures
         torch.cuda.empty_cache()
+    found["linears, us"] = linear_times(bench.decoder)
+    for name, times in found["linears, us"].items():
+        shown(name, times)
     return found
 
 
