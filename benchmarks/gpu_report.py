@@ -24,7 +24,7 @@ def main() -> None:
     found: Figures = {}
     for path in args.results:
         found |= json.loads(path.read_text())
-    sections = [speeds, microseconds, parts, libraries, offline, long_context, checks]
+    sections = [speeds, microseconds, parts, libraries, forms, modes, offline, long_context, checks]
     origin = found.get("provenance", {})
     where = f"{origin.get('device', 'GPU')}, torch {origin.get('torch', '?')}, commit {origin.get('commit', '?')}"
     head = f"# The engine on a GPU\n\n{where}; `{origin.get('command', '')}`. Written by `benchmarks/gpu_report.py`; "
@@ -52,13 +52,18 @@ def cell(value: object) -> str:
 
 
 def vllm_speeds(found: Figures) -> tuple[dict[str, float], dict[str, float], str]:
-    """Plain and drafted, per user, where it was measured too."""
+    """Plain and drafted (at `vllm_depth`), per user, where it was measured too."""
     runs = found.get("vllm", {}).get("runs")
     if not runs:
         return {}, {}, "vLLM was not run"
     plain = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] == "plain"}
     drafted = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] != "plain"}
     return plain, drafted, f"beside vLLM {found['vllm']['version']} on the same card"
+
+
+def vllm_depth(found: Figures) -> str:
+    labels = [run["label"] for run in found.get("vllm", {}).get("runs", ()) if run["label"] != "plain"]
+    return labels[0].split()[-1] if labels else "3"
 
 
 def best_depth(found: Figures, users: str) -> str | None:
@@ -76,6 +81,7 @@ def speeds(found: Figures) -> str | None:
         spec = found["spec"][best] if best else {}
         chosen = found.get("spec", {}).get(f"{users}, chosen", {})
         mine, drafted = plain["tokens_per_s_per_user"], spec.get("tokens_per_s_per_user")
+        alike = found.get("spec", {}).get(f"{users}, depth {vllm_depth(found)}", {}).get("tokens_per_s_per_user")
         rows.append(
             [
                 users,
@@ -88,12 +94,13 @@ def speeds(found: Figures) -> str | None:
                 spec.get("acceptance_length"),
                 spec.get("speed_up"),
                 spec.get("overhead"),
+                alike,
                 vllm_drafted.get(users),
-                drafted / vllm_drafted[users] if drafted and users in vllm_drafted else None,
+                alike / vllm_drafted[users] if alike and users in vllm_drafted else None,
             ]
         )
     titles = ["users", "plain", "vLLM plain", "×", "speculative", "depth", "depth chosen by load", "acceptance length"]
-    titles += ["over plain", "overhead", "vLLM speculative", "×"]
+    titles += ["over plain", "overhead", f"at depth {vllm_depth(found)}", "vLLM at that depth", "×"]
     return f"## Tokens/s per user, prompts included\n\n({source})\n\n{table(titles, rows)}"
 
 
@@ -154,6 +161,41 @@ def libraries(found: Figures) -> str | None:
         pairs = [(us.get("direct"), us["cublas"]) for us in by_rows[count].values()]
         rows.append([count, *(f"{'–' if direct is None else f'{direct:.1f}'} / {cublas:.1f}" for direct, cublas in pairs)])
     return LIBRARIES + table(["rows", *next(iter(by_rows.values()))], rows)
+
+
+def forms(found: Figures) -> str | None:
+    """From `kernel-forms-h200.json`: what a step takes by the form of the attention's programs."""
+    if "steps" not in found:
+        return None
+    names = list(found["steps"][0]["us"])
+    rows = [[f"rows: {one['rows']}, depth {one['depth']}", one["context"], *one["us"].values()] for one in found["steps"]]
+    text = "## The attention's programs (µs a step)\n\nBy how many settled keys one has loaded before the queries are there; "
+    text += "the rest comes block by block, or in shares. Up to 66 programs now begin with 512 keys, 8 warps. Other processes "
+    text += "were at work on the card: single figures may be too high.\n\n"
+    return text + table(["", "context", *names], rows)
+
+
+def modes(found: Figures) -> str | None:
+    if "modes" not in found:
+        return None
+    runs = {name: run for name, run in found["modes"].items() if isinstance(run, dict) and "weight_bytes" in run}
+    shapes = [name for name in runs["bf16"] if name != "weight_bytes"]
+    rows = []
+    for name, run in runs.items():
+        speeds = [run[shape]["tokens_per_s"] for shape in shapes]
+        over = [speed / runs["bf16"][shape]["tokens_per_s"] for speed, shape in zip(speeds, shapes, strict=True)]
+        agreement = run.get("agreement", {})
+        same = f"{agreement['next_token']:.1%}" if agreement else None
+        rows.append([name, run["weight_bytes"] / 1e6, *speeds, *over, same, agreement.get("tokens_until_they_part")])
+    titles = [
+        "",
+        "MB read a step",
+        *(f"{shape} (users, depth)" for shape in shapes),
+        *(f"over bf16, {shape}" for shape in shapes),
+    ]
+    text = "## Quantised targets\n\nTokens/s; how often the likeliest token is the one that bf16 says, given bf16's text; and "
+    text += f"after how many of 128 tokens their own answers part. {found['modes'].get('note', '')}\n\n"
+    return text + table([*titles, "same token", "tokens until they part"], rows)
 
 
 def offline(found: Figures) -> str | None:

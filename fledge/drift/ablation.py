@@ -23,10 +23,16 @@ def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
     facts = {
         "flags": _flags(drafter),
         "window": drafter["config"]["window"],
-        "augmented": drafter["trained"].get("augmented"),
+        "augmented": _augmentation(drafter),
         "ttt_steps": drafter["trained"].get("ttt_steps"),
     }
     return tuple(value for name, value in facts.items() if name not in without)
+
+
+def _augmentation(drafter: dict[str, Any]) -> tuple[Any, ...]:
+    """Whether texts were augmented and, where the figures say so, how often and how."""
+    trained = drafter["trained"]
+    return trained.get("augmented"), *sorted((trained.get("augmentation") or {}).items())
 
 
 def ablation(figures: dict[str, Any], table: Table) -> list[str]:
@@ -51,7 +57,51 @@ def ablation(figures: dict[str, Any], table: Table) -> list[str]:
             sentences.append(
                 f"- {suite}: `fc_norm` alone {alone}, `norm_output` alone {other}, both {both} of neither's acceptance length."
             )
-    return [title, table(head, rows), "\n".join(sentences)]
+    return [title, table(head, rows), "\n".join(sentences), _meaning(figures, group)]
+
+
+def _meaning(figures: dict[str, Any], group: dict[tuple[bool, bool], str]) -> str:
+    """In words, from the figures: what each of the two does to the states, and to acceptance under stress."""
+    growth = {corner: figures["probes"][group[corner]]["rms_ratio"] for corner in CORNERS}
+    neither, first, second, both = (growth[corner] for corner in CORNERS)
+    stops, goes_on = ("stops" if value < (1 + neither) / 2 else "does not stop" for value in (second, first))
+    said = [
+        f"The growth of the fed-back state ({neither:.2f}× by itself): `norm_output` alone {stops} it ({second:.2f}×), "
+        f"`fc_norm` alone {goes_on} it ({first:.2f}×), both together leave {both:.2f}×."
+    ]
+    ratios = [
+        tuple(ratio_over(figures, suite, group[corner], group[False, False]) for corner in CORNERS[1:]) for suite in COMPARED
+    ]
+    ratios = [found for found in ratios if all(found)]
+    more = [
+        found
+        for found in ratios
+        if found[2].value - found[0].value * found[1].value > 2 * max(ratio.error or 0.0 for ratio in found)
+    ]
+    said.append(
+        f"Acceptance: in {len(more)} of {len(ratios)} suites both together are worth more than one times the other, by more "
+        f"than two standard errors. By as much `fc_norm` alone {_lifted(ratios, 0)}, `norm_output` alone {_lifted(ratios, 1)}."
+    )
+    return " ".join(said)
+
+
+def _lifted(ratios: Sequence[tuple[Any, ...]], place: int) -> str:
+    moved = [(found[place].value - 1) / found[place].error for found in ratios if found[place].error]
+    return f"lifts {sum(one > 2 for one in moved)} suites and lowers {sum(one < -2 for one in moved)}"
+
+
+def by_condition(figures: dict[str, Any], table: Table) -> list[str]:
+    """Acceptance length of every drafter under every template and system prompt."""
+    names, parts = [drafter["name"] for drafter in figures["drafters"]], []
+    for name in ("templates", "system prompts", "context length"):
+        if suite := suite_of(figures, name):
+            depth = shown_depth(suite["depths"])
+            rows = [
+                [one["name"], *(f"{one['drafters'][drafter]['acceptance_length'][depth]:.2f}" for drafter in names)]
+                for one in suite["conditions"]
+            ]
+            parts.append(table([f"{name}, depth {depth}", *names], rows))
+    return parts
 
 
 def _measures(figures: dict[str, Any], names: Sequence[str]) -> list[tuple[str, str, dict[str, float]]]:
@@ -86,7 +136,7 @@ def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
     """Pairs that differ in augmentation, or in the window, alone; else that this was not measured."""
     parts: list[str] = []
     for aspect, title, value in (
-        ("augmented", "Training under other templates and system prompts", lambda d: d["trained"].get("augmented")),
+        ("augmented", "Training under other templates and system prompts", _augmentation),
         ("window", "A window on the drafter's attention", lambda d: d["config"]["window"]),
     ):
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

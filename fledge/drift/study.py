@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fledge.drift import plots
-from fledge.drift.ablation import ablation, comparisons
+from fledge.drift.ablation import ablation, by_condition, comparisons
 from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
 from fledge.drift.pairs import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over
 from fledge.drift.system_prompts import NONE_GIVEN
@@ -25,16 +26,36 @@ STEPS = (1, 2, 4, 5, 8, 12, 16)
 PICTURED = ("templates", "system prompts", "context length", "noise", "depth")
 
 
-def write_study(figures: dict[str, Any], source: Path, page: Path, images: Path, about_training: str = "") -> Path:
-    """`about_training`: how alike the drafters were trained, where the figures do not say."""
+@dataclass
+class Ablation:
+    """Another lab run, over drafters that were trained to differ in one thing each."""
+
+    figures: dict[str, Any]
+    source: str  # the file's name
+    about_training: str
+    conclusions: str = ""  # what was done about it
+
+
+def write_study(
+    figures: dict[str, Any],
+    source: Path,
+    page: Path,
+    images: Path,
+    about_training: str = "",
+    apart: Ablation | None = None,
+) -> Path:
+    """`about_training`: how alike the drafters were trained, where the figures do not say. `apart`: what each fix does."""
     figures = with_todays_names(with_depths(figures))
     pictures = {"by-step": plots.by_step(figures)}
     for suite in figures["suites"]:
         if suite["name"] in PICTURED:
             pictures[suite["name"].replace(" ", "-")] = plots.suite(figures, suite)
+    if apart is not None:
+        apart = replace(apart, figures=with_todays_names(with_depths(apart.figures)))
+        pictures["ablation"] = plots.by_step(apart.figures)
     for name, content in pictures.items():
         _write(images / f"drift-study-{name}.png", content)
-    _write(page, study(figures, source.name, os.path.relpath(images, page.parent), about_training).encode())
+    _write(page, study(figures, source.name, os.path.relpath(images, page.parent), about_training, apart).encode())
     return page
 
 
@@ -64,7 +85,7 @@ def with_todays_names(figures: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "suites": suites}
 
 
-def study(figures: dict[str, Any], source: str, images: str, about_training: str = "") -> str:
+def study(figures: dict[str, Any], source: str, images: str, about_training: str = "", apart: Ablation | None = None) -> str:
     names = [one["name"] for one in figures["drafters"]]
     old = names[0]
     new = next((one["name"] for one in figures["drafters"][1:] if one["version"] == "3.1"), names[-1])
@@ -75,8 +96,7 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
     parts += ["## What a robust drafter must show", _checks(figures, names)]
     parts += ["## By draft step", f"![probes by draft step]({images}/drift-study-by-step.png)", _by_step(figures, names)]
     parts += ["### What the target gives the drafters", _target_states(figures)]
-    parts += ablation(figures, table)
-    parts += comparisons(figures, table)
+    parts += ablation(figures, table) + comparisons(figures, table) if apart is None else _apart(apart, images)
     parts.append("## Under stress")
     parts.append(
         "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets what is left of the "
@@ -90,8 +110,25 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
             parts.append(f"![{suite['name']}]({images}/drift-study-{suite['name'].replace(' ', '-')}.png)")
         parts.append(_depths(suite, names) if suite["name"] == "depth" else _suite(suite, figures, names))
     parts += ["## In words", *(_sentences(name, lines) for name, lines in in_words(figures).items())]
-    parts += ["## How it was made", _provenance(figures, source)]
+    parts += ["## How it was made", _provenance(figures)]
+    if apart is not None:
+        parts += ["The ablation:", _provenance(apart.figures)]
+    parts.append(_command(source, apart))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _apart(apart: Ablation, images: str) -> list[str]:
+    """The ablation from a run of its own."""
+    figures = apart.figures
+    title, *fixes = ablation(figures, table)
+    told = (
+        f"{apart.about_training} Every figure of this section and the next is from [`{apart.source}`]"
+        f"(../benchmarks/results/{apart.source})."
+    )
+    picture = f"![the ablation's drafters by draft step]({images}/drift-study-ablation.png)"
+    follows = ["## What follows for the recipe", apart.conclusions] if apart.conclusions else []
+    parts = [title, told, _drafters(figures), *fixes, picture, *comparisons(figures, table)]
+    return [*parts, "### By condition", *by_condition(figures, table), *follows]
 
 
 def _opening(figures: dict[str, Any], source: str) -> str:
@@ -286,13 +323,18 @@ def _sentences(name: str, lines: Sequence[str]) -> str:
     return "\n".join([f"**{name.capitalize() if name == 'together' else name}**", "", *(f"- {line}" for line in lines)])
 
 
-def _provenance(figures: dict[str, Any], source: str) -> str:
+def _provenance(figures: dict[str, Any]) -> str:
     facts = figures["provenance"]
     kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "documents_sha256", "time", "note")
     lines = [f"{name}: {facts[name]}" for name in kept if facts.get(name) is not None]
     if "seconds" in figures:
         lines.append(f"took: {figures['seconds']:.0f} s for {len(figures['drafters'])} drafters")
-    return "```\n" + "\n".join(lines) + f"\n```\n\nPage: `python benchmarks/drift_study.py write benchmarks/results/{source}`"
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def _command(source: str, apart: Ablation | None) -> str:
+    more = f" --ablation benchmarks/results/{apart.source}" if apart is not None else ""
+    return f"Page: `python benchmarks/drift_study.py write benchmarks/results/{source}{more}`"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -73,11 +73,13 @@ def _training_of(folder: Path) -> dict[str, Any]:
         provenance = json.loads((folder / "provenance.json").read_text())
         recipe = provenance["recipe"]
         augmentation = recipe["data"].get("augmentation") or {}
+        chances = {name: value for name, value in augmentation.items() if name.endswith("_probability")}
         templates = list(augmentation.get("templates", ())) if augmentation.get("template_probability") else []
         return {
             "sequence_length": recipe["data"]["sequence_length"],
             "ttt_steps": recipe["objective"]["ttt_steps"],
-            "augmented": any(value for name, value in augmentation.items() if name.endswith("_probability")),
+            "augmented": any(chances.values()),
+            "augmentation": chances,
             "templates": [*templates, *(["none"] if augmentation.get("no_template_probability") else [])],
             "steps": provenance.get("steps"),
             "learning_rate": recipe["optimizer"]["learning_rate"],

@@ -12,7 +12,7 @@ from fledge.bench.provenance import write_json
 from fledge.drift.ablation import comparisons
 from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
 from fledge.drift.pairs import ENOUGH_PAIRS, condition_of, distinct_conditions, plus_minus, ratio_over, suite_of
-from fledge.drift.study import study, table, with_depths, with_todays_names, write_study
+from fledge.drift.study import Ablation, study, table, with_depths, with_todays_names, write_study
 from fledge.drift.words import right_rows
 
 
@@ -249,6 +249,33 @@ def test_pairs_that_differ_in_one_thing_are_compared(figures):
         "## A window on the drafter's attention",
         "Not measured: no two of these drafters differ in this alone.",
     ]
+
+
+def test_drafters_that_were_augmented_more_or_less_are_compared(figures):
+    one = trained_figures(figures)
+    for drafter, chance in zip(one["drafters"], (0.1, 0.4), strict=True):
+        drafter["trained"] |= {"augmented": True, "augmentation": {"template_probability": chance}}
+    assert "three / three-one" in comparisons(one, table)[1]
+    for drafter in one["drafters"]:
+        drafter["trained"]["augmentation"] = {"template_probability": 0.1}
+    assert comparisons(one, table)[1].startswith("Not measured: ")
+
+
+def test_an_ablation_of_its_own_takes_the_place_of_the_pages(figures, stored, tmp_path):
+    """The page's own drafters are two; what each fix does is another run's."""
+    fewer = {**figures, "drafters": figures["drafters"][:2]}
+    apart = Ablation(json.loads(stored.read_text()), stored.name, "Trained in another room.", "So be it.")
+    page = write_study(fewer, stored, tmp_path / "study.md", tmp_path / "images", apart=apart)
+    text = page.read_text()
+    assert (tmp_path / "images/drift-study-ablation.png").exists()
+    assert text.index("## The two fixes one by one\n\nTrained in another room.") < text.index("## Under stress")
+    assert "## What follows for the recipe\n\nSo be it." in text
+    growth = [figures["probes"][name]["rms_ratio"] for name in ("three", "outputs", "inputs", "three-one")]
+    assert f"({growth[0]:.2f}× by itself)" in text
+    assert all(f"{one:.2f}×" in text for one in growth)
+    suite = suite_of(figures, "templates")
+    lengths = [suite["conditions"][0]["drafters"][one["name"]]["acceptance_length"] for one in figures["drafters"]]
+    assert f"| {suite['conditions'][0]['name']} | {' | '.join(f'{one[3]:.2f}' for one in lengths)} |" in text
 
 
 def test_the_page_says_what_was_trained_on_and_what_is_seen(figures):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,8 +61,9 @@ def test_codes_are_multiplied_as_the_weights_they_stand_for(size, outputs, rows,
     weight = quantize(torch.randn(outputs * (2 if gated else 1), size, device="cuda"), bits, group, offsets=offsets)
     x = torch.randn(rows, size, device="cuda").bfloat16()
     norm = Norm(torch.randn(size, device="cuda").bfloat16(), 1e-5)
-    found, wanted = (direct_linear(x, one, norm=norm, gated=gated) for one in (weight, dequantize(weight, torch.bfloat16)))
-    assert torch.equal(found, wanted)
+    form = {"columns": module.CODE_COLUMNS, "warps": module.CODE_WARPS}
+    same = dequantize(weight, torch.bfloat16)
+    assert torch.equal(direct_linear(x, weight, norm=norm, gated=gated), direct_linear(x, same, norm=norm, gated=gated, **form))
 
 
 @pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40)])
@@ -86,6 +88,47 @@ def compiled_for_hopper(kernel, constants, types=None) -> str:
         attrs={(place,): [["tt.divisibility", 16]] for place in range(8)},
     )
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+
+def run_assembly(text: str, num_outputs: int, source: int) -> list[float]:
+    """What a few instructions of PTX leave in the outputs, as float32; the last operand is the input."""
+    registers = {f"${num_outputs}": np.uint32(source)}
+
+    def value(name: str) -> np.uint32:
+        if name in registers:
+            return registers[name]
+        return np.uint32(int(name[2:], 16)) if name.startswith("0f") else np.uint32(int(name, 0))
+
+    def permuted(a: np.uint32, b: np.uint32, selector: np.uint32) -> np.uint32:
+        data = np.array([a, b], dtype="<u4").view(np.uint8)
+        return np.array([data[int(selector) >> 4 * i & 7] for i in range(4)], dtype=np.uint8).view("<u4")[0]
+
+    operations = {
+        "xor.b32": np.bitwise_xor,
+        "and.b32": np.bitwise_and,
+        "shr.u32": np.right_shift,
+        "prmt.b32": permuted,
+        "sub.rn.f32": lambda a, b: (a.view(np.float32) - b.view(np.float32)).view(np.uint32),
+    }
+    for line in text.strip("{} ").split(";"):
+        name, _, operands = line.strip().partition(" ")
+        if name in operations:
+            target, *sources = operands.split(", ")
+            registers[target] = operations[name](*map(value, sources))
+        else:
+            assert name in ("", ".reg"), name
+    return [float(registers[f"${i}"].view(np.float32)) for i in range(num_outputs)]
+
+
+def test_codes_become_the_floats_they_stand_for():
+    """All bytes, four at a time; low nibbles come before high ones."""
+    for first in range(0, 256, 4):
+        packed = sum((first + i) << 8 * i for i in range(4))
+        signed = [(first + i + 128) % 256 - 128 for i in range(4)]
+        assert run_assembly(module.ASSEMBLY["bytes"], 4, packed) == signed
+        nibbles = [(first + i) & 15 for i in range(4)] + [(first + i) >> 4 for i in range(4)]
+        assert run_assembly(module.ASSEMBLY["nibbles"], 8, packed) == nibbles
+        assert run_assembly(module.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
 
 
 def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
