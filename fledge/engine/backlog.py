@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from fledge.engine.request import Request
@@ -18,7 +19,7 @@ from fledge.speculation.drafting import Settled
 
 # A request whose states find no room among these is not caught up with any more: it goes on plainly.
 LARGEST_STORE = 128 * 2**20  # bytes
-FIRST_PLACES = 1024
+FIRST_PLACES = 8192  # memory that is not used yet costs nothing, and growing copies it all
 
 
 @dataclass
@@ -52,16 +53,17 @@ class Backlog:
         due: list[Settled] = []
         lags: list[_Lag | None] = []  # of those
         postponed: list[Settled] = []
+        reach, left = self.reach, self.left  # every step of a crowd passes here, for nothing but what may come
         for item in settled:
-            request = item.sequence
-            if item.start != self.reach.get(request, 0):  # it begins with what the cache had, or was preempted
+            request, start = item.sequence, item.start
+            if start != reach.get(request, 0):  # it begins with what the cache had, or was preempted
                 self._start_over(request)
-                if item.start and request in self.apart:
-                    self.left.add(request)
-            self.reach[request] = item.start + len(item.rows)
-            if request in self.left:
+                if start and request in self.apart:
+                    left.add(request)
+            reach[request] = start + len(item.rows)
+            if request in left:
                 continue
-            if item.room or (item.start < len(request.prompt) and not prompt_waits(request)):
+            if item.room or (start < len(request.prompt) and not prompt_waits(request)):
                 lags.append(self.lags.pop(request, None))
                 due.append(item)
             else:
@@ -83,12 +85,18 @@ class Backlog:
                 self.free_places += self.lags.pop(request, _Lag(0)).places
                 self.left.add(request)
                 continue
-            taken = [self.free_places.pop() for _ in range(count)]
-            self.lags.setdefault(request, _Lag(item.start)).places.extend(taken)
+            assert count
+            taken = self.free_places[-count:]
+            del self.free_places[-count:]
+            lag = self.lags.get(request)
+            if lag is None:
+                self.lags[request] = _Lag(item.start, taken)
+            else:
+                lag.places += taken
             places += taken
             rows += item.rows
         if rows:
-            is_whole = len(rows) == len(taps[0])
+            is_whole, places = len(rows) == len(taps[0]), np.array(places)
             for states, tap in zip(self.states, taps, strict=True):
                 row_copies.put(states, places, tap if is_whole else row_copies.take(tap, rows))
 

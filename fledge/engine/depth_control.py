@@ -28,8 +28,11 @@ KEPT_CHOICE = 8
 # When drafts come back the drafter first reads what it lags behind, at this share of what the target took for it. They must
 # be expected to gain that within so many steps.
 CATCH_UP_SHARE, CATCH_UP_STEPS = 1 / 20, 32
-# Speculation must be expected to gain so much, or what is not known well enough loses more than it gains.
-LEAST_GAIN = 1.03
+# Speculation must be expected to gain so much, or what is not known well enough, and the drafter's reading of the prompts that
+# come meanwhile, loses more than it gains.
+LEAST_GAIN = 1.08
+# Steps of drafting after which one goes without: what a plain step takes is known from before, perhaps from a bad moment.
+PLAIN_AGAIN = 48
 # So many rows are tried without much thought.
 FEW_ROWS = 8
 # What a draft step takes of a pass over as many rows of the target, until it is known.
@@ -65,6 +68,7 @@ class DepthControl:
         self.num_steps = 0
         self.chosen_for: tuple[int, int] | None = None  # requests that ran and that could be drafted for, at the last choice
         self.shallow_steps = 0  # since some draft might go to the limit
+        self.drafting_steps = 0  # since all went without
 
     # Before drafting
 
@@ -80,6 +84,9 @@ class DepthControl:
             lag = sum(self._lag(request) for request in eligible)
             self.now = self._choose(*counts, lag, [self._allowed(request) for request in eligible])
             self.chosen_for = counts if self.is_known else None
+        self.drafting_steps = self.drafting_steps + 1 if self.now else 0
+        if self.drafting_steps > PLAIN_AGAIN and len(eligible) > 1:
+            self.now = self.drafting_steps = 0
         self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
         if self.shallow_steps >= LOOK_AGAIN and eligible:
             self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 OPTIMISM = 0.15
 NEWEST = 0.1  # share of the latest measurement, once there are some
 NEWEST_LOWER = 0.3  # the same if it is lower: what disturbs a pass only makes it longer
-STEADY = 3  # measurements after which one is no longer believed to be twice or half of what it was
+STEADY = 3  # measurements after which one is no longer believed to be half of what it was, or more than
+MOST_GROWTH = (
+    1.25  # … times it: the machine's other work makes passes longer, and what it decides may keep them from being seen
+)
 LIFETIME = 2000  # measurements after which a cost that did not come up again is forgotten: the machine may be another by then
 
 
@@ -49,7 +52,7 @@ class CostTable:
             self.costs[place] = _Cost(rows, seconds, 1, self.now, self.optimism)
         else:
             if cost.count >= STEADY:
-                seconds = min(max(seconds, cost.seconds / 2), cost.seconds * 2)
+                seconds = min(max(seconds, cost.seconds / 2), cost.seconds * MOST_GROWTH)
             cost.count, cost.when = cost.count + 1, self.now
             share = max(1 / cost.count, NEWEST_LOWER if seconds < cost.seconds else NEWEST)
             cost.rows += share * (rows - cost.rows)
