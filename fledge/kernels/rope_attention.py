@@ -22,7 +22,17 @@ from torch import Tensor
 
 from fledge.kernels.paged_attention import attention_reference
 from fledge.kernels.rope_cache import rope_cache_reference
-from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    jit,
+    let_next_start,
+    loaded,
+    next_power_of_2,
+    overlap,
+    shared_memory,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 
 Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 
@@ -44,6 +54,7 @@ class Form(NamedTuple):
 # form and 385 in the first, with 150 403 and 384; one row alone loses a little below 256 keys (365 and 384), and wins beyond.
 FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
 FEW_PROGRAMS = 66
+FEW_SHARED_MEMORY = 160 * 1024  # bytes that one in the first form may want; data centre cards have them, others do not
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
 MAX_SHARES = 64
@@ -137,7 +148,7 @@ def rope_attention_triton(
     row_blocks = -(-num_new * group // rows)
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
-    form = form or (FEW if num_programs <= FEW_PROGRAMS else SOME)
+    form = form or choose_form(num_programs, qkv_NX.device)
     first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128)
     streamed = num_programs > ENOUGH_PROGRAMS if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
@@ -193,6 +204,12 @@ def rope_attention_triton(
         **overlap(qkv_NX),
     )
     return out
+
+
+def choose_form(num_programs: int, device: torch.device) -> Form:
+    if num_programs > FEW_PROGRAMS or device.type != "cuda":  # the interpreter has no reason to hurry
+        return SOME
+    return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
 
 
 def choose_shares(num_programs: int, max_keys: int, smallest_share: int = SMALLEST_SHARE) -> int:

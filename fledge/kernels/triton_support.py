@@ -89,6 +89,14 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that one program can have; Triton refuses to launch one that wants more."""
+    from triton.runtime import driver
+
+    return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+
+
 @jit
 def wait_for_inputs(PDL: tl.constexpr):
     if PDL:

@@ -6,14 +6,24 @@ import pytest
 import torch
 
 from fledge.config import RopeConfig
+from fledge.kernels import rope_attention as module
 from fledge.kernels.decode_attention import decode_attention_reference
-from fledge.kernels.rope_attention import FEW, rope_attention_reference, rope_attention_triton
+from fledge.kernels.rope_attention import FEW, SOME, rope_attention_reference, rope_attention_triton
 from fledge.kernels.rope_cache import rope_cache_reference
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton
 from tests.kernels.test_decode_attention import scattered_cache
 
 KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+
+
+def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
+    card = torch.device("cuda", 0)
+    for size, wanted in ((232448, FEW), (166912, FEW), (101376, SOME)):
+        monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size)
+        assert module.choose_form(module.FEW_PROGRAMS, card) is wanted
+        assert module.choose_form(module.FEW_PROGRAMS + 1, card) is SOME
+    assert module.choose_form(1, torch.device("cpu")) is SOME
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
