@@ -34,6 +34,8 @@ def quantized(decoder: Decoder, quantization: str) -> Decoder:
 def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
     """`bench`, `speed` and `shown`: those of `gpu.py`."""
     found: dict[str, object] = {}
+    if unknown := set(bench.args.modes.split(",")) - set(MODES):
+        raise SystemExit(f"--modes {', '.join(unknown)}: there are {', '.join(MODES)}")
     reference = said(bench)
     for name in bench.args.modes.split(","):
         quantization, deterministic = MODES[name]

@@ -57,8 +57,9 @@ def vllm_speeds(found: Figures) -> tuple[dict[str, float], dict[str, float], str
     if not runs:
         return {}, {}, "vLLM was not run"
     plain = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] == "plain"}
-    drafted = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"] != "plain"}
-    return plain, drafted, f"beside vLLM {found['vllm']['version']} on the same card"
+    at_depth = f"depth {vllm_depth(found)}"
+    drafted = {str(run["concurrency"]): run["per_user"] for run in runs if run["label"].endswith(at_depth)}
+    return plain, drafted, f"beside vLLM {found['vllm']['version']} on such a card"
 
 
 def vllm_depth(found: Figures) -> str:
@@ -170,8 +171,8 @@ def forms(found: Figures) -> str | None:
     names = list(found["steps"][0]["us"])
     rows = [[f"rows: {one['rows']}, depth {one['depth']}", one["context"], *one["us"].values()] for one in found["steps"]]
     text = "## The attention's programs (µs a step)\n\nBy how many settled keys one has loaded before the queries are there; "
-    text += "the rest comes block by block, or in shares. Up to 66 programs now begin with 512 keys, 8 warps. Other processes "
-    text += "were at work on the card: single figures may be too high.\n\n"
+    text += "the rest comes block by block, or in shares. Where there are few programs they begin with 512 keys now, on 8 "
+    text += "warps. Other processes were at work on the card: single figures may be too high.\n\n"
     return text + table(["", "context", *names], rows)
 
 
@@ -179,11 +180,13 @@ def modes(found: Figures) -> str | None:
     if "modes" not in found:
         return None
     runs = {name: run for name, run in found["modes"].items() if isinstance(run, dict) and "weight_bytes" in run}
+    if "bf16" not in runs:
+        return None
     shapes = [name for name in runs["bf16"] if name != "weight_bytes"]
     rows = []
     for name, run in runs.items():
-        speeds = [run[shape]["tokens_per_s"] for shape in shapes]
-        over = [speed / runs["bf16"][shape]["tokens_per_s"] for speed, shape in zip(speeds, shapes, strict=True)]
+        speeds = [run.get(shape, {}).get("tokens_per_s") for shape in shapes]
+        over = [speed and speed / runs["bf16"][shape]["tokens_per_s"] for speed, shape in zip(speeds, shapes, strict=True)]
         agreement = run.get("agreement", {})
         same = f"{agreement['next_token']:.1%}" if agreement else None
         rows.append([name, run["weight_bytes"] / 1e6, *speeds, *over, same, agreement.get("tokens_until_they_part")])

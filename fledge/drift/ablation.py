@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
 def _augmentation(drafter: dict[str, Any]) -> tuple[Any, ...]:
     """Whether texts were augmented and, where the figures say so, how often and how."""
     trained = drafter["trained"]
-    return trained.get("augmented"), *sorted((trained.get("augmentation") or {}).items())
+    chances = {name: chance for name, chance in (trained.get("augmentation") or {}).items() if chance}
+    return trained.get("augmented"), *sorted(chances.items())
 
 
 def ablation(figures: dict[str, Any], table: Table) -> list[str]:
@@ -64,29 +66,34 @@ def _meaning(figures: dict[str, Any], group: dict[tuple[bool, bool], str]) -> st
     """In words, from the figures: what each of the two does to the states, and to acceptance under stress."""
     growth = {corner: figures["probes"][group[corner]]["rms_ratio"] for corner in CORNERS}
     neither, first, second, both = (growth[corner] for corner in CORNERS)
-    stops, goes_on = ("stops" if value < (1 + neither) / 2 else "does not stop" for value in (second, first))
-    said = [
-        f"The growth of the fed-back state ({neither:.2f}× by itself): `norm_output` alone {stops} it ({second:.2f}×), "
-        f"`fc_norm` alone {goes_on} it ({first:.2f}×), both together leave {both:.2f}×."
-    ]
+    said = []
+    if neither > 1:
+        stops, goes_on = ("stops" if value < (1 + neither) / 2 else "does not stop" for value in (second, first))
+        said.append(
+            f"The growth of the fed-back state ({neither:.2f}× by itself): `norm_output` alone {stops} it ({second:.2f}×), "
+            f"`fc_norm` alone {goes_on} it ({first:.2f}×), both together leave {both:.2f}×."
+        )
     ratios = [
         tuple(ratio_over(figures, suite, group[corner], group[False, False]) for corner in CORNERS[1:]) for suite in COMPARED
     ]
-    ratios = [found for found in ratios if all(found)]
-    more = [
-        found
-        for found in ratios
-        if found[2].value - found[0].value * found[1].value > 2 * max(ratio.error or 0.0 for ratio in found)
-    ]
-    said.append(
-        f"Acceptance: in {len(more)} of {len(ratios)} suites both together are worth more than one times the other, by more "
-        f"than two standard errors. By as much `fc_norm` alone {_lifted(ratios, 0)}, `norm_output` alone {_lifted(ratios, 1)}."
-    )
+    ratios = [found for found in ratios if all(ratio is not None and ratio.error for ratio in found)]
+    if ratios:
+        said.append(
+            f"Acceptance: in {sum(_exceeds(*found) for found in ratios)} of {len(ratios)} suites both together are worth more "
+            "than one times the other, by more than two standard errors. "
+            f"By as much `fc_norm` alone {_lifted(ratios, 0)}, `norm_output` alone {_lifted(ratios, 1)}."
+        )
     return " ".join(said)
 
 
+def _exceeds(first: Any, second: Any, both: Any) -> bool:
+    """The three share texts, so that their errors, taken to be independent, are too large rather than too small."""
+    error = math.hypot(both.error, first.error * second.value, second.error * first.value)
+    return both.value - first.value * second.value > 2 * error
+
+
 def _lifted(ratios: Sequence[tuple[Any, ...]], place: int) -> str:
-    moved = [(found[place].value - 1) / found[place].error for found in ratios if found[place].error]
+    moved = [(found[place].value - 1) / found[place].error for found in ratios]
     return f"lifts {sum(one > 2 for one in moved)} suites and lowers {sum(one < -2 for one in moved)}"
 
 

@@ -85,8 +85,8 @@ class DepthControl:
             self.now = self._choose(*counts, lag, [self._allowed(request) for request in eligible])
             self.chosen_for = counts if self.is_known else None
         self.drafting_steps = self.drafting_steps + 1 if self.now else 0
-        if self.drafting_steps > PLAIN_AGAIN and len(eligible) > 1:
-            self.now = self.drafting_steps = 0
+        if self.drafting_steps > PLAIN_AGAIN and len(eligible) > 1 and not any(map(is_repeatable, eligible)):
+            self.now, self.drafting_steps, self.chosen_for = 0, 0, None  # for one step
         self.shallow_steps = 0 if self.now == self.limit else self.shallow_steps + 1
         if self.shallow_steps >= LOOK_AGAIN and eligible:
             self.explorer, self.shallow_steps = min(eligible, key=self._lag), 0

@@ -366,9 +366,9 @@ class DeviceEngine:
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        self.rows.prompts.record(
-            product([size for size in TOKENS[::-1] if size <= self.rows.piece], (4, 1), longest, (CUT, SAMPLED, GREEDY))
-        )
+        largest = size_for(TOKENS, min(self.rows.piece + 1, TOKENS[-1]))
+        tokens = [size for size in TOKENS[::-1] if size <= largest]
+        self.rows.prompts.record(product(tokens, (4, 1), longest, (CUT, SAMPLED, GREEDY)))
         if self.config.max_model_len > self.rows.piece:
             self.rows.pieces.record([(self.rows.piece, how) for how in (MIDDLE, CUT, SAMPLED, GREEDY)])
         say(f"recorded in {time.perf_counter() - started:.0f} s")

@@ -21,9 +21,10 @@ LIFETIME = 2000  # measurements after which a cost that did not come up again is
 class _Cost:
     rows: float
     seconds: float
-    count: int
+    count: int  # how well it is known: measurements, which count less and less
     when: int
     optimism: float
+    seen: int = 1  # measurements
 
     @property
     def expected(self) -> float:
@@ -51,9 +52,9 @@ class CostTable:
         if cost is None:
             self.costs[place] = _Cost(rows, seconds, 1, self.now, self.optimism)
         else:
-            if cost.count >= STEADY:
+            if cost.seen >= STEADY:
                 seconds = min(max(seconds, cost.seconds / 2), cost.seconds * MOST_GROWTH)
-            cost.count, cost.when = cost.count + 1, self.now
+            cost.count, cost.seen, cost.when = cost.count + 1, cost.seen + 1, self.now
             share = max(1 / cost.count, NEWEST_LOWER if seconds < cost.seconds else NEWEST)
             cost.rows += share * (rows - cost.rows)
             cost.seconds += share * (seconds - cost.seconds)

@@ -57,6 +57,7 @@ def num_warps(size: int) -> int:
 def weight_arguments(weight: Tensor | QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int | bool]]:
     """What the kernels read of a weight, and how."""
     if isinstance(weight, Tensor):
+        assert weight.is_contiguous()
         return (weight, weight, weight), {"BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
     has_offsets = weight.offsets is not None
     parts = (weight.codes, weight.scales, weight.offsets if has_offsets else weight.scales)

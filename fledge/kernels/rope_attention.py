@@ -51,10 +51,10 @@ class Form(NamedTuple):
 
 # Few programs may fill a multiprocessor each (an H200 has 132); others leave room for a second one or for the kernels around
 # them. Keys beyond the first come one block after the other: with 300 of them a step of four rows took 465 µs in the second
-# form and 385 in the first, with 150 403 and 384; one row alone loses a little below 256 keys (365 and 384), and wins beyond.
+# form and 385 in the first, with 150 403 and 384. Below 256 one row (365 and 384) and drafts lose a little; beyond all win.
 FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
-FEW_PROGRAMS = 66
-FEW_SHARED_MEMORY = 160 * 1024  # bytes that one in the first form may want; data centre cards have them, others do not
+FEW_PROGRAMS = 48
+FEW_SHARED_MEMORY = 184 * 1024  # bytes that one in the first form may want; cards from Hopper's data centres have them
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
 MAX_SHARES = 64

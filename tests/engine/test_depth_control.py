@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from fledge.engine import backlog as backlog_module
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.depth_control import LOOK_AGAIN, DepthControl
+from fledge.engine.depth_control import LOOK_AGAIN, PLAIN_AGAIN, DepthControl
 from fledge.engine.engine import Engine
+from fledge.engine.request import Request
 from fledge.engine.step_costs import CostTable
 from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
@@ -188,6 +190,26 @@ def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
     assert control._choose(1, 1, 0, [4]) > 0
     assert control._choose(1, 1, 100, [4]) > 0
     assert control._choose(1, 1, 10_000, [4]) == 0
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_now_and_then_one_step_goes_without_drafts(seed):
+    """What a plain step takes may have been learnt in a bad moment. Seeded requests have drafts anyway: no plain step."""
+    control = DepthControl(OracleSpeculator({}, 4), by_load=True)
+    for _ in range(20):
+        for rows in range(1, 13):
+            control.verifying.saw(rows, 1.0)
+        control.drafting[4].saw(2, 0.05)
+    params = SamplingParams(temperature=0 if seed is None else 0.9, seed=seed)
+    pair = [Request(str(number), [1, 2, 3], params, frozenset()) for number in range(2)]
+    chosen = []
+    for _ in range(5 * PLAIN_AGAIN):
+        control.plan(pair)
+        control.num_steps += 1
+        chosen.append(control.now)
+    plain = [step for step, depth in enumerate(chosen) if not depth]
+    assert len(plain) == (0 if seed else 4), plain
+    assert all(later - earlier == PLAIN_AGAIN + 1 for earlier, later in pairwise(plain))
 
 
 def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():

@@ -19,7 +19,7 @@ KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 
 def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
     card = torch.device("cuda", 0)
-    for size, wanted in ((232448, FEW), (166912, FEW), (101376, SOME)):
+    for size, wanted in ((232448, FEW), (166912, SOME), (101376, SOME)):
         monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size)
         assert module.choose_form(module.FEW_PROGRAMS, card) is wanted
         assert module.choose_form(module.FEW_PROGRAMS + 1, card) is SOME
