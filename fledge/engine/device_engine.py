@@ -366,7 +366,7 @@ class DeviceEngine:
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        largest = size_for(TOKENS, min(self.rows.piece + 1, TOKENS[-1]))
+        largest = size_for(TOKENS, min(self.rows.piece, TOKENS[-1]))
         tokens = [size for size in TOKENS[::-1] if size <= largest]
         self.rows.prompts.record(product(tokens, (4, 1), longest, (CUT, SAMPLED, GREEDY)))
         if self.config.max_model_len > self.rows.piece:
