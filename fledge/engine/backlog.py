@@ -1,31 +1,46 @@
 """What the target settled and the drafter has not taken in, because nothing was to be drafted from it.
 
 Synchronising the drafter takes a twentieth of a plain step on CPU, and of reading a prompt. While the load leaves no room for
-speculation the target's states are kept instead; they are taken in, in one pass, when the request is drafted for again. They
-lie in one tensor that grows up to a limit, so that a server's memory stays what it is.
+speculation the target's states are kept instead, as the passes left them; they are taken in, all at once, when the request is
+drafted for again. Copying them would cost a hundredth of a step. They take memory up to a limit, so that a server's stays what
+it is: at the limit each request keeps its own rows of the passes alone, and those that find no room even so go on plainly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from fledge.engine.request import Request
 from fledge.speculation import rows as row_copies
 from fledge.speculation.drafting import Settled
 
-# A request whose states find no room among these is not caught up with any more: it goes on plainly.
+# A request whose states find no room in this is not caught up with any more: it goes on plainly.
 LARGEST_STORE = 128 * 2**20  # bytes
-FIRST_PLACES = 8192  # memory that is not used yet costs nothing, and growing copies it all
+
+
+@dataclass
+class _States:
+    """Of a pass, by tap; kept for as long as requests lag behind in it."""
+
+    taps: Sequence[Tensor]
+    num_users: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tap.nbytes for tap in self.taps)
 
 
 @dataclass
 class _Lag:
     start: int  # position of the first state
-    places: list[int] = field(default_factory=list)  # of the states in each of `Backlog.states`
+    count: int = 0
+    parts: list[tuple[_States, Sequence[int]]] = field(default_factory=list)  # rows of passes, in order
+
+    def rows(self, tap: int) -> Iterable[Tensor]:
+        return (row_copies.take(states.taps[tap], rows) for states, rows in self.parts)
 
 
 class Backlog:
@@ -34,13 +49,12 @@ class Backlog:
         self.lags: dict[Request, _Lag] = {}
         self.left: set[Request] = set()  # left behind: the drafter lacks a part of them
         self.apart: set[Request] = set()  # requests whose pages others may find before the drafter has taken them in
-        self.states: list[Tensor] = []  # per tap: [places, size]
-        self.free_places: list[int] = []
+        self.num_bytes = 0  # of all states that are kept
 
     def lag(self, request: Request) -> int:
         """How many tokens the drafter is behind."""
         lag = self.lags.get(request)
-        return len(lag.places) if lag is not None else 0
+        return lag.count if lag is not None else 0
 
     def forget(self, request: Request) -> None:
         self._start_over(request)
@@ -74,31 +88,50 @@ class Backlog:
     def _start_over(self, request: Request) -> None:
         self.reach.pop(request, None)
         self.left.discard(request)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
         if (lag := self.lags.pop(request, None)) is not None:
-            self.free_places += lag.places
+            self._release(lag)
+
+    def _release(self, lag: _Lag) -> None:
+        for states, _ in lag.parts:
+            states.num_users -= 1
+            if not states.num_users:
+                self.num_bytes -= states.num_bytes
 
     def _keep(self, postponed: Sequence[Settled], taps: Sequence[Tensor]) -> None:
-        places, rows = [], []
+        if not postponed:
+            return
+        states = _States(taps)
+        if self.num_bytes + states.num_bytes > LARGEST_STORE:
+            for lag in self.lags.values():
+                self._squeeze(lag)
         for item in postponed:
-            request, count = item.sequence, len(item.rows)
-            if not self._has_room(count, taps):
-                self.free_places += self.lags.pop(request, _Lag(0)).places
-                self.left.add(request)
-                continue
-            assert count
-            taken = self.free_places[-count:]
-            del self.free_places[-count:]
-            lag = self.lags.get(request)
-            if lag is None:
-                self.lags[request] = _Lag(item.start, taken)
-            else:
-                lag.places += taken
-            places += taken
-            rows += item.rows
-        if rows:
-            is_whole, places = len(rows) == len(taps[0]), np.array(places)
-            for states, tap in zip(self.states, taps, strict=True):
-                row_copies.put(states, places, tap if is_whole else row_copies.take(tap, rows))
+            request = item.sequence
+            own = states
+            if self.num_bytes + (0 if states.num_users else states.num_bytes) > LARGEST_STORE:
+                own = _States([row_copies.take(tap, item.rows) for tap in taps])
+                if self.num_bytes + own.num_bytes > LARGEST_STORE:
+                    self._drop(request)
+                    self.left.add(request)
+                    continue
+            lag = self.lags.setdefault(request, _Lag(item.start))
+            self._hold(lag, own, item.rows if own is states else range(len(item.rows)))
+
+    def _hold(self, lag: _Lag, states: _States, rows: Sequence[int]) -> None:
+        if not states.num_users:
+            self.num_bytes += states.num_bytes
+        states.num_users += 1
+        lag.parts.append((states, rows))
+        lag.count += len(rows)
+
+    def _squeeze(self, lag: _Lag) -> None:
+        """Its own rows alone: the others of the passes may be nobody's any more."""
+        own = _States([row_copies.join(list(lag.rows(tap))) for tap in range(len(lag.parts[0][0].taps))])
+        self._release(lag)
+        lag.parts, lag.count = [], 0
+        self._hold(lag, own, range(len(own.taps[0])))
 
     def _caught_up(
         self, due: Sequence[Settled], lags: Sequence[_Lag | None], taps: Sequence[Tensor]
@@ -109,28 +142,12 @@ class Backlog:
         for item, lag in zip(due, lags, strict=True):
             start, count = item.start, len(item.rows)
             if lag is not None:
-                for part, states in zip(parts, self.states, strict=True):
-                    part.append(row_copies.take(states, lag.places))
-                self.free_places += lag.places
-                start, count = lag.start, count + len(lag.places)
+                for tap, part in enumerate(parts):
+                    part += lag.rows(tap)
+                self._release(lag)
+                start, count = lag.start, count + lag.count
             for part, tap in zip(parts, taps, strict=True):
                 part.append(row_copies.take(tap, item.rows))
             settled.append(Settled(item.sequence, start, list(range(first, first + count)), item.room))
             first += count
         return settled, [row_copies.join(part) for part in parts]
-
-    def _has_room(self, count: int, taps: Sequence[Tensor]) -> bool:
-        """Whether so many places are free; the store grows for them while it may."""
-        missing = count - len(self.free_places)
-        if missing <= 0:
-            return True
-        before = len(self.states[0]) if self.states else 0
-        most = LARGEST_STORE // sum(tap[0].nbytes for tap in taps)
-        if before + missing > most:
-            return False
-        after = min(max(FIRST_PLACES, 2 * before, before + missing), most)
-        larger = [tap.new_empty(after, tap.shape[-1]) for tap in taps]
-        for new, old in zip(larger, self.states, strict=False):
-            new[:before] = old
-        self.states, self.free_places = larger, [*range(after - 1, before - 1, -1), *self.free_places]
-        return True

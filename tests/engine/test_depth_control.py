@@ -335,13 +335,12 @@ def let_wait(monkeypatch, num_states: int) -> None:
     """So many states of the tiny decoder have room."""
     width = len(tiny_drafter_config().aux_layer_ids) * tiny_decoder().config.hidden_size
     monkeypatch.setattr(backlog_module, "LARGEST_STORE", 4 * width * num_states)
-    monkeypatch.setattr(backlog_module, "FIRST_PLACES", 4)
 
 
 def assert_nothing_left(control: DepthControl) -> None:
     backlog = control.backlog
     assert not any((backlog.lags, backlog.left, backlog.reach, backlog.apart))
-    assert sorted(backlog.free_places) == list(range(len(backlog.states[0]) if backlog.states else 0))
+    assert backlog.num_bytes == 0
 
 
 def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
@@ -361,6 +360,32 @@ def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
     while not request.finished:
         engine.step()
         assert not len(request.draft)
+    assert_nothing_left(control)
+
+
+def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
+    """A pass is kept whole for as long as anyone lags behind in it. Where memory ends, each request keeps its own rows."""
+    let_wait(monkeypatch, 40)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
+    control = engine.depth_control
+    control.plan = lambda running: None
+    control.now = 0
+    brief, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (6, 40))
+    stays = engine.add_request([1, 2, 3], long)
+    for prompt in random_prompts(5, longest=6):
+        engine.add_request(prompt, brief)
+    while len(engine.requests) > 1:
+        engine.step()
+    states = control.backlog.num_bytes // (backlog_module.LARGEST_STORE // 40)
+    assert states > control.backlog.lag(stays), "others' rows of the same passes"
+    while control.backlog.lag(stays) < 30:
+        engine.step()
+        assert control.backlog.num_bytes <= backlog_module.LARGEST_STORE
+    control.now = 3
+    engine.step()
+    assert stays.draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, stays.tokens, 3)
+    while engine.has_unfinished():
+        engine.step()
     assert_nothing_left(control)
 
 
