@@ -9,20 +9,15 @@ buffer, attends over what the cache holds of the prompt and over itself, and its
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fledge.engine.cuda_graphs import StepGraphs
-from fledge.engine.fused_decoder import ChunkAttend, FusedDecoder
-from fledge.engine.fused_drafter import FusedDrafter
-from fledge.engine.prompt_pass import RECORDED_AT, Buffer
-from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
+from fledge.engine.fused_decoder import ChunkAttend
+from fledge.engine.prompt_pass import RECORDED_AT, Buffer, RecordedPass
+from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows
 
 MIDDLE = -1  # instead of how a token is chosen: none is
 
@@ -45,24 +40,10 @@ class Piece:
         return [tokens, self.numbers, self.fractions, self.table, self.positions[-1:] + 1]
 
 
-class PiecePass:
-    def __init__(
-        self,
-        fused: FusedDecoder,
-        drafter: FusedDrafter | None,
-        slots: Slots,
-        say_first: Callable[[NewRows, Tensor, int], Tensor],
-        *,
-        max_pages: int,
-        capture: bool,
-    ) -> None:
-        """As `PromptPass`."""
-        self.fused, self.drafter, self.slots, self.say_first = fused, drafter, slots, say_first
-        self.device, self.max_pages = slots.seed.device, max_pages
-        self.taps = drafter.taps if drafter is not None else ()
+class PiecePass(RecordedPass):
+    def __init__(self, *parts, max_pages: int, capture: bool) -> None:
+        super().__init__(*parts, max_pages=max_pages, capture=capture)
         self.buffers: dict[int, Buffer] = {}
-        self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
-        self.uses: Counter[tuple[int, int]] = Counter()
 
     def read(self, piece: Piece, how: int) -> None:
         """`how` the first token is chosen, if this is the last piece, or MIDDLE."""
@@ -92,7 +73,6 @@ class PiecePass:
         self.buffers[size].fill(arrays)
 
     def _run(self, num_tokens: int, how: int) -> None:
-        # Run again on the same buffer it does the same again, so warming up needs no care.
         (tokens, positions, slots, following), numbers, fractions, table, length = self.buffers[num_tokens].parts
         where = (positions, slots, table[0].int(), length.int())
         fused, new = self.fused, NewRows(numbers, fractions, table)

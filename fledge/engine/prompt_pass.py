@@ -12,6 +12,7 @@ Prompts whose beginnings the cache holds go the same way from there on, but atte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -150,7 +151,9 @@ class Buffer:
         self.whole.copy_(whole.pin_memory() if self.whole.is_cuda else whole, non_blocking=True)
 
 
-class PromptPass:
+class RecordedPass(ABC):
+    """What passes over prompts, and over pieces of long ones, have in common."""
+
     def __init__(
         self,
         fused: FusedDecoder,
@@ -165,12 +168,22 @@ class PromptPass:
         self.fused, self.drafter, self.slots, self.say_first = fused, drafter, slots, say_first
         self.device, self.max_pages = slots.seed.device, max_pages
         self.taps = drafter.taps if drafter is not None else ()
-        self.buffers: dict[tuple[int, int, int], Buffer] = {}
-        capture = capture and attends_by_device_lengths(fused.cache.keys)
+        # Run again on the same buffer a pass does the same again, so warming up needs no care.
         self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
+        self.uses: Counter[tuple] = Counter()
+
+    @abstractmethod
+    def _run(self, *shape: int) -> None:
+        """The pass of this shape over what its buffer holds."""
+
+
+class PromptPass(RecordedPass):
+    def __init__(self, fused: FusedDecoder, *others, max_pages: int, capture: bool) -> None:
+        capture = capture and attends_by_device_lengths(fused.cache.keys)
+        super().__init__(fused, *others, max_pages=max_pages, capture=capture)
+        self.buffers: dict[tuple[int, int, int], Buffer] = {}
         self.pads = capture
         self.lengths: Sequence[int] = ()  # of the prompts that were read last
-        self.uses: Counter[tuple] = Counter()
 
     def read(self, prompts: Prompts, how: int) -> None:
         shape = prompts.shape if self.pads else None
@@ -213,7 +226,6 @@ class PromptPass:
         self.buffers[shape].fill(arrays)
 
     def _run(self, num_tokens: int, num_prompts: int, longest: int, how: int) -> None:
-        # Run again on the same buffer it does the same again, so warming up needs no care.
         self._pass(self.buffers[num_tokens, num_prompts, longest], self.lengths, longest, how)
 
     def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, how: int) -> None:
