@@ -36,7 +36,8 @@ TRAINED_APART = (
     "Seven drafters were trained for this, each from the target's last layer: 400 steps of 32,768 tokens of answers to prompts "
     "that the target wrote itself, learning rate 1e-3, the same seed and batches (those without augmentation, or with more of "
     "it, see the same answers under other templates). That is 13 million tokens each, far fewer than the shipped drafter's: "
-    'their acceptance lengths are low, and what is said here holds for short trainings. "Augmented more" has another '
+    "their acceptance lengths are low, and what is said here holds for short trainings. EAGLE 3 itself likes a higher rate "
+    '(2e-3 in the first stage of the one above), so part of its distance may be the rate. "Augmented more" has another '
     "template in 35 % of texts instead of 10, none in 10 instead of 5, a system prompt in 40 instead of 15."
 )
 CONCLUSIONS = (

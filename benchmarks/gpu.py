@@ -56,7 +56,7 @@ from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
 from fledge.engine.prompt_pass import LONGEST, PROMPTS, TOKENS
-from fledge.kernels import fused_linear, triton_support
+from fledge.kernels import fused_linear, rope_attention, triton_support
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -301,6 +301,7 @@ def settings(bench: Bench) -> dict[str, object]:
         "vector for 1 and 2 rows": (few_rows, fused_linear, "DIRECT_FROM", 3),
         "direct up to 64 rows": (many_rows, fused_linear, "DIRECT_ROWS", 64),
         "gated direct up to 96 rows": (many_rows, fused_linear, "DIRECT_GATED_ROWS", 96),
+        "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "FEW_PROGRAMS", 0),
         "every layer holds": (few_rows, fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 OPTIMISM = 0.15
 NEWEST = 0.1  # share of the latest measurement, once there are some
 NEWEST_LOWER = 0.3  # the same if it is lower: what disturbs a pass only makes it longer
-STEADY = 3  # measurements after which one is no longer believed to be half of what it was, or more than
-MOST_GROWTH = (
-    1.25  # … times it: the machine's other work makes passes longer, and what it decides may keep them from being seen
-)
+# After so many measurements one is no longer believed to be half of what it was, or to have grown by more than this: other work
+# of the machine makes passes longer, and what is decided by it may keep them from being seen again.
+STEADY, MOST_GROWTH = 3, 1.25
 LIFETIME = 2000  # measurements after which a cost that did not come up again is forgotten: the machine may be another by then
 
 

@@ -301,7 +301,7 @@ def direct_products(
     if BITS < 16:
         codes = ws
         ws = ()
-        for i in gl.static_range(CHUNKS):  # while the kernel before this one still runs
+        for i in gl.static_range(CHUNKS):
             w = _weights(codes[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x_ptr.dtype.element_ty)
             ws = ws + (w,)  # noqa: RUF005
     if PDL:

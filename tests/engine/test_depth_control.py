@@ -343,12 +343,17 @@ def assert_nothing_left(control: DepthControl) -> None:
     assert backlog.num_bytes == 0
 
 
-def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
-    let_wait(monkeypatch, 5)
+def lagging_engine(monkeypatch, num_states: int) -> Engine:
+    """Nothing is drafted until `depth_control.now` says so."""
+    let_wait(monkeypatch, num_states)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
+    engine.depth_control.plan, engine.depth_control.now = lambda running: None, 0
+    return engine
+
+
+def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
+    engine = lagging_engine(monkeypatch, 5)
     control = engine.depth_control
-    control.plan = lambda running: None
-    control.now = 0
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     for _ in range(4):
         engine.step()
@@ -365,11 +370,8 @@ def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
 
 def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
     """A pass is kept whole for as long as anyone lags behind in it. Where memory ends, each request keeps its own rows."""
-    let_wait(monkeypatch, 40)
-    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
+    engine = lagging_engine(monkeypatch, 40)
     control = engine.depth_control
-    control.plan = lambda running: None
-    control.now = 0
     brief, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (6, 40))
     stays = engine.add_request([1, 2, 3], long)
     for prompt in random_prompts(5, longest=6):

@@ -17,11 +17,11 @@ from fledge.engine.device_batch import GREEDY, DeviceBatch
 from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.native_build import compiler
 from fledge.sampling import SamplingParams
 from fledge.serving import flags
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import entries
+from tests.kernels.test_native_build import is_wanted
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 # Weights whose logits lie close together: were sums taken in another order, some answer would show it.
@@ -30,7 +30,8 @@ SETTINGS = EngineConfig(
     device="cpu", dtype="float32", max_model_len=160, max_num_seqs=8, kv_cache_tokens=2048, deterministic=True
 )
 # Through the native layers where there are any, with weights of these kinds; or row by row in torch.
-PATHS = ["float16", "float32", "int8", "int4", "torch"]
+# Without them quantised weights are refused by name.
+PATHS = ["float16", "float32", "torch", *(["int8", "int4"] if is_wanted() else [])]
 WAYS = {
     "alone": {"max_num_seqs": 1},
     "three at once": {"max_num_seqs": 3},
@@ -57,10 +58,8 @@ def networks():
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch) -> Iterator[str]:
     if request.param != "torch":
-        if compiler() is None:
-            pytest.skip("needs a C compiler")
-        assert native.library() is not None, "there is a compiler, and the kernels do not load"
-    if request.param == "torch":
+        assert (native.library() is not None) == is_wanted()
+    else:
         monkeypatch.setenv("FLEDGE_NATIVE", "0")
         native.library.cache_clear()
     yield request.param
