@@ -33,6 +33,7 @@ def direct_head(x_ND: Tensor, norm, weight_VD: Tensor | QuantizedWeight, ids_V: 
         ids,
         num_rows,
         norm.eps,
+        ROWS=TILE,
         COLUMNS=COLUMNS,
         CHUNKS=-(-size // (CHUNK * warps)),
         SIZE=size,
@@ -59,6 +60,7 @@ def _direct_head(
     ids_ptr,
     num_rows,
     eps,
+    ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -71,7 +73,6 @@ def _direct_head(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    ROWS: gl.constexpr = 16
     last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
     answer: gl.constexpr = gl.SliceLayout(0, last)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -88,6 +89,7 @@ def _direct_head(
         x_ptr,
         num_rows,
         eps,
+        ROWS,
         COLUMNS,
         CHUNKS,
         SIZE,

@@ -14,11 +14,14 @@ where the unfused network rounds the same times the scale.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.triton_support import is_hopper_or_newer, kernel_names, overlap
+from fledge.kernels.triton_support import is_hopper_or_newer, kernel_names, multiprocessors, overlap
 
 try:
     from triton.experimental import gluon
@@ -30,10 +33,22 @@ except ImportError:
 TILE = 16  # rows of a product
 CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
 MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
-COLUMNS = 16  # outputs a program: 8 make more programs, and yet each takes longer
 CODES = 32  # of a chunk's two halves, in each of which all have one scale
+
+
+class Form(NamedTuple):
+    """Of a program. A row's result depends on the number of warps alone, which share the inputs."""
+
+    rows: int = TILE
+    columns: int = 16  # outputs: 8 make more programs, and yet each takes longer
+    warps: int = 4
+
+    def programs(self, num_rows: int, outputs: int) -> tuple[int, int]:
+        return -(-num_rows // self.rows), -(-outputs // self.columns)
+
+
 # Codes are work for the threads, so more of them share it: a step's linears of one row take 273 µs instead of 303.
-CODE_COLUMNS, CODE_WARPS = 8, 8
+OF_CODES = Form(columns=8, warps=8)
 
 
 def jit(function):
@@ -52,6 +67,19 @@ def can_be_direct(x: Tensor, size: int, weight: QuantizedWeight | None = None) -
 
 def num_warps(size: int) -> int:
     return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
+
+
+def choose_form(num_rows: int, size: int, outputs: int, gated: bool, num_multiprocessors: int) -> Form:
+    """Small programs, unless larger ones all run at once where small ones would take turns.
+
+    Registers let two programs of four warps share a multiprocessor if they are large or gated, three otherwise. On an H200
+    (`kernel-forms-h200.json`) that is worth 55 of 443 µs with 64 rows and 51 of 608 with 128; anywhere else larger ones lose.
+    """
+    small, warps = Form(warps=num_warps(size)), num_warps(size)
+    large = Form(rows=2 * TILE, warps=warps) if gated else Form(columns=32, warps=warps)
+    take_turns = math.prod(small.programs(num_rows, outputs)) > (2 if gated else 3) * num_multiprocessors
+    fits = warps == 4 and math.prod(large.programs(num_rows, outputs)) <= 2 * num_multiprocessors
+    return large if take_turns and fits else small
 
 
 def weight_arguments(weight: Tensor | QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int | bool]]:
@@ -74,19 +102,17 @@ def direct_linear(
     gated: bool = False,
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
-    columns: int | None = None,
-    warps: int | None = None,
+    form: Form | None = None,
 ) -> Tensor:
-    """As `fused_linear`; `columns` and `warps` are for measuring."""
+    """As `fused_linear`; `form` is for measuring."""
     num_rows, size = x_MK.shape
     parts, kind = weight_arguments(weight_OK)
     outputs = parts[0].shape[0] // (2 if gated else 1)
-    tiles = -(-num_rows // TILE)
-    has_codes = kind["BITS"] < 16
-    columns = columns or (CODE_COLUMNS if has_codes else COLUMNS)
-    warps = warps or (CODE_WARPS if has_codes else num_warps(size))
+    if form is None:
+        has_codes = kind["BITS"] < 16
+        form = OF_CODES if has_codes else choose_form(num_rows, size, outputs, gated, multiprocessors(x_MK.device))
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _direct_linear[(tiles, -(-outputs // columns))](
+    _direct_linear[form.programs(num_rows, outputs)](
         x_MK,
         *parts,
         bias_O if bias_O is not None else x_MK,
@@ -95,8 +121,9 @@ def direct_linear(
         out,
         num_rows,
         norm.eps if norm is not None else 0.0,
-        COLUMNS=columns,
-        CHUNKS=-(-size // (CHUNK * warps)),
+        ROWS=form.rows,
+        COLUMNS=form.columns,
+        CHUNKS=-(-size // (CHUNK * form.warps)),
         SIZE=size,
         OUTPUTS=outputs,
         **kind,
@@ -105,8 +132,8 @@ def direct_linear(
         HAS_RESIDUAL=residual_MO is not None,
         GATED=gated,
         HOLD=before_attention,
-        WARPS=warps,
-        num_warps=warps,
+        WARPS=form.warps,
+        num_warps=form.warps,
         **overlap(x_MK),
     )
     return out
@@ -236,6 +263,7 @@ def direct_products(
     residual_ptr,
     num_rows,
     eps,
+    ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -251,7 +279,6 @@ def direct_products(
     WARPS: gl.constexpr,
 ):
     """All up to the barrier: the warps' shares of the products, in shared memory; the norm's scale by row; the residual."""
-    ROWS: gl.constexpr = 16
     EACH: gl.constexpr = 64
     # Both halves of a gated weight are columns of one product.
     PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
@@ -356,6 +383,7 @@ def _direct_linear(
     out_ptr,
     num_rows,
     eps,
+    ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
@@ -371,7 +399,6 @@ def _direct_linear(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    ROWS: gl.constexpr = 16
     # The last sum: one thread has an output's shares of all warps.
     last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
     answer: gl.constexpr = gl.SliceLayout(0, last)
@@ -385,6 +412,7 @@ def _direct_linear(
         residual_ptr,
         num_rows,
         eps,
+        ROWS,
         COLUMNS,
         CHUNKS,
         SIZE,

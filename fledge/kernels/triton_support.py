@@ -90,6 +90,11 @@ def is_hopper_or_newer(device: torch.device) -> bool:
 
 
 @lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of it that one program can have; Triton refuses to launch one that wants more."""
     from triton.runtime import driver

@@ -199,10 +199,11 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
         for _ in range(RECORDED_AT):
             batch.read_prompts(made)
         assert ((768, 16, OVER_CACHE, GREEDY) in batch.prompts.graphs.graphs) == capture
-        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5].tolist()))
+        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5]))
+    same = found[0][1] == found[1][1]
+    assert same.sum() >= 4  # two logits lie a rounding apart: that tie may fall the other way, and the drafter reads the token
     scale = found[1][0].abs().max().item()
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
-    assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may fall the other way
+    torch.testing.assert_close(found[0][0][same], found[1][0][same], rtol=0, atol=0.05 * scale)
 
 
 def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):

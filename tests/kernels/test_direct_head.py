@@ -45,7 +45,7 @@ def test_a_head_of_codes_chooses_as_the_one_they_stand_for(format):
 @pytest.mark.parametrize("format", CODES)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_it_compiles_for_hopper_with_one_barrier(mapped, format):
-    constants = {"COLUMNS": 32, "CHUNKS": 3, "SIZE": 576, "VOCAB": 49152, "BLOCKS": 1536}
+    constants = {"ROWS": 16, "COLUMNS": 32, "CHUNKS": 3, "SIZE": 576, "VOCAB": 49152, "BLOCKS": 1536}
     constants |= {"HAS_IDS": mapped, "PDL": 1, "WARPS": 4}
     kind, types = of_weight(format)
     types |= {"best_ptr": "*fp32", "ids_ptr": "*i32", "target_ids_ptr": "*i64" if mapped else "*i32"}

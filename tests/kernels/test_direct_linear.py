@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fledge.kernels import direct_linear as module
-from fledge.kernels.direct_linear import direct_linear, num_warps
+from fledge.kernels.direct_linear import OF_CODES, Form, choose_form, direct_linear, num_warps
 from fledge.kernels.fused_linear import Norm
 from fledge.kernels.quantization import dequantize, quantize
 from tests.kernels.support import INTERPRETED
@@ -41,8 +41,9 @@ def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundin
         gate, up = wanted.chunk(2, -1)
         wanted = torch.nn.functional.silu(gate) * up
     wanted = wanted + (residual.double() if residual is not None else 0)
-    for columns in (8, 16):
-        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, columns=columns).double()
+    for form in (Form(columns=8), Form(), Form(rows=32), Form(columns=32), Form(warps=8)):
+        form = form._replace(warps=max(form.warps, num_warps(size)))
+        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, form=form).double()
         assert (found - wanted).norm() / wanted.norm() < 6e-3
 
 
@@ -61,17 +62,19 @@ def test_codes_are_multiplied_as_the_weights_they_stand_for(size, outputs, rows,
     weight = quantize(torch.randn(outputs * (2 if gated else 1), size, device="cuda"), bits, group, offsets=offsets)
     x = torch.randn(rows, size, device="cuda").bfloat16()
     norm = Norm(torch.randn(size, device="cuda").bfloat16(), 1e-5)
-    form = {"columns": module.CODE_COLUMNS, "warps": module.CODE_WARPS}
-    same = dequantize(weight, torch.bfloat16)
-    assert torch.equal(direct_linear(x, weight, norm=norm, gated=gated), direct_linear(x, same, norm=norm, gated=gated, **form))
+    same = direct_linear(x, dequantize(weight, torch.bfloat16), norm=norm, gated=gated, form=OF_CODES)
+    assert torch.equal(direct_linear(x, weight, norm=norm, gated=gated), same)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40)])
-def test_a_row_does_not_depend_on_the_others(rows):
-    x, weight = torch.randn(rows, 576, device="cuda").bfloat16(), torch.randn(960, 576, device="cuda").bfloat16()
-    norm = Norm(torch.randn(576, device="cuda").bfloat16(), 1e-5)
-    together = direct_linear(x, weight, norm=norm)
-    assert all(torch.equal(direct_linear(x[row : row + 1], weight, norm=norm)[0], together[row]) for row in range(rows))
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40, 64, 128)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_does_not_depend_on_the_others(rows, gated):
+    """Nor on the form of the programs, which changes with the number of rows."""
+    x = torch.randn(rows, 576, device="cuda").bfloat16()
+    weight = torch.randn(3072 if gated else 960, 576, device="cuda").bfloat16()
+    options = {"norm": Norm(torch.randn(576, device="cuda").bfloat16(), 1e-5), "gated": gated}
+    together = direct_linear(x, weight, **options)
+    assert all(torch.equal(direct_linear(x[row : row + 1], weight, **options)[0], together[row]) for row in range(rows))
 
 
 def compiled_for_hopper(kernel, constants, types=None) -> str:
@@ -145,12 +148,22 @@ def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_it_compiles_for_hopper_with_one_barrier(gated, format):
     kind, types = of_weight(format)
-    constants = {"COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
+    constants = {"ROWS": 16, "COLUMNS": 8, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True}
     constants |= {"HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1, "WARPS": 4}
     assembly = compiled_for_hopper(module._direct_linear, constants | kind, types)
     assert assembly.count("bar.sync") == 1
     assert assembly.count("mma.sync") == (24 if gated else 12)
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
+
+
+def test_larger_programs_where_small_ones_would_take_turns():
+    """As measured on an H200, which has 132 multiprocessors."""
+    gates = {rows: choose_form(rows, 576, 1536, True, 132) for rows in (1, 16, 32, 33, 64)}
+    assert gates == {1: Form(), 16: Form(), 32: Form(), 33: Form(rows=32), 64: Form(rows=32)}
+    projections = {rows: choose_form(rows, 576, 960, False, 132) for rows in (1, 64, 80, 128)}
+    assert projections == {1: Form(), 64: Form(), 80: Form(), 128: Form(columns=32)}
+    assert choose_form(64, 576, 16384, True, 132) == Form()  # they would take turns too
+    assert choose_form(128, 1536, 576, False, 132) == Form(warps=8)
 
 
 def test_warps_by_size():
