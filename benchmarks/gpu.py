@@ -10,6 +10,7 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
   spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
              depth that was fastest, and how fast the engine is when it chooses itself
+  guard      what it costs to look at drafts as often as a server does, for its drift guard
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
   modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
@@ -47,6 +48,7 @@ from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.drift.watching import watch_drafts
 from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -62,7 +64,21 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = ("checks", "plain", "spec", "settings", "parts", "attention", "linears", "profile", "modes", "offline", "long", "vllm")
+STAGES = (
+    "checks",
+    "plain",
+    "spec",
+    "guard",
+    "settings",
+    "parts",
+    "attention",
+    "linears",
+    "profile",
+    "modes",
+    "offline",
+    "long",
+    "vllm",
+)
 H200_BYTES_PER_S = 4.8e12
 DEVICE = "cuda"
 
@@ -292,6 +308,20 @@ def spec(bench: Bench) -> dict[str, object]:
 
 
 @torch.inference_mode()
+def guard(bench: Bench) -> dict[str, object]:
+    found = {}
+    for concurrency in [count for count in bench.args.concurrency if count <= 16]:
+        engine = bench.engine(concurrency, speculate=True)
+        unwatched = speed(bench, engine, concurrency, None)["tokens_per_s"]
+        probe = watch_drafts(engine, sink=0)
+        watched = speed(bench, engine, concurrency, None)["tokens_per_s"]
+        figures = {"unwatched_tokens_per_s": unwatched, "tokens_per_s": watched, "cost": 1 - watched / unwatched}
+        found[str(concurrency)] = {**figures, **probe.snapshot()}
+        del engine
+    show("drift probe", found)
+    return found
+
+
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
     many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
-from fledge.drift.sinks import find_own_sink
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.engine import Engine
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
 from fledge.speculation.drafting import DraftedSequence, EagleSpeculator, Settled
 from fledge.speculation.verification import Draft
@@ -19,7 +16,8 @@ from fledge.speculation.verification import Draft
 NAMES = ("rms", "sink_share", "own_share", "entropy")
 EVERY = 64  # drafts to a look, unless asked otherwise
 # Told of each sequence that was looked at, with its figures by draft step.
-Listener = Callable[[DraftedSequence, Mapping[str, Sequence[float]]], None]
+Figures = Mapping[str, Sequence[float | None]]  # None: not seen at that step
+Listener = Callable[[DraftedSequence, Figures], None]
 
 
 class LiveProbe:
@@ -32,11 +30,10 @@ class LiveProbe:
         self, speculator: EagleSpeculator, *, every: int = EVERY, sink: int = 0, listener: Listener | None = None
     ) -> None:
         self.speculator, self.every, self.sink, self.listener = speculator, max(1, every), sink, listener
-        self.seen = self.looked_at = 0
+        self.seen = 0
         self.step_index: int | None = None  # of the draft that is looked at; None: the current one is not
         self.wanted: list[int] = []  # sequences of the sync pass that go on to draft
-        self.totals: dict[str, list[float]] = {}
-        self.counts: list[int] = []
+        self.reset()
         self.figures: list[dict[str, list[float]]] = []  # of the draft that is looked at, by its `wanted` sequences
         self.place_of: dict[int, int] = {}  # in `figures`, by the identity of a sequence's list of pages
         self._draft, self._step = speculator.draft, speculator.step
@@ -46,11 +43,31 @@ class LiveProbe:
         self.speculator.draft, self.speculator.step = self._draft, self._step
 
     def reset(self) -> None:
-        self.totals, self.counts, self.looked_at = {}, [], 0
+        self.totals: dict[str, list[float]] = {name: [] for name in NAMES}
+        self.counts: dict[str, list[int]] = {name: [] for name in NAMES}
+        self.looked_at = 0
 
     def snapshot(self) -> dict[str, Any]:
-        means = {name: [t / c for t, c in zip(self.totals.get(name, []), self.counts, strict=False)] for name in NAMES}
+        """Means by step; None for a step at which something was not seen."""
+        means = {}
+        for name in NAMES:
+            pairs = zip(list(self.totals[name]), list(self.counts[name]), strict=False)
+            means[name] = [total / count if count else None for total, count in pairs]
         return {"drafts": self.looked_at, **means}
+
+    def saw(self, sequence: DraftedSequence, figures: Figures) -> None:
+        """A draft was looked at."""
+        self.looked_at += 1
+        for name, values in figures.items():
+            totals, counts = self.totals[name], self.counts[name]
+            missing = len(values) - len(counts)
+            totals.extend([0.0] * missing)
+            counts.extend([0] * missing)
+            for step, value in enumerate(values):
+                if value is not None:
+                    totals[step], counts[step] = totals[step] + value, counts[step] + 1
+        if self.listener is not None:
+            self.listener(sequence, figures)
 
     # What the speculator calls in place of its own methods.
 
@@ -60,14 +77,13 @@ class LiveProbe:
         self.seen += drafts
         if drafts and self.seen % self.every == 0:
             self.step_index = 0
-            self.looked_at += len(self.wanted)
             self.figures = [{name: [] for name in NAMES} for _ in self.wanted]
             self.place_of = {id(settled[index].sequence.pages): place for place, index in enumerate(self.wanted)}
         try:
             drafted = self._draft(settled, taps)
-            if self.step_index is not None and self.listener is not None:
+            if self.step_index is not None:
                 for index, figures in zip(self.wanted, self.figures, strict=True):
-                    self.listener(settled[index].sequence, figures)
+                    self.saw(settled[index].sequence, figures)
             return drafted
         finally:
             self.step_index = None
@@ -86,40 +102,8 @@ class LiveProbe:
         for name, values in figures.items():
             for place, value in zip(places, values, strict=True):
                 self.figures[place][name].append(value)
-            self._add(name, sum(values))
-        if len(self.counts) <= self.step_index:
-            self.counts.append(0)
-        self.counts[self.step_index] += len(chosen)
         self.step_index += 1
         return output
-
-    def _add(self, name: str, total: float) -> None:
-        by_step = self.totals.setdefault(name, [])
-        if len(by_step) <= self.step_index:
-            by_step.append(0.0)
-        by_step[self.step_index] += total
-
-
-def watch_drafts(engine: Engine | DeviceEngine, every: int = EVERY, sink: int | None = None) -> LiveProbe | None:
-    """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
-
-    `sink`: its column; None: found from the target's own attention, or column 0 where there is no tokenizer to ask it with.
-    Captured cycles draft on the device and are not looked at: there the guard goes by acceptance alone.
-    """
-    if not isinstance(engine.drafter, EagleSpeculator):
-        return None
-    if sink is None:
-        sink = 0 if engine.tokenizer is None else find_own_sink(engine.runner.decoder, engine.tokenizer).column
-    guard = engine.depth_control.guard
-    return LiveProbe(engine.drafter, every=every, sink=sink, listener=None if guard is None else guard.probed)
-
-
-def coverage(engine: Engine | DeviceEngine, probe: LiveProbe) -> str:
-    """Which drafts a probe sees, for the log: silence would read as if it saw all."""
-    seen = f"drift probe: one draft in {probe.every}, sink at column {probe.sink}"
-    if isinstance(engine, DeviceEngine):
-        return f"{seen}; only of requests outside the captured cycles, whose drafts stay on the device and are not looked at"
-    return seen if probe.speculator.tree is None else f"{seen}; chains only, so none of the trees that are drafted here"
 
 
 class _ProbedAttend:

@@ -92,6 +92,8 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
+        # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
+        self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
         self.times = CycleTimes(self.rows.graphs.seconds)
         self.reports = RowReports(
             self.rows, self.depths, self.stats, self.depth_control, self.behind, self.times, self.config.max_model_len
@@ -253,6 +255,8 @@ class DeviceEngine:
         self.grow(running, cycles * (depth + 1))
         if not running:
             return 0
+        if depth and self.before_drafts is not None:
+            self.before_drafts({row: running[row] for row in drafted_for if row in running}, depth)
         for _ in range(cycles):
             self.rows.graphs.run(size, depth, how)
             self.reports.snap(running, depth, (size, depth, how))

@@ -182,6 +182,8 @@ class Metrics:
         for name, text in DRIFT.items():
             family = GaugeMetricFamily(f"fledge:drift_{name}", text, labels=(*LABELS, "step"))
             for step, value in enumerate(figures[name]):
+                if value is None:
+                    continue
                 family.add_metric((*self.labels, str(step)), value)
             yield family
 

@@ -16,7 +16,7 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints.hf import load_config
-from fledge.drift.live import EVERY, coverage, watch_drafts
+from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine
@@ -88,7 +88,7 @@ class Service:
         if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
             raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
         if flags.drift_probe_every or engine.depth_control.guard is not None:
-            self.metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or EVERY)
+            self.metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or None)
             if probe is not None:
                 log.info(coverage(engine, probe))
         return engine

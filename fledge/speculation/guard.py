@@ -132,14 +132,16 @@ class DriftGuard:
         elif watched.since >= LONGEST_WAIT and watched.limit == self.limit:
             watched.wait, watched.has_grown = FIRST_WAIT, False
 
-    def probed(self, request: Hashable, figures: Mapping[str, Sequence[float]]) -> None:
-        """The probe looked at one draft: its figures by draft step."""
+    def probed(self, request: Hashable, figures: Mapping[str, Sequence[float | None]]) -> None:
+        """The probe looked at one draft: its figures by draft step, None where it saw none."""
         watched = self._watch(request)
         for name, bands in self.bands.items():
             values = list(figures.get(name, ()))[: self.limit]
             bands.extend(_Spread(name) for _ in range(len(values) - len(bands)))
             is_out = False
             for band, value in zip(bands, values, strict=False):
+                if value is None:
+                    continue
                 if band.looks < self.looks_needed:
                     band.add(value)
                     continue

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.live import LiveProbe, coverage, watch_drafts
+from fledge.drift.live import LiveProbe
 from fledge.drift.rollout import TargetText, roll_out
+from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.device_engine import DeviceEngine
 from fledge.sampling import SamplingParams
@@ -92,7 +93,7 @@ def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
             values = [figures[name][step] for _, figures in heard if len(figures[name]) > step]
             assert sum(values) / len(values) == pytest.approx(means[name][step])
     bands = engine.depth_control.guard.bands
-    assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts
+    assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts["rms"]
     assert watch_drafts(build_engine(decoder, Speculation("ngram", 3))) is None
 
 
@@ -116,7 +117,9 @@ def test_the_log_says_which_drafts_are_looked_at():
     engine = build_engine(*pair_as_asked())
     probe = watch_drafts(engine, every=64)
     assert coverage(engine, probe) == "drift probe: one draft in 64, sink at column 0"
-    assert "not looked at" in coverage(object.__new__(DeviceEngine), probe)
+    device = DeviceEngine(engine, capture=False)
+    assert "one row in 512 of their launches" in coverage(device, watch_drafts(device))
+    assert "one row in 7 of their launches" in coverage(device, watch_drafts(device, every=7))
     probe.speculator.tree = TreeShape(2, 6)
     assert "none of the trees" in coverage(engine, probe)
 

@@ -1,0 +1,124 @@
+"""The probes on captured cycles: now and then one row's draft is made once more beside its cycle, and looked at.
+
+The look is launched just before the cycle and reads what the cycle will: the row's state, its pages, the device's own lengths.
+What it writes (keys of drafted tokens, in places the cycle is about to fill with the same) is nobody else's. Its figures come
+to the host when they are ready; nothing waits for them. Greedy, whatever the request's temperature: drafts of either kind
+start from the same states.
+
+A draft's first token comes from the state that synchronising left, whose attention lies inside the cycle before: of that step
+there is the state's size alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.drift.live import NAMES, LiveProbe
+from fledge.drift.probes import attention_figures, attention_scores, rms
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.fused_decoder import ChainAttend
+from fledge.engine.request import Request
+from fledge.models.layers import Attention
+
+# A look takes the host about a millisecond, and the device half a cycle: launches to one, for each that was asked for.
+CYCLES_EACH = 8
+
+
+class _Look(NamedTuple):
+    """Figures on their way to the host."""
+
+    request: Request
+    figures: Tensor  # [1 + names, depth]; the first line says whether the row was active
+    event: torch.cuda.Event | None
+
+
+class RowProbe:
+    def __init__(self, engine: DeviceEngine, probe: LiveProbe, every: int) -> None:
+        """`probe` is told what was seen. `every`: launches of speculative cycles to a look."""
+        self.rows, self.drafter, self.probe, self.every = engine.rows, engine.rows.drafter, probe, every
+        self.seen = 0
+        self.looks: deque[_Look] = deque()
+        engine.before_drafts = self
+
+    def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
+        """Cycles that draft for these rows are about to be launched."""
+        self.seen += 1
+        if drafted_for and self.seen % self.every == 0:
+            rows = list(drafted_for)
+            row = rows[self.seen // self.every % len(rows)]
+            request = drafted_for[row]
+            num_keys = len(request.pages) * self.rows.config.page_size
+            self.looks.append(_Look(request, *self.rows.download(self.look(row, depth, num_keys))))
+        self.deliver()
+
+    def deliver(self) -> None:
+        """All that has arrived."""
+        while self.looks and (self.looks[0].event is None or self.looks[0].event.query()):
+            look = self.looks.popleft()
+            (active, *_), *lines = look.figures.tolist()
+            if active and not look.request.finished:
+                figures = {
+                    name: [None if math.isnan(value) else value for value in line]
+                    for name, line in zip(NAMES, lines, strict=True)
+                }
+                self.probe.saw(look.request, figures)
+
+    @torch.inference_mode()
+    def look(self, row: int, depth: int, num_keys: int) -> Tensor:
+        """As `FusedDrafter.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
+        compiled anew for tensors that lie crooked in memory."""
+        slots, drafter = self.rows.slots, self.drafter
+        own = slice(row, row + 1)
+        length, active = slots.state.length[own].clone(), slots.state.active[own].clone()
+        pages, h = slots.page_table[own].clone(), slots.draft_state[own].clone()
+        drafts = torch.zeros_like(slots.drafts[own])
+        sizes, attention = [self.size(h)], [torch.full((1, len(NAMES) - 1), torch.nan, device=h.device)]
+        choice = drafter.choose(h, None, 0)
+        for step in range(1, depth):
+            inputs = drafter.inputs(h, choice, step, drafts_RD=drafts, length_R=length, active_R=active)
+            attend = ChainAttend(drafter.cache, drafter.rope_table, pages, inputs.starts_B, inputs.counts_B)
+            looking = _Looking(attend, inputs.starts_B.long(), step, self.probe.sink, num_keys)
+            h = drafter.layers(inputs, looking)
+            choice = drafter.choose(h, None, step)
+            sizes.append(self.size(h))
+            attention.append(torch.stack(looking.by_layer).mean(0))
+        return torch.cat([active.expand(depth)[None].float(), torch.cat(sizes)[None], torch.cat(attention).t()])
+
+    def size(self, h: Tensor) -> Tensor:
+        network = self.drafter.network
+        return rms(network.norm(h) if network.config.norm_output else h)
+
+
+class _Looking:
+    """Attends as usual, and notes where the row looked."""
+
+    def __init__(self, attend: ChainAttend, position: Tensor, step: int, sink: int, num_keys: int) -> None:
+        self.attend, self.position, self.step, self.sink = attend, position, step, sink
+        size = attend.cache.page_size
+        self.column = torch.arange(num_keys, device=position.device)
+        self.places = attend.page_table_BP[0].long()[self.column // size] * size + self.column % size
+        self.by_layer: list[Tensor] = []
+
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        query = self.query(attention, qkv)
+        out = self.attend(attention, qkv)  # which may rotate in place, and stores the row's own key
+        scores = attention_scores(query, self.attend.cache.keys[attention.layer][:, self.places].transpose(0, 1))
+        unseen = self.column > self.position
+        if attention.window is not None:
+            unseen |= self.column <= self.position - attention.window
+        shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        figures = attention_figures(shares, self.position - self.step, self.sink, prompt_length=0)
+        self.by_layer.append(torch.stack([figures.sink_MH, figures.own_MH, figures.entropy_MH], -1).mean(1))
+        return out
+
+    def query(self, attention: Attention, qkv: Tensor) -> Tensor:
+        heads = qkv.clone().view(1, -1, attention.head_dim)[:, : attention.num_heads]
+        if attention.q_norm is not None:
+            heads = attention.q_norm(heads)
+        cos, sin = self.attend.rope_table[:, self.position].unsqueeze(-2).unbind(0)
+        return torch.addcmul(heads * cos, heads.roll(attention.head_dim // 2, -1), sin)

@@ -1,0 +1,116 @@
+"""Looks at captured cycles see what the live probe sees of the same requests in the eager engine, and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.drift.live import NAMES, LiveProbe
+from fledge.drift.row_probe import RowProbe
+from fledge.drift.watching import watch_drafts
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.engine import Engine
+from fledge.sampling import SamplingParams
+from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
+
+DEPTH = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def engines(decoder, drafter, device="cpu") -> tuple[Engine, DeviceEngine]:
+    """The eager engine and one that runs captured rows."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    sizes = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096, "page_size": 64, "prefix_caching": False}
+    config = EngineConfig(device=device, dtype="float32", **sizes)
+    speculation = Speculation(drafter.to(device), DEPTH, adaptive=False)
+    built = [build_engine(decoder.to(device), speculation, config) for _ in range(2)]
+    eager, beneath = (one.engine if isinstance(one, DeviceEngine) else one for one in built)
+    return eager, DeviceEngine(beneath, capture=device == "cuda")
+
+
+def heard_of(engine, probe, prompts) -> tuple[list, list]:
+    heard, tell = [], probe.listener
+    probe.listener = lambda sequence, figures: (heard.append((sequence, figures)), tell and tell(sequence, figures))
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    while engine.has_unfinished():
+        engine.step()
+    return requests, heard
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("flags", VARIANTS, ids=str)
+def test_a_look_sees_what_the_live_probe_sees(flags, device):
+    decoder, drafter = pair(**flags)
+    eager, captured = engines(decoder, drafter, device)
+    (one,), wanted = heard_of(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
+    probe = LiveProbe(captured.drafter, every=1, sink=1)
+    RowProbe(captured, probe, every=1)
+    (other,), found = heard_of(captured, probe, PROMPTS[:1])
+    assert one.tokens == other.tokens
+    assert len(found) >= len(wanted) - 3 > 3  # the last ones end with the request, or do not reach the host in time
+    for (_, known), (_, seen) in zip(wanted, found, strict=False):
+        for name in NAMES:
+            steps = min(len(known[name]), len(seen[name]))
+            first = 0 if name == "rms" else 1
+            assert seen[name][:first] == [None] * first
+            assert seen[name][first:steps] == pytest.approx(known[name][first:steps], rel=1e-3, abs=1e-4), name
+    assert probe.snapshot()["sink_share"][0] is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_looking_changes_nothing(device):
+    decoder, drafter = pair(fc_norm=True, norm_output=True)
+    _, unwatched = engines(decoder, drafter, device)
+    plain = [unwatched.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    while unwatched.has_unfinished():
+        unwatched.step()
+    _, watched = engines(decoder, drafter, device)
+    requests, heard = heard_of(watched, watch_drafts(watched, every=1, sink=1), PROMPTS)
+    watched.check_integrity()
+    assert [one.tokens for one in requests] == [one.tokens for one in plain]
+    assert [one.stats for one in requests] == [one.stats for one in plain]
+    assert {sequence for sequence, _ in heard} == set(requests)  # each has its turn
+    guard = watched.depth_control.guard
+    assert sum(band.looks for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in heard)
+
+
+def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
+    decoder, drafter = pair()
+    _, engine = engines(decoder, drafter)
+    probe = watch_drafts(engine, every=3, sink=1)
+    engine.add_request(PROMPTS[0], GREEDY)
+    while engine.has_unfinished():
+        engine.step()
+    row_probe = engine.before_drafts
+    assert 0 < probe.looked_at <= row_probe.seen // 3
+    looked_at = probe.looked_at
+    gone = engine.add_request(PROMPTS[0], GREEDY)
+    engine.step()
+    row_probe.seen = 2
+    row_probe({0: gone}, DEPTH)
+    assert probe.looked_at == looked_at + 1
+    engine.rows.slots.state.active.zero_()  # it has ended on the device, which the host does not know yet
+    row_probe.seen = 2
+    row_probe({0: gone}, DEPTH)
+    assert probe.looked_at == looked_at + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_look_never_waits_for_the_device():
+    decoder, drafter = pair(fc_norm=True, norm_output=True)
+    _, engine = engines(decoder, drafter, "cuda")
+    watch_drafts(engine, every=1, sink=1)
+    request = engine.add_request(PROMPTS[0], GREEDY)
+    for _ in range(4):
+        engine.step()
+    row = engine.row_of[request.id]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.before_drafts.look(row, DEPTH, 128)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
