@@ -20,7 +20,7 @@ from fledge.speculation.verification import Draft
 
 # Steps after which one request is drafted for to the limit although the load speaks against it: else an acceptance that
 # was poor once would never be seen to have become better. It costs less than a hundredth of the time.
-LOOK_AGAIN = 128
+LOOK_AGAIN = 256
 # Steps after which what was not seen meanwhile counts as half as well known.
 FADE = 256
 # Steps for which the choice of no depth stands while as many run: choosing takes a hundredth of a small step.

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fledge.engine import backlog as backlog_module
+from fledge.engine import depth_control
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.depth_control import LOOK_AGAIN, PLAIN_AGAIN, DepthControl
+from fledge.engine.depth_control import PLAIN_AGAIN, DepthControl
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
 from fledge.engine.step_costs import CostTable
@@ -271,8 +272,10 @@ def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
     assert [request.answer for request in (first, *crowd)] == [wanted[0], *(answer[:60] for answer in wanted[1:])]
 
 
-def test_a_poor_stretch_is_not_held_against_speculation_for_ever():
+def test_a_poor_stretch_is_not_held_against_speculation_for_ever(monkeypatch):
     """Nothing is accepted at first, so that nothing is drafted; now and then one draft looks whether that has changed."""
+    look_again = 128
+    monkeypatch.setattr(depth_control, "LOOK_AGAIN", look_again)
     prompt = random_prompts(1, longest=20)[0]
     params = replace(LONG, max_tokens=440)
     wanted = run(engine_with(tiny_decoder(), Speculation("none"), ROOMY), [prompt], params)[0]
@@ -286,7 +289,7 @@ def test_a_poor_stretch_is_not_held_against_speculation_for_ever():
         engine.step()
     assert request.answer == wanted
     early = [depth for length, depth in drafts if length < 150]
-    assert 1 <= sum(depth > 0 for depth in early) <= 1 + 2 * len(early) // LOOK_AGAIN + 4
+    assert 1 <= sum(depth > 0 for depth in early) <= 1 + 2 * len(early) // look_again + 4
     assert any(depth == 4 for length, depth in drafts if length >= 150)
 
 
