@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fledge.kernels.direct_head import direct_head
 from fledge.kernels.direct_linear import can_be_direct
-from fledge.kernels.fused_linear import TILE, WHOLE_INPUTS, Norm, two_parts, whole_products
+from fledge.kernels.fused_linear import Norm
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
 from fledge.kernels.tiled_linear import QUICK, parts_of, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.whole_linear import TILE, WHOLE_INPUTS, two_parts, whole_products
 
 BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
 WARPS = 4

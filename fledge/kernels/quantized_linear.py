@@ -18,19 +18,11 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.direct_linear import can_be_direct, direct_linear
-from fledge.kernels.fused_linear import (
-    DIRECT_GATED_ROWS,
-    DIRECT_ROWS,
-    ENOUGH_PROGRAMS,
-    VECTOR_INPUTS,
-    Norm,
-    fused_linear_reference,
-    silu_times,
-    wide_linear,
-)
+from fledge.kernels.fused_linear import DIRECT_GATED_ROWS, DIRECT_ROWS, VECTOR_INPUTS, Norm, fused_linear_reference, wide_linear
 from fledge.kernels.quantization import QuantizedWeight, dequantize
 from fledge.kernels.tiled_linear import FEW_ROWS, QUICK, scaled, tiled_linear_triton, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.whole_linear import ENOUGH_PROGRAMS, silu_times
 
 VECTOR_ROWS = 2
 

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.fused_linear import Norm, silu_times
+from fledge.kernels.fused_linear import Norm
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
+from fledge.kernels.whole_linear import silu_times
 
 
 class Tile(NamedTuple):
