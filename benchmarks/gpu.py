@@ -39,10 +39,11 @@ from pathlib import Path
 
 import torch
 from gpu_checks import against_network, partings
-from gpu_kernels import attention_times, event_time, left_out, linear_times
+from gpu_kernels import attention_times, left_out, linear_times
 from gpu_long import long_context
 from gpu_modes import MODES, compare_modes
 from gpu_show import show, shown
+from gpu_steps import profile, step_time
 
 from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
@@ -53,7 +54,7 @@ from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import size_for
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY, DeviceBatch, Entry
+from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
@@ -64,22 +65,6 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
-STAGES = (
-    "checks",
-    "plain",
-    "spec",
-    "guard",
-    "settings",
-    "parts",
-    "attention",
-    "linears",
-    "profile",
-    "modes",
-    "offline",
-    "long",
-    "vllm",
-)
-H200_BYTES_PER_S = 4.8e12
 DEVICE = "cuda"
 
 
@@ -110,7 +95,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := [stage for stage in args.stages.split(",") if stage not in STAGES]:
+        parser.error(f"there is no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
+    return args
 
 
 @dataclass
@@ -251,30 +239,6 @@ def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | Non
     }
     if depth is not None:
         found["step_us"] = step_time(bench, engine.rows, concurrency, depth)
-    return found
-
-
-def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> None:
-    rows.slots.clear()
-    page, entries = 0, []
-    for row, prompt in enumerate(bench.some_prompts(concurrency)):
-        count = rows.pages_for(len(prompt), tokens)
-        entries.append(Entry(row, prompt, range(page, page + count), tokens))
-        page += count
-    rows.read_prompts(entries)
-
-
-@torch.inference_mode()
-def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 40) -> float:
-    """Microseconds a replay, all rows running."""
-    size = size_for(rows.sizes, concurrency)
-    tokens = (depth + 1) * (steps + 8)
-    filled(bench, rows, concurrency, tokens)
-    for _ in range(3):
-        rows.graphs.run(size, depth, GREEDY)
-    found = event_time(lambda: rows.graphs.run(size, depth, GREEDY), steps)
-    assert int(rows.slots.state.active.sum()) == concurrency, "a row ended while it was timed"
-    rows.slots.clear()
     return found
 
 
@@ -422,58 +386,10 @@ def offline(bench: Bench) -> dict[str, object]:
     return found
 
 
-# where the time goes
-
-
-def profile(bench: Bench) -> dict[str, object]:
-    parameters = {id(p): p.numel() * p.element_size() for p in bench.decoder.parameters()}
-    floor = sum(parameters.values()) / H200_BYTES_PER_S * 1e6
-    found: dict[str, object] = {"floor_us": floor}
-    overlap, triton_support.OVERLAP = triton_support.OVERLAP, triton_support.NONE
-    for count in (1, 64):
-        rows = bench.answers(count, speculate=bench.drafter is not None).batch.rows
-        for depth in [0] + ([3] if bench.drafter is not None else []):
-            step = step_time(bench, rows, count, depth)
-            figures = {"step_us": step, "over_floor": step / floor, "launch_us": launch_time(bench, rows, count, depth)}
-            figures |= kernel_times(bench, rows, count, depth)
-            found[f"batch {count}, depth {depth}"] = figures
-    triton_support.OVERLAP = overlap
-    show("profile: microseconds a step, launches a step", found)
-    return found
-
-
-@torch.inference_mode()
-def launch_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 10) -> float:
-    """Microseconds that the host is busy with launching a step while the device has nothing to do."""
-    filled(bench, rows, concurrency, (depth + 1) * (steps + 8))
-    seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        rows.graphs.run(concurrency, depth, GREEDY)
-        seconds.append(time.perf_counter() - began)
-    rows.slots.clear()
-    return statistics.median(seconds) * 1e6
-
-
-@torch.inference_mode()
-def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 10) -> dict[str, object]:
-    filled(bench, rows, concurrency, (depth + 1) * (steps + 8))
-    rows.graphs.run(concurrency, depth, GREEDY)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            rows.graphs.run(concurrency, depth, GREEDY)
-        torch.cuda.synchronize()
-    kernels = {
-        event.key[:60]: {"us": event.self_device_time_total / steps, "launches": event.count / steps}
-        for event in recorded.key_averages()
-        if event.self_device_time_total
-    }
-    rows.slots.clear()
-    ordered = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
-    launches = sum(kernel["launches"] for kernel in kernels.values())
-    return {"launches": launches, "sum_us": sum(kernel["us"] for kernel in kernels.values()), "kernels": ordered}
+STAGES = {
+    stage.__name__: stage
+    for stage in (checks, plain, spec, guard, settings, parts, attention, linears, profile, modes, offline, long, vllm)
+}
 
 
 def main() -> None:
@@ -489,7 +405,7 @@ def main() -> None:
         if started - began > args.seconds:
             print(f"{stage} is left out: the time is over")
             continue
-        bench.results[stage] = globals()[stage](bench)
+        bench.results[stage] = STAGES[stage](bench)
         print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
         torch.cuda.empty_cache()
         if args.json:
