@@ -37,12 +37,14 @@ from fledge.engine.request import Delta, Request
 from fledge.engine.row_queue import RowQueue
 from fledge.engine.row_reports import RowReports
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
+from fledge.engine.starting_over import pays
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 
 # Cycles that those who wait to enter wait for at most.
 MOST_BEFORE_ENTRY = 2
+TOKENS_A_PASS = 256  # that a pass over prompts reads in its least time, or nearly
 LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
 
 
@@ -91,6 +93,7 @@ class DeviceEngine:
         self.pace = Pace()
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
+        self.num_started_over = 0
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
         # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
@@ -130,9 +133,11 @@ class DeviceEngine:
         """Cycles are launched, and what those before them said is handed on."""
         deltas = self.engine.step()
         self.compact()
-        num_preempted = self.scheduler.num_rows_preempted
+        num_started_over = self.num_started_over
+        if self.depth_control.is_adaptive:
+            self.catch_up()
         unread = self.launch()
-        if self.scheduler.num_rows_preempted == num_preempted:  # what is under way of one that was is read first
+        if self.num_started_over == num_started_over:  # what is under way of those that did is read first
             entries = self.enter()
             unread = unread + entries if unread else self.launch()
         said = self.reports.read(but_last=unread)
@@ -290,13 +295,33 @@ class DeviceEngine:
         return len(request.pages) * self.pool.page_size - self.rows.lookahead - len(request.tokens)
 
     def preempt(self, row: int) -> None:
-        """What the cycles under way say of it is still read: it is taken up again after that."""
         request = self.scheduler.owners[row]
+        self.start_over(request)
+        request.num_preemptions += 1
+        self.scheduler.num_rows_preempted += 1
+
+    def start_over(self, request: Request) -> None:
+        """From its text, before any newcomer. What the cycles under way say of it is still read: it enters after that."""
         self.give_up([request])
         self.scheduler.waiting_rows.appendleft(request)
         request.num_computed = 0
-        request.num_preemptions += 1
-        self.scheduler.num_rows_preempted += 1
+        self.num_started_over += 1
+
+    def catch_up(self) -> None:
+        """Where the load leaves room for speculation again, requests that plain cycles left behind start over."""
+        queue = self.scheduler
+        if not self.behind or queue.waiting_rows or queue.reading:
+            return
+        behind = [request for request in queue.owners.values() if request.id in self.behind]
+        size = size_for(self.rows.sizes, max(queue.owners) + 1)
+        how = max(how_of(request.params) for request in queue.owners.values())
+        texts = sum(len(request.tokens) for request in behind)
+        reading = self.rows.prompts.least_seconds * max(1.0, texts / TOKENS_A_PASS)
+        # Nobody knows where an answer ends; half way is as good a guess as any.
+        remaining = [min(request.num_answer, self.limit(request) - request.num_answer) for request in behind]
+        if pays(self.depths, lambda depth: self.seconds(size, depth, how), remaining, reading):
+            for request in sorted(behind, key=lambda request: -request.arrival):
+                self.start_over(request)
 
     def choose_depth(self, size: int, how: int, running: dict[int, Request], drafted_for: list[int]) -> int:
         """A cycle drafts equally deep for all its rows: where the guard has shortened some, it weighs that they gain less.

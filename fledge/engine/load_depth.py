@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 # Depths that are weighed, besides the limit itself. In captured cycles each is a graph per batch size.
 WEIGHED = (1, 2, 3, 4, 5)
-# A plain captured step leaves the drafter behind for good, so speculation is given up only where it clearly loses.
+# A plain captured step leaves the drafter behind, so speculation is given up only where it clearly loses.
 MARGIN = 1.02
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 50.0
 DECAY = 0.999  # of what was seen, per step of one request

@@ -267,6 +267,29 @@ def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
     assert all(request.stats.steps for request in found[4:])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperature, cycles):
+    decoder, texts = tiny_decoder(3), prompts(6, seed=12)
+    params = [SamplingParams(max_tokens=10 if index < 4 else 60, temperature=temperature, seed=index) for index in range(6)]
+
+    def run(load):
+        engine = device_engine(decoder)
+        engine.seconds = lambda size, depth, how: 1.0 + (load if size > 2 else 0.01) * depth
+        engine.rows.prompts.graphs.seconds["any"] = 0.5
+        requests = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+        finish(engine)
+        return engine, requests
+
+    _, wanted = run(0.0)
+    engine, found = run(10.0)
+    assert [request.answer for request in found] == [request.answer for request in wanted]
+    assert engine.num_started_over == 2
+    assert not any(request.stats.steps for request in found[:4])
+    assert all(request.stats.steps for request in found[4:])
+    assert not engine.scheduler.num_preemptions
+    assert not engine.behind
+
+
 def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
     """Where a pass over prompts takes long, and ten rows are under way, they wait for each other; nobody is forgotten."""
     monkeypatch.setattr(PromptPass, "least_seconds", 10.0)
