@@ -43,6 +43,8 @@ class RowProbe:
         self.rows, self.drafter, self.probe, self.every = engine.rows, engine.rows.drafter, probe, every
         self.seen = 0
         self.looks: deque[_Look] = deque()
+        # What a look needs is compiled and loaded now: a request would wait for it.
+        self.look(self.rows.slots.nobody, max(engine.depths.depths), self.rows.config.page_size)
         engine.before_drafts = self
 
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:

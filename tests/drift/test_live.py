@@ -9,6 +9,7 @@ from fledge.drift.live import LiveProbe
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
@@ -117,7 +118,8 @@ def test_the_log_says_which_drafts_are_looked_at():
     engine = build_engine(*pair_as_asked())
     probe = watch_drafts(engine, every=64)
     assert coverage(engine, probe) == "drift probe: one draft in 64, sink at column 0"
-    device = DeviceEngine(engine, capture=False)
+    plain = EngineConfig(dtype="float32", max_model_len=128, kv_cache_tokens=2048)
+    device = DeviceEngine(build_engine(*pair_as_asked(), plain), capture=False)
     assert "one row in 512 of their launches" in coverage(device, watch_drafts(device))
     assert "one row in 7 of their launches" in coverage(device, watch_drafts(device, every=7))
     probe.speculator.tree = TreeShape(2, 6)

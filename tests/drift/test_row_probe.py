@@ -12,6 +12,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
+from fledge.engine.pace import Pace
 from fledge.sampling import SamplingParams
 from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
 
@@ -41,23 +42,34 @@ def heard_of(engine, probe, prompts) -> tuple[list, list]:
     return requests, heard
 
 
+def is_same(seen: dict, known: dict) -> bool:
+    """As far as both go; the room at an answer's end is the eager engine's business."""
+    for name in NAMES:
+        first, steps = 0 if name == "rms" else 1, min(len(known[name]), len(seen[name]))
+        assert seen[name][:first] == [None] * first
+        if seen[name][first:steps] != pytest.approx(known[name][first:steps], rel=1e-3, abs=1e-4):
+            return False
+    return True
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_a_look_sees_what_the_live_probe_sees(flags, device):
+@pytest.mark.parametrize("cycles", [1, 3])
+def test_a_look_sees_what_the_live_probe_sees(flags, device, cycles, monkeypatch):
     decoder, drafter = pair(**flags)
     eager, captured = engines(decoder, drafter, device)
+    monkeypatch.setattr(Pace, "cycles", property(lambda _: cycles, lambda *_: None), raising=False)
     (one,), wanted = heard_of(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
     probe = LiveProbe(captured.drafter, every=1, sink=1)
     RowProbe(captured, probe, every=1)
     (other,), found = heard_of(captured, probe, PROMPTS[:1])
     assert one.tokens == other.tokens
-    assert len(found) >= len(wanted) - 3 > 3  # the last ones end with the request, or do not reach the host in time
-    for (_, known), (_, seen) in zip(wanted, found, strict=False):
-        for name in NAMES:
-            steps = min(len(known[name]), len(seen[name]))
-            first = 0 if name == "rms" else 1
-            assert seen[name][:first] == [None] * first
-            assert seen[name][first:steps] == pytest.approx(known[name][first:steps], rel=1e-3, abs=1e-4), name
+    assert len(found) > 2
+    left = iter(wanted)  # not all: one look a launch, and the last ones end with the request or are late
+    for _, seen in found:
+        assert any(is_same(seen, known) for _, known in left), (
+            "no draft of the eager engine looked like this, or not in this order"
+        )
     assert probe.snapshot()["sink_share"][0] is None
 
 
