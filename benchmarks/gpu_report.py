@@ -24,7 +24,20 @@ def main() -> None:
     found: Figures = {}
     for path in args.results:
         found |= json.loads(path.read_text())
-    sections = [speeds, microseconds, parts, libraries, forms, modes, offline, long_context, checks]
+    sections = [
+        speeds,
+        whole_answers,
+        microseconds,
+        parts,
+        libraries,
+        tiles,
+        forms,
+        modes,
+        guard,
+        offline,
+        long_context,
+        checks,
+    ]
     origin = found.get("provenance", {})
     where = f"{origin.get('device', 'GPU')}, torch {origin.get('torch', '?')}, commit {origin.get('commit', '?')}"
     head = f"# The engine on a GPU\n\n{where}; `{origin.get('command', '')}`. Written by `benchmarks/gpu_report.py`; "
@@ -105,6 +118,21 @@ def speeds(found: Figures) -> str | None:
     return f"## Tokens/s per user, prompts included\n\n({source})\n\n{table(titles, rows)}"
 
 
+def whole_answers(found: Figures) -> str | None:
+    if "end_tokens_ignored" not in found:
+        return None
+    runs, rows = found["end_tokens_ignored"], []
+    for users, plain in runs["plain"].items():
+        best = best_depth(runs, users)
+        spec, chosen = runs["spec"][best], runs["spec"][f"{users}, chosen"]
+        speeds = [run["tokens_per_s_per_user"] for run in (plain, spec, chosen)]
+        rows.append([users, speeds[0], speeds[1], best.split()[-1], speeds[2], spec["acceptance_length"], spec["speed_up"]])
+    text = f"## The same with end tokens ignored (commit {runs['provenance']['commit']})\n\nEvery answer has 256 tokens. "
+    text += "Prompts weigh less; what comes after an answer's end is drafted for less well.\n\n"
+    titles = ["users", "plain", "speculative", "depth", "depth chosen by load", "acceptance length", "over plain"]
+    return text + table(titles, rows)
+
+
 def microseconds(found: Figures) -> str | None:
     if "profile" not in found:
         return None
@@ -164,6 +192,27 @@ def libraries(found: Figures) -> str | None:
     return LIBRARIES + table(["rows", *next(iter(by_rows.values()))], rows)
 
 
+def tiles(found: Figures) -> str | None:
+    """From `kernel-forms-h200.json`: what all linears of a pass take when one kind of them has another form."""
+    if "tiles" not in found:
+        return None
+    rows = []
+    for one in found["tiles"]["by_rows"]:
+
+        def with_form(linear: str, tile: int, columns: int, one: Figures = one) -> float | None:
+            wanted = {"tile": tile, "warps": 4, "columns": columns}
+            forms = one["one_changed"][linear]
+            return next((form["us"] for form in forms if wanted.items() <= form.items()), None)
+
+        eight = next(form["us"] for form in one["all_changed"] if (form["tile"], form["warps"]) == (16, 8))
+        rows.append([one["rows"], one["then_us"], with_form("gate", 32, 16), with_form("qkv", 16, 32), eight])
+    text = (
+        "## The linears' programs (µs a pass of all layers')\n\nA program has 16 rows and 16 outputs. Where those do not all "
+    )
+    text += "run at once they take turns: then gate_up takes 32 rows a program, and qkv 32 outputs.\n\n"
+    return text + table(["rows", "16 × 16", "gate_up 32 × 16", "qkv 16 × 32", "all on 8 warps"], rows)
+
+
 def forms(found: Figures) -> str | None:
     """From `kernel-forms-h200.json`: what a step takes by the form of the attention's programs."""
     if "steps" not in found:
@@ -199,6 +248,15 @@ def modes(found: Figures) -> str | None:
     text = "## Quantised targets\n\nTokens/s; how often the likeliest token is the one that bf16 says, given bf16's text; and "
     text += f"after how many of 128 tokens their own answers part. {found['modes'].get('note', '')}\n\n"
     return text + table([*titles, "same token", "tokens until they part"], rows)
+
+
+def guard(found: Figures) -> str | None:
+    if "guard" not in found:
+        return None
+    runs = {users: run for users, run in found["guard"].items() if isinstance(run, dict)}
+    rows = [[users, run["unwatched_tokens_per_s"], run["tokens_per_s"], run["drafts"]] for users, run in runs.items()]
+    text = f"## Looking at drafts, for the drift guard\n\nAs often as a server does. {found['guard'].get('note', '')}\n\n"
+    return text + table(["users", "tokens/s, no looks", "tokens/s", "looks"], rows)
 
 
 def offline(found: Figures) -> str | None:
