@@ -73,6 +73,7 @@ def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, flo
     length = context - ANSWER - (depth + 1) * 24
     prompt = torch.randint(0, engine.model.vocab_size, (length,), generator=generator).tolist()
     engine.depths.choose = lambda *_: depth
+    reach = engine.rows.reach_for(context)
     params = SamplingParams(max_tokens=ANSWER + (depth + 1) * 24, temperature=0, ignore_eos=True)
     # The first run records graphs and compiles kernels.
     for _ in range(2):
@@ -83,8 +84,8 @@ def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, flo
             engine.step()
         lasted = time.perf_counter() - request.first_token_time
         said, prompt_seconds = request.num_answer - 1, request.first_token_time - started
-        cycle = event_time(lambda: engine.rows.graphs.run(1, depth, GREEDY), 10)
-        plain = event_time(lambda: engine.rows.graphs.run(1, 0, GREEDY), 10)
+        cycle = event_time(lambda: engine.rows.graphs.run(1, depth, GREEDY, *reach), 10)
+        plain = event_time(lambda: engine.rows.graphs.run(1, 0, GREEDY, *reach), 10)
         engine.abort(request)
         while engine.has_unfinished():
             engine.step()

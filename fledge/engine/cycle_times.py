@@ -11,21 +11,21 @@ from collections.abc import Mapping
 
 NEWEST = 0.05  # share of the latest cycle in what was seen
 FADING = 0.001  # of what was seen at other depths, a cycle: contexts grow and shrink meanwhile
-Shape = tuple[int, int, int]  # batch size, depth, how tokens are chosen
+Shape = tuple[int, ...]  # batch size, depth, how tokens are chosen, perhaps a reach
 
 
 class CycleTimes:
     def __init__(self, recorded: Mapping[Shape, float]) -> None:
         """`recorded`: seconds by shape; it may grow."""
         self.recorded = recorded
-        self.stretches: dict[tuple[int, int], dict[int, float]] = {}  # by size and how: by depth, seconds more than recorded
+        self.stretches: dict[Shape, dict[int, float]] = {}  # by shape without depth: by depth, seconds more than recorded
 
     def saw(self, shape: Shape, seconds: float) -> None:
         if shape not in self.recorded:
             return
-        size, depth, how = shape
+        size, depth, *others = shape
         more = seconds - self.recorded[shape]
-        stretches = self.stretches.setdefault((size, how), {})
+        stretches = self.stretches.setdefault((size, *others), {})
         stretches[depth] = now = stretches.get(depth, more) + (more - stretches.get(depth, more)) * NEWEST
         for other, before in stretches.items():
             stretches[other] = before + (now - before) * FADING
@@ -34,6 +34,6 @@ class CycleTimes:
         """None: it was never recorded."""
         if shape not in self.recorded:
             return None
-        size, depth, how = shape
-        stretches = self.stretches.get((size, how), {})
+        size, depth, *others = shape
+        stretches = self.stretches.get((size, *others), {})
         return self.recorded[shape] + stretches.get(depth, max(min(stretches.values(), default=0.0), 0.0))

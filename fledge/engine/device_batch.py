@@ -28,6 +28,7 @@ from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.rope_attention import FEW_KEYS
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
@@ -118,19 +119,28 @@ class DeviceBatch:
         return -(-(length + limit + self.lookahead) // self.config.page_size)
 
     @torch.inference_mode()
-    def step(self, size: int, depth: int, how: int) -> None:
-        """One cycle for the first `size` rows."""
+    def step(self, size: int, depth: int, how: int, reach: int | None = None) -> None:
+        """One cycle for the first `size` rows. `reach`: none of them has more keys than this; see `reach_for`."""
         slots, state, fused = self.slots, self.slots.state, self.fused
-        last_draft = self.drafter.draft(size, depth, sampled=how != GREEDY) if depth else None
+        pages = slots.page_table[:size, : None if reach is None else reach // self.config.page_size]
+        last_draft = self.drafter.draft(pages, depth, sampled=how != GREEDY) if depth else None
         embedding = self.decoder.embed_tokens.weight
         x, starts, counts = verify_inputs(
             size, depth, state.token, slots.drafts, state.length, state.active, embedding, last_draft
         )
-        attend = ChainAttend(self.cache, fused.rope_table, slots.page_table[:size], starts, counts)
+        attend = ChainAttend(self.cache, fused.rope_table, pages, starts, counts)
         x, taps = fused(x, attend, self.taps if depth else ())
         accepted = self.accept(self.choose(x, slice(size), depth + 1, how), depth + 1)
         if depth:
-            self.drafter.sync(taps, accepted)
+            self.drafter.sync(taps, accepted, pages)
+
+    def reach_for(self, num_keys: int) -> tuple[int, ...]:
+        """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form.
+
+        Not where rows must not depend on each other, as on whether another one is long.
+        """
+        is_near = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size and not self.config.deterministic
+        return (FEW_KEYS,) if is_near else ()
 
     def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
         draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == CUT)

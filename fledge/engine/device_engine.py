@@ -30,7 +30,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
-from fledge.engine.pace import Pace
+from fledge.engine.pace import MOST_TOGETHER, Pace
 from fledge.engine.piece_pass import MIDDLE
 from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
@@ -94,6 +94,7 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.num_started_over = 0
+        self.reach: tuple[int, ...] = ()  # of the next cycles: what their shapes end with
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
         # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
@@ -249,6 +250,7 @@ class DeviceEngine:
         size = size_for(self.rows.sizes, max(running) + 1)
         how = max(how_of(request.params) for request in running.values())
         drafted_for = [row for row, request in running.items() if request.speculate and request.id not in self.behind]
+        self.reach = self.rows.reach_for(self.most_keys(running))
         depth = self.choose_depth(size, how, running, drafted_for)
         if not depth:
             self.depths.fade()
@@ -263,9 +265,15 @@ class DeviceEngine:
         if depth and self.before_drafts is not None:
             self.before_drafts({row: running[row] for row in drafted_for if row in running}, depth)
         for _ in range(cycles):
-            self.rows.graphs.run(size, depth, how)
-            self.reports.snap(running, depth, (size, depth, how))
+            shape = (size, depth, how, *self.reach)
+            self.rows.graphs.run(*shape)
+            self.reports.snap(running, depth, shape)
         return cycles
+
+    def most_keys(self, running: dict[int, Request]) -> int:
+        """That any row may have at the end of the cycles that are launched next."""
+        longest = max(len(request.tokens) for request in running.values())
+        return longest + self.reports.most_unread + MOST_TOGETHER * (MAX_DEPTH + 1) + self.rows.lookahead
 
     def grow(self, running: dict[int, Request], num_tokens: int) -> None:
         """Pages for what the cycles under way and the next ones may say; without enough, the youngest leave `running`."""
@@ -335,8 +343,9 @@ class DeviceEngine:
 
     def seconds(self, size: int, depth: int, how: int) -> float | None:
         """What a cycle costs; None where nothing is captured. Recorded on first use."""
-        self.rows.graphs.record([(size, depth, how)])
-        return self.times.seconds((size, depth, how))
+        shape = (size, depth, how, *self.reach)
+        self.rows.graphs.record([shape])
+        return self.times.seconds(shape)
 
     def leave(self, requests: list[Request]) -> None:
         """They are finished, in their rows or, interrupted, in the queue."""
@@ -390,7 +399,10 @@ class DeviceEngine:
         started = time.perf_counter()
         depths = [0, *self.depths.depths]
         shapes = [
-            (size, depth, how) for size in self.rows.sizes[::-1] for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]
+            (size, depth, how, *self.rows.reach_for(0))
+            for size in self.rows.sizes[::-1]
+            for how in (CUT, SAMPLED, GREEDY)
+            for depth in depths[::-1]
         ]
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)

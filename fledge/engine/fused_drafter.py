@@ -38,29 +38,28 @@ class FusedDrafter:
             self.target_ids = network.target_ids(torch.arange(config.draft_vocab_size, device=device)).contiguous()
         self.output_norm = norm_of(network.norm) if config.norm_output else None
 
-    def sync(self, taps: Sequence[Tensor], accepted: Accepted) -> None:
+    def sync(self, taps: Sequence[Tensor], accepted: Accepted, pages_BP: Tensor) -> None:
         """Rebuilds the cache for the tokens that stand from the target's states, and leaves each row's new state."""
         inputs = self.paired(taps, accepted.tokens_BT.flatten())
         starts, counts = accepted.starts_B, accepted.counts_B
-        pages = self.slots.page_table[: len(starts)]
-        attend = ChainAttend(self.cache, self.rope_table, pages, starts, counts)
+        attend = ChainAttend(self.cache, self.rope_table, pages_BP, starts, counts)
         keep_last(self.layers(inputs, attend), counts, self.slots.draft_state)
 
     def read_prompts(self, taps: Sequence[Tensor], tokens_N: Tensor, attend: FusedAttend) -> Tensor:
         """The states of all positions; token i of a prompt is paired with the state of position i - 1."""
         return self.layers(self.paired(taps, tokens_N), attend)
 
-    def draft(self, batch: int, depth: int, *, sampled: bool) -> Choice:
-        """Drafts `depth` tokens for each of the first rows. All but the last are written down, and that as a choice."""
-        slots, state = self.slots, self.slots.state
+    def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Choice:
+        """Drafts `depth` tokens for each of the first rows, whose pages these are. All but the last are written down, and that
+        as a choice."""
+        slots, state, batch = self.slots, self.slots.state, len(pages_BP)
         draws = slots.draws(slice(batch), cuts=False) if sampled else None
-        pages = slots.page_table[:batch]
         h = slots.draft_state[:batch]
         choice = self.choose(h, draws, 0)
         rows = {"drafts_RD": slots.drafts, "length_R": state.length, "active_R": state.active}
         for step in range(1, depth):
             inputs = self.inputs(h, choice, step, **rows)
-            h = self.layers(inputs, ChainAttend(self.cache, self.rope_table, pages, inputs.starts_B, inputs.counts_B))
+            h = self.layers(inputs, ChainAttend(self.cache, self.rope_table, pages_BP, inputs.starts_B, inputs.counts_B))
             choice = self.choose(h, draws, step)
         return choice
 

@@ -54,6 +54,9 @@ class Form(NamedTuple):
 # form and 385 in the first, with 150 403 and 384. Below 256 one row (365 and 384) and drafts lose a little; beyond all win.
 FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
 FEW_PROGRAMS = 48
+# Beyond so many keys the second form is faster: there are shares enough for two programs a multiprocessor. (Of 8,192 keys the
+# first takes three quarters of the second's time, of 32,768 a tenth more, of 131,072 a third more.)
+FEW_KEYS = 16384
 FEW_SHARED_MEMORY = 184 * 1024  # bytes that one in the first form may want; cards from Hopper's data centres have them
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
@@ -148,11 +151,11 @@ def rope_attention_triton(
     row_blocks = -(-num_new * group // rows)
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
-    form = form or choose_form(num_programs, qkv_NX.device)
+    reach = page_table_BP.shape[1] * page_size
+    form = form or choose_form(num_programs, reach if window is None else min(reach, window), qkv_NX.device)
     first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128)
     streamed = num_programs > ENOUGH_PROGRAMS if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
-    reach = page_table_BP.shape[1] * page_size
     shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), smallest_share)
     device = qkv_NX.device
     out = torch.empty((len(qkv_NX), num_heads * head_dim), dtype=qkv_NX.dtype, device=device)
@@ -206,8 +209,8 @@ def rope_attention_triton(
     return out
 
 
-def choose_form(num_programs: int, device: torch.device) -> Form:
-    if num_programs > FEW_PROGRAMS or device.type != "cuda":  # the interpreter has no reason to hurry
+def choose_form(num_programs: int, max_keys: int, device: torch.device) -> Form:
+    if num_programs > FEW_PROGRAMS or max_keys > FEW_KEYS or device.type != "cuda":  # the interpreter has no reason to hurry
         return SOME
     return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
 

@@ -109,7 +109,7 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
     truth = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
     cycles: list[tuple[int, int]] = []
 
-    def oracle(batch: int, depth: int, *, sampled: bool) -> Choice:
+    def oracle(pages: torch.Tensor, depth: int, *, sampled: bool) -> Choice:
         state, drafts = engine.rows.slots.state, engine.rows.slots.drafts
         cycles.append((int(state.active.sum()), depth))
         for row, request in engine.scheduler.owners.items():
@@ -118,7 +118,7 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
             coming = truth[tuple(request.prompt)][said : said + depth]
             for place, token in enumerate(coming):
                 drafts[row, place] = token if place < right else (token + 1) % 128
-        return Choice(torch.zeros(batch, 1), drafts[:batch, depth - 1 : depth].int())
+        return Choice(torch.zeros(len(pages), 1), drafts[: len(pages), depth - 1 : depth].int())
 
     engine.rows.drafter.draft = oracle
     others = [replace(LONG, max_tokens=90), LONG, replace(LONG, max_tokens=120), replace(LONG, max_tokens=130)]

@@ -110,9 +110,9 @@ def oracle_drafts(batch: DeviceBatch, answers: list[list[int]], reach) -> None:
     """Makes the batch draft the true continuation, wrong after `reach(answered)` tokens."""
     draft = batch.drafter.draft
 
-    def cheat(size: int, depth: int, *, sampled: bool):
-        choice = draft(size, depth, sampled=sampled)
-        for row, answer in enumerate(answers[:size]):
+    def cheat(pages, depth: int, *, sampled: bool):
+        choice = draft(pages, depth, sampled=sampled)
+        for row, answer in enumerate(answers[: len(pages)]):
             answered = int(batch.slots.state.answered[row])
             for place in range(depth):
                 true = answer[answered + place] if answered + place < len(answer) else 0

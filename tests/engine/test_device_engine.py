@@ -290,6 +290,39 @@ def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperatu
     assert not engine.behind
 
 
+def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, cycles):
+    decoder = tiny_decoder(3)
+    texts = [*prompts(3, seed=5), [number * 7 % 128 for number in range(170)]]
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+
+    def run(few_keys: int) -> tuple[list, list]:
+        monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
+        engine, shapes = device_engine(decoder, max_model_len=512, kv_cache_tokens=4096, page_size=64), []
+        step = engine.rows.graphs.run
+        monkeypatch.setattr(engine.rows.graphs, "run", lambda *shape: (shapes.append(shape), step(*shape)))
+        requests = [engine.add_request(text, params) for text in texts[:3]]
+        for _ in range(3):
+            engine.step()
+        requests.append(engine.add_request(texts[3], params))
+        finish(engine)
+        return [request.answer for request in requests], [shape[3:] for shape in shapes]
+
+    wanted, reaches = run(10**6)  # all rows are near, whatever they hold: one form is enough
+    assert set(reaches) == {()}
+    found, reaches = run(192)
+    assert found == wanted
+    assert reaches[0] == (192,)
+    assert reaches[-1] == ()  # the long one was the last to end
+
+
+def test_a_reach_is_given_only_where_it_makes_a_difference(monkeypatch):
+    monkeypatch.setattr(device_batch, "FEW_KEYS", 128)
+    rows = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).rows
+    assert (rows.reach_for(128), rows.reach_for(129)) == ((128,), ())
+    assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).rows.reach_for(10) == ()
+    assert device_engine(tiny_decoder(3), max_model_len=400, page_size=64, deterministic=True).rows.reach_for(10) == ()
+
+
 def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
     """Where a pass over prompts takes long, and ten rows are under way, they wait for each other; nobody is forgotten."""
     monkeypatch.setattr(PromptPass, "least_seconds", 10.0)

@@ -206,6 +206,21 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
     torch.testing.assert_close(found[0][0][same], found[1][0][same], rtol=0, atol=0.05 * scale)
 
 
+def test_cycles_of_less_reach_say_the_same(monkeypatch):
+    monkeypatch.setattr(device_batch, "FEW_KEYS", 64)
+    decoder, drafter = networks()
+    found = []
+    for num_keys in (64, 65):
+        batch = DeviceBatch(decoder, settings(decoder, 4), drafter=drafter)
+        batch.read_prompts(entries(batch, prompts(4, seed=2)))
+        reach = batch.reach_for(num_keys)
+        assert reach == ((64,) if num_keys == 64 else ())
+        for _ in range(4):
+            batch.graphs.run(4, 3, GREEDY, *reach)
+        found.append(((batch.slots.state.answers[:4, :5] % DRAFTED).tolist(), batch.slots.drafts[:4, :3].tolist()))
+    assert found[0] == found[1]
+
+
 def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
     """The first prompt's second piece is recorded, the second prompt runs on the recordings."""
     monkeypatch.setattr(device_batch, "PIECE", 32)

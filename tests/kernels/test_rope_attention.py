@@ -21,9 +21,10 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
     card = torch.device("cuda", 0)
     for size, wanted in ((232448, FEW), (166912, SOME), (101376, SOME)):
         monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size)
-        assert module.choose_form(module.FEW_PROGRAMS, card) is wanted
-        assert module.choose_form(module.FEW_PROGRAMS + 1, card) is SOME
-    assert module.choose_form(1, torch.device("cpu")) is SOME
+        assert module.choose_form(module.FEW_PROGRAMS, module.FEW_KEYS, card) is wanted
+        assert module.choose_form(module.FEW_PROGRAMS + 1, 100, card) is SOME
+        assert module.choose_form(1, module.FEW_KEYS + 1, card) is SOME
+    assert module.choose_form(1, 100, torch.device("cpu")) is SOME
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
