@@ -271,7 +271,6 @@ def spec(bench: Bench) -> dict[str, object]:
     return found
 
 
-@torch.inference_mode()
 def guard(bench: Bench) -> dict[str, object]:
     found = {}
     for concurrency in [count for count in bench.args.concurrency if count <= 16]:
@@ -286,6 +285,7 @@ def guard(bench: Bench) -> dict[str, object]:
     return found
 
 
+@torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
     many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])

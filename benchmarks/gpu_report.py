@@ -220,8 +220,8 @@ def forms(found: Figures) -> str | None:
     names = list(found["steps"][0]["us"])
     rows = [[f"rows: {one['rows']}, depth {one['depth']}", one["context"], *one["us"].values()] for one in found["steps"]]
     text = "## The attention's programs (µs a step)\n\nBy how many settled keys one has loaded before the queries are there; "
-    text += "the rest comes block by block, or in shares. Where there are few programs they begin with 512 keys now, on 8 "
-    text += "warps. Other processes were at work on the card: single figures may be too high.\n\n"
+    text += "the rest comes block by block, or in shares. Where there are few programs, up to 16,384 keys, they begin with 512 "
+    text += "now, on 8 warps. Other processes were at work on the card: single figures may be too high.\n\n"
     return text + table(["", "context", *names], rows)
 
 

@@ -27,6 +27,8 @@ from fledge.models.layers import Attention
 
 # A look takes the host about a millisecond, and the device half a cycle: launches to one, for each that was asked for.
 CYCLES_EACH = 8
+# Rows with more keys are not looked at: a look has all of them in memory at once, in float32.
+MOST_KEYS = 16384
 
 
 class _Look(NamedTuple):
@@ -50,12 +52,13 @@ class RowProbe:
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
         """Cycles that draft for these rows are about to be launched."""
         self.seen += 1
-        if drafted_for and self.seen % self.every == 0:
-            rows = list(drafted_for)
-            row = rows[self.seen // self.every % len(rows)]
-            request = drafted_for[row]
-            num_keys = len(request.pages) * self.rows.config.page_size
-            self.looks.append(_Look(request, *self.rows.download(self.look(row, depth, num_keys))))
+        if self.seen % self.every == 0:
+            size = self.rows.config.page_size
+            rows = [(row, request) for row, request in drafted_for.items() if len(request.pages) * size <= MOST_KEYS]
+            if rows:
+                row, request = rows[self.seen // self.every % len(rows)]
+                figures = self.look(row, depth, len(request.pages) * size)
+                self.looks.append(_Look(request, *self.rows.download(figures)))
         self.deliver()
 
     def deliver(self) -> None:

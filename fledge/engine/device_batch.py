@@ -1,6 +1,6 @@
 """The target, its drafter, their caches and the rows they work on, on one device: the captured speculation cycle.
 
-    step(size, depth, how)   draft `depth` tokens → verify them and the pending one → accept → commit → synchronise the drafter
+    step(size, depth, …)     draft `depth` tokens → verify them and the pending one → accept → commit → synchronise the drafter
     read_prompts(…)          new requests enter: their prompts through the target and the drafter, their first tokens said
 
 All state between steps lies in `slots` and the caches, on the device; nothing here waits for it. Depth 0 is plain decoding and

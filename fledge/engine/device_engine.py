@@ -6,9 +6,10 @@
 Newcomers enter behind the next cycle, which keeps the device busy while the host gets their prompts ready. Where the host takes
 longer over what was said than the device over saying it, several cycles are launched and read together: `Pace`.
 Before each launch every row gets the pages that the cycles under way and the next ones may fill. When none are left the
-youngest request gives up its row and pages, keeps its text, and starts over from there before any newcomer. A long prompt is
-read in pieces between cycles. What the cycle does not do (trees, penalties, biases, processors, log-probabilities) goes to the
-eager engine, which shares the caches: `runs_captured` decides, for each request, once.
+youngest request gives up its row and pages, keeps its text, and starts over from there before any newcomer; so do those that
+plain cycles left behind when speculation pays again. A long prompt is read in pieces between cycles. What the cycle does not do
+(trees, penalties, biases, processors, log-probabilities) goes to the eager engine, which shares the caches: `runs_captured`
+decides, for each request, once.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from fledge.engine.request import Delta, Request
 from fledge.engine.row_queue import RowQueue
 from fledge.engine.row_reports import RowReports
 from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
-from fledge.engine.starting_over import pays
+from fledge.engine.starting_over import StartingOver
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 
 # Cycles that those who wait to enter wait for at most.
 MOST_BEFORE_ENTRY = 2
-TOKENS_A_PASS = 256  # that a pass over prompts reads in its least time, or nearly
+FEW_LONG_ROWS = 4  # up to which cycles for rows of any length are recorded ahead too
 LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
 
 
@@ -94,14 +95,13 @@ class DeviceEngine:
         self.row_of: dict[str, int] = {}
         self.behind: set[str] = set()  # requests whose drafter state a plain step has left behind
         self.num_started_over = 0
+        self.starting_over = StartingOver(self.depths)
         self.reach: tuple[int, ...] = ()  # of the next cycles: what their shapes end with
         self.seeds: dict[str, int] = {}  # of requests without one, for as long as they are here
         # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
         self.times = CycleTimes(self.rows.graphs.seconds)
-        self.reports = RowReports(
-            self.rows, self.depths, self.stats, self.depth_control, self.behind, self.times, self.config.max_model_len
-        )
+        self.reports = RowReports(self.rows, self.depths, self.stats, self.depth_control, self.times, self.config.max_model_len)
 
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
@@ -197,7 +197,10 @@ class DeviceEngine:
         return min(len(self.scheduler.waiting_rows), len(self.free_rows))
 
     def gathers(self) -> bool:
-        """Whether those who wait should wait for more to come."""
+        """Whether those who wait should wait for more to come. Who had a row before has waited enough."""
+        queue = self.scheduler.waiting_rows
+        if queue and queue[0].num_answer:
+            return False
         rows, pass_seconds = len(self.scheduler.owners), self.rows.prompts.least_seconds
         return self.gathering.goes_on(waiting=self.enterable, rows=rows, pass_seconds=pass_seconds, now=time.perf_counter())
 
@@ -264,10 +267,10 @@ class DeviceEngine:
             return 0
         if depth and self.before_drafts is not None:
             self.before_drafts({row: running[row] for row in drafted_for if row in running}, depth)
+        shape, drafted = (size, depth, how, *self.reach), frozenset(drafted_for)
         for _ in range(cycles):
-            shape = (size, depth, how, *self.reach)
             self.rows.graphs.run(*shape)
-            self.reports.snap(running, depth, shape)
+            self.reports.snap(running, depth, shape, drafted)
         return cycles
 
     def most_keys(self, running: dict[int, Request]) -> int:
@@ -316,18 +319,29 @@ class DeviceEngine:
         self.num_started_over += 1
 
     def catch_up(self) -> None:
-        """Where the load leaves room for speculation again, requests that plain cycles left behind start over."""
-        queue = self.scheduler
+        """Where the load has left room for speculation again, requests that plain cycles left behind start over."""
+        queue, once = self.scheduler, self.starting_over.once
         if not self.behind or queue.waiting_rows or queue.reading:
+            self.starting_over.held = 0
             return
-        behind = [request for request in queue.owners.values() if request.id in self.behind]
+        behind = [request for request in queue.owners.values() if request.id in self.behind and request.id not in once]
+        # Each takes as many pages as it has, and a page for each row under way must be free when it enters.
+        if not behind or self.pool.num_free < len(queue.owners) + len(behind):
+            return
+        drafted_for = [request for request in queue.owners.values() if request.speculate and request.id not in self.behind]
+        drafted_for += behind
         size = size_for(self.rows.sizes, max(queue.owners) + 1)
         how = max(how_of(request.params) for request in queue.owners.values())
-        texts = sum(len(request.tokens) for request in behind)
-        reading = self.rows.prompts.least_seconds * max(1.0, texts / TOKENS_A_PASS)
         # Nobody knows where an answer ends; half way is as good a guess as any.
         remaining = [min(request.num_answer, self.limit(request) - request.num_answer) for request in behind]
-        if pays(self.depths, lambda depth: self.seconds(size, depth, how), remaining, reading):
+        if self.starting_over.is_due(
+            lambda depth: self.seconds(size, depth, how),
+            len(drafted_for) / len(queue.owners),
+            self.allowed(drafted_for),
+            remaining,
+            self.rows.prompts.seconds_for(sum(len(request.tokens) for request in behind)),
+        ):
+            once |= {request.id for request in behind}
             for request in sorted(behind, key=lambda request: -request.arrival):
                 self.start_over(request)
 
@@ -336,10 +350,14 @@ class DeviceEngine:
 
         Their rows' own limits stay: what was drafted and verified anyway may as well stand.
         """
-        guard, is_adaptive = self.depth_control.guard, self.depth_control.is_adaptive
-        allowed = [guard.depth(running[row]) for row in drafted_for] if guard is not None and guard.counts.shortened else ()
+        is_adaptive = self.depth_control.is_adaptive
         seconds = (lambda depth: self.seconds(size, depth, how)) if is_adaptive else (lambda depth: None)
-        return self.depths.choose(len(drafted_for) / len(running), seconds, allowed)
+        return self.depths.choose(len(drafted_for) / len(running), seconds, self.allowed([running[row] for row in drafted_for]))
+
+    def allowed(self, requests: Sequence[Request]) -> list[int]:
+        """How deep the guard lets each be drafted for; empty: as deep as was asked."""
+        guard = self.depth_control.guard
+        return [guard.depth(request) for request in requests] if guard is not None and guard.counts.shortened else []
 
     def seconds(self, size: int, depth: int, how: int) -> float | None:
         """What a cycle costs; None where nothing is captured. Recorded on first use."""
@@ -356,6 +374,7 @@ class DeviceEngine:
                 self.scheduler.waiting_rows.remove(request)
             self.depth_control.forget(request)
             self.seeds.pop(request.id, None)
+            self.starting_over.once.discard(request.id)
             self.requests.pop(request.id, None)
 
     def give_up(self, requests: list[Request]) -> None:
@@ -397,13 +416,12 @@ class DeviceEngine:
         if not self.rows.graphs.capture:
             return
         started = time.perf_counter()
-        depths = [0, *self.depths.depths]
-        shapes = [
-            (size, depth, how, *self.rows.reach_for(0))
-            for size in self.rows.sizes[::-1]
-            for how in (CUT, SAMPLED, GREEDY)
-            for depth in depths[::-1]
-        ]
+        near, depths = self.rows.reach_for(0), [0, *self.depths.depths]
+        sizes = self.rows.sizes[::-1]
+        shapes = [(size, depth, how, *near) for size in sizes for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]]
+        if near:  # long rows come in small numbers
+            few = [size for size in sizes if size <= FEW_LONG_ROWS]
+            shapes += [(size, depth, how) for size in few for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]]
         say(f"recording {len(shapes)} cycles and prompt passes")
         self.rows.graphs.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]

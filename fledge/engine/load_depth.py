@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 # Depths that are weighed, besides the limit itself. In captured cycles each is a graph per batch size.
 WEIGHED = (1, 2, 3, 4, 5)
@@ -56,24 +56,25 @@ class LoadDepth:
         """Expected of a draft that may be so deep."""
         return sum(self.drafted[place] / self.offered[place] for place in range(depth))
 
-    def choose(self, share: float, seconds: Callable[[int], float | None], allowed: Iterable[int] = ()) -> int:
+    def mean_tokens(self, depth: int, share: float, allowed: Sequence[int] = ()) -> float:
+        """Expected a cycle, for any request; `share` and `allowed` as in `choose`."""
+        counts = Counter(min(limit, depth) for limit in allowed) or Counter({depth: 1})
+        tokens = sum(count * self.tokens(limit) for limit, count in counts.items()) / counts.total()
+        return 1 - share + share * tokens
+
+    def choose(self, share: float, seconds: Callable[[int], float | None], allowed: Sequence[int] = ()) -> int:
         """`share`: of the running requests, those that can be drafted for. `seconds(depth)`: a cycle's cost, if known.
 
         `allowed`: how deep each of them may be drafted for; what one drafts beyond that is not expected to stand.
         """
         if not (self.limit and share):
             return 0
-        counts = Counter(min(depth, self.limit) for depth in allowed) or Counter({self.limit: 1})
-        deepest = max(counts)
+        deepest = min(max(allowed, default=self.limit), self.limit)
         depths = [depth for depth in self.depths if depth <= next(cover for cover in self.depths if cover >= deepest)]
         plain = seconds(0)
         if plain is None:
             return depths[-1]
 
-        def speed(depth: int) -> float:
-            tokens = sum(count * self.tokens(min(depth, limit)) for limit, count in counts.items()) / counts.total()
-            return (1 - share + share * tokens) / seconds(depth)
-
-        speeds = {depth: speed(depth) for depth in depths}
+        speeds = {depth: self.mean_tokens(depth, share, allowed) / seconds(depth) for depth in depths}
         best = max(speeds, key=speeds.get)
         return best if speeds[best] * self.margin >= 1 / plain else 0

@@ -204,6 +204,10 @@ class PromptPass(RecordedPass):
         """What any pass takes at least, as far as is known."""
         return min(self.graphs.seconds.values(), default=0.0)
 
+    def seconds_for(self, num_tokens: int) -> float | None:
+        """Of the least recorded pass that holds so many tokens, if there is one; recorded with nothing to read."""
+        return min((seconds for shape, seconds in self.graphs.seconds.items() if shape[0] > num_tokens), default=None)
+
     @torch.inference_mode()
     def record(self, shapes: Iterable[tuple[int, int, int, int]]) -> None:
         """Ahead of use: tokens, prompts, the longest of them, and how tokens are chosen."""

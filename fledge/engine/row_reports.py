@@ -26,6 +26,7 @@ class _Snapshot:
 
     owners: dict[int, Request]
     depth: int
+    drafted_for: frozenset[int]  # rows
     report: Tensor
     event: torch.cuda.Event | None
     shape: Shape | None  # of a cycle
@@ -39,13 +40,11 @@ class RowReports:
         depths: LoadDepth,
         stats: AcceptanceStats,
         depth_control: DepthControl,
-        behind: set[str],
         times: CycleTimes,
         max_len: int,
     ) -> None:
-        """`behind`: requests whose drafter state a plain step has left behind; the engine's own set."""
         self.rows, self.depths, self.stats, self.depth_control, self.times = rows, depths, stats, depth_control, times
-        self.behind, self.max_len = behind, max_len
+        self.max_len = max_len
         self.snapshots: deque[_Snapshot] = deque()
         self.last_work: torch.cuda.Event | None = None  # behind all that was launched so far
         self.readings = 0
@@ -64,11 +63,17 @@ class RowReports:
         """Something was launched that leaves no report."""
         self.last_work = self.rows.mark()
 
-    def snap(self, owners: dict[int, Request], depth: int = 0, shape: Shape | None = None) -> None:
-        """`shape`: of the cycle that was launched last; None: it was a pass over prompts."""
+    def snap(
+        self,
+        owners: dict[int, Request],
+        depth: int = 0,
+        shape: Shape | None = None,
+        drafted_for: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shape`: of the cycle that was launched last; None: it was a pass over prompts. `drafted_for`: rows."""
         before = None if self.all_done else self.last_work
         report, self.last_work = self.rows.download(self.rows.slots.state.report[: max(owners) + 1])
-        self.snapshots.append(_Snapshot(owners, depth, report, self.last_work, shape, before))
+        self.snapshots.append(_Snapshot(owners, depth, drafted_for, report, self.last_work, shape, before))
 
     def read(self, *, but_last: int) -> list[Delta]:
         """What all passes but the last so many said, once they are done."""
@@ -83,7 +88,8 @@ class RowReports:
             for row, request in snapshot.owners.items():
                 line = lines[row]
                 if line[0]:
-                    said.setdefault(request, []).append((snapshot.depth, line[1 : 1 + line[0]]))
+                    depth = snapshot.depth if row in snapshot.drafted_for else 0
+                    said.setdefault(request, []).append((depth, line[1 : 1 + line[0]]))
         deltas, seen = [], Counter()
         watches = self.watches_now(len(said))
         for request, passes in said.items():
@@ -93,11 +99,10 @@ class RowReports:
             deltas.append(
                 request.append([token % DRAFTED for token in tokens], [token >= DRAFTED for token in tokens], self.max_len)
             )
-            if request.speculate and request.id not in self.behind:
-                for counts in self.counted(request, passes, deltas[-1]):
-                    seen[counts] += 1
-                if watches:
-                    self.watch(request, passes, deltas[-1])
+            for counts in self.counted(request, passes, deltas[-1]):
+                seen[counts] += 1
+            if watches and request.speculate:
+                self.watch(request, passes, deltas[-1])
         for (depth, accepted, emitted), times in seen.items():
             self.depths.saw(depth, accepted, times)
             at = [times] * accepted + [0] * (depth - accepted)

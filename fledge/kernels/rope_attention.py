@@ -138,7 +138,8 @@ def rope_attention_triton(
     streamed: bool | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """`streamed`: keys come in small blocks all the way; None: with many programs. `form`: None chooses by their number."""
+    """`streamed`: keys come in small blocks all the way; None: with many programs. `form`: None chooses by their number and
+    the most keys."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads

@@ -135,7 +135,7 @@ class Metrics:
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
         preemptions = engine.scheduler.num_preemptions if engine is not None else 0
-        yield counter("vllm:num_preemptions", "Requests that lost their cache and started over.", preemptions)
+        yield counter("vllm:num_preemptions", "Requests that lost their cache to others and started over.", preemptions)
         queried, found = (engine.pool.num_queried, engine.pool.num_found) if engine is not None else (0, 0)
         yield counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queried)
         yield counter("vllm:prefix_cache_hits", "Tokens of prompts that were found in the cache.", found)

@@ -89,6 +89,7 @@ class _Watched:
         self.since = 0  # steps since the limit changed
         self.wait = FIRST_WAIT
         self.drifting: set[str] = set()  # probed figures that were out of the band when last looked at
+        self.unseen = 0  # steps since it was looked at
         self.was_short = False
         self.has_grown = False  # the last change lengthened it
 
@@ -122,6 +123,9 @@ class DriftGuard:
         self.usual.add(tried, accepted)
         watched.rates.add(tried, accepted)
         watched.since += 1
+        watched.unseen += 1
+        if watched.unseen >= LONGEST_WAIT:
+            watched.drifting.clear()  # it may not be looked at again for long; should it still drift, it is seen then
         self.counts.short_steps += watched.limit < self.limit
         if self.steps_left:
             self.steps_left -= 1
@@ -135,6 +139,7 @@ class DriftGuard:
     def probed(self, request: Hashable, figures: Mapping[str, Sequence[float | None]]) -> None:
         """The probe looked at one draft: its figures by draft step, None where it saw none."""
         watched = self._watch(request)
+        watched.unseen = 0
         for name, bands in self.bands.items():
             values = list(figures.get(name, ()))[: self.limit]
             bands.extend(_Spread(name) for _ in range(len(values) - len(bands)))
@@ -151,7 +156,7 @@ class DriftGuard:
             if is_out:
                 watched.drifting.add(name)
                 self._shorten(watched, REASON_OF[name])
-            elif values:
+            elif any(value is not None for value in values):
                 watched.drifting.discard(name)
 
     def _watch(self, request: Hashable) -> _Watched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fledge.drift import row_probe
 from fledge.drift.live import NAMES, LiveProbe
 from fledge.drift.row_probe import RowProbe
 from fledge.drift.watching import watch_drafts
@@ -109,6 +110,18 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
     assert probe.looked_at == looked_at + 1
+
+
+def test_rows_with_very_many_keys_are_not_looked_at(monkeypatch):
+    _, engine = engines(*pair())
+    probe = watch_drafts(engine, every=1, sink=1)
+    for most_keys, looks in ((63, False), (64, True)):  # a row has a page of 64
+        monkeypatch.setattr(row_probe, "MOST_KEYS", most_keys)
+        probe.reset()
+        engine.add_request(PROMPTS[0], GREEDY)
+        while engine.has_unfinished():
+            engine.step()
+        assert bool(probe.looked_at) == looks
 
 
 @pytest.mark.gpu

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from fledge.engine import device_batch, gathering
+from fledge.engine import device_batch, gathering, starting_over
 from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -267,27 +268,83 @@ def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
     assert all(request.stats.steps for request in found[4:])
 
 
+def loaded_engine(decoder, **settings) -> DeviceEngine:
+    """Speculation costs next to nothing for two rows and ten times as much as it brings for more."""
+    engine = device_engine(decoder, **settings)
+    engine.seconds = lambda size, depth, how: 1.0 + (10.0 if size > 2 else 0.01) * depth
+    engine.rows.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.5
+    return engine
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperature, cycles):
+def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperature, cycles, monkeypatch):
+    monkeypatch.setattr(starting_over, "LAUNCHES", 3)
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
-    params = [SamplingParams(max_tokens=10 if index < 4 else 60, temperature=temperature, seed=index) for index in range(6)]
-
-    def run(load):
-        engine = device_engine(decoder)
-        engine.seconds = lambda size, depth, how: 1.0 + (load if size > 2 else 0.01) * depth
-        engine.rows.prompts.graphs.seconds["any"] = 0.5
-        requests = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
-        finish(engine)
-        return engine, requests
-
-    _, wanted = run(0.0)
-    engine, found = run(10.0)
+    params = [SamplingParams(max_tokens=10 if index < 4 else 90, temperature=temperature, seed=index) for index in range(6)]
+    unloaded = device_engine(decoder)
+    wanted = [unloaded.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+    finish(unloaded)
+    engine = loaded_engine(decoder)
+    found = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
+    finish(engine)
     assert [request.answer for request in found] == [request.answer for request in wanted]
     assert engine.num_started_over == 2
     assert not any(request.stats.steps for request in found[:4])
     assert all(request.stats.steps for request in found[4:])
     assert not engine.scheduler.num_preemptions
     assert not engine.behind
+    assert not engine.starting_over.once
+
+
+def test_each_starts_over_once_however_the_load_comes_and_goes(monkeypatch):
+    monkeypatch.setattr(starting_over, "LAUNCHES", 1)
+    decoder, texts = tiny_decoder(3), prompts(20, seed=12)
+    engine = loaded_engine(decoder)
+    long = engine.add_request(texts[0], SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
+    for text in texts[1:]:  # two more at a time, which end soon
+        while len(engine.requests) > 1:
+            engine.step()
+        for _ in range(3):
+            engine.step()
+        for _ in range(2):
+            engine.add_request(text, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    finish(engine)
+    assert long.finished
+    assert engine.num_started_over == 1
+
+
+def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypatch):
+    monkeypatch.setattr(starting_over, "LAUNCHES", 1)
+    decoder, texts = tiny_decoder(3), prompts(6, seed=12)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    engine = device_engine(decoder)
+    engine.seconds = lambda size, depth, how: 1.0 + 0.25 * depth
+    engine.rows.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.1
+    for text in texts[1:]:
+        engine.add_request(text, params, speculate=False)
+    lonely = engine.add_request(texts[0], params)
+    finish(engine)
+    assert not engine.num_started_over
+    assert not lonely.stats.steps
+    engine = loaded_engine(decoder)
+    for index, text in enumerate(texts):
+        engine.add_request(text, replace(params, max_tokens=5 if index < 4 else 60))
+    engine.step()
+    monkeypatch.setattr(type(engine.pool), "num_free", property(lambda _: 2))
+    while len(engine.requests) > 2:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    assert not engine.num_started_over
+
+
+def test_what_was_not_drafted_for_counts_as_no_draft(cycles):
+    """Whoever reads it later: what was drafted for is the cycle's affair."""
+    engine, texts = device_engine(tiny_decoder(3)), prompts(4, seed=3)
+    requests = [engine.add_request(text, GREEDY, speculate=index % 2 == 0) for index, text in enumerate(texts)]
+    finish(engine)
+    assert [bool(request.stats.steps) for request in requests] == [True, False, True, False]
+    assert engine.stats.steps == sum(request.stats.steps for request in requests)
 
 
 def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, cycles):

@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 from fledge.engine.load_depth import LoadDepth
-from fledge.engine.starting_over import pays
+from fledge.engine.starting_over import LAUNCHES, StartingOver
 
-LOAD = LoadDepth(3)  # 2.5 tokens a cycle are expected
+OVER = StartingOver(LoadDepth(3))  # 2.5 tokens a cycle are expected
 
 
 def cheap(depth: int) -> float:
     return 1.0 + 0.1 * depth
 
 
+def pays(seconds, remaining, pass_seconds, share=1.0, allowed=()) -> bool:
+    return OVER.pays(seconds, share, allowed, remaining, pass_seconds)
+
+
 def test_it_pays_if_enough_is_left_to_say():
-    assert pays(LOAD, cheap, [40], pass_seconds=1.0)
-    assert not pays(LOAD, cheap, [3], pass_seconds=1.0)
-    assert pays(LOAD, cheap, [3, 40], pass_seconds=1.0)  # the rest comes along
-    assert not pays(LOAD, cheap, [40], pass_seconds=50.0)
-    assert not pays(LOAD, cheap, [], pass_seconds=0.0)
+    assert pays(cheap, [40], pass_seconds=1.0)
+    assert not pays(cheap, [3], pass_seconds=1.0)
+    assert pays(cheap, [3, 40], pass_seconds=1.0)  # the rest comes along
+    assert not pays(cheap, [40], pass_seconds=50.0)
+    assert not pays(cheap, [], pass_seconds=0.0)
 
 
 def test_it_does_not_where_speculation_gains_little_or_nothing():
-    assert not pays(LOAD, lambda depth: 1.0 + 0.68 * depth, [1000], pass_seconds=0.0)
-    assert not pays(LOAD, lambda depth: 1.0 + 2.0 * depth, [1000], pass_seconds=0.0)
+    assert not pays(lambda depth: 1.0 + 0.68 * depth, [1000], pass_seconds=0.0)
+    assert not pays(lambda depth: 1.0 + 2.0 * depth, [1000], pass_seconds=0.0)
+
+
+def test_company_that_is_not_drafted_for_and_shortened_requests_count():
+    costs = {"seconds": lambda depth: 1.0 + 0.2 * depth, "remaining": [1000], "pass_seconds": 0.0}
+    assert pays(**costs)
+    assert not pays(**costs, share=0.1)
+    assert pays(**costs, allowed=[3, 3])
+    assert not pays(lambda depth: 1.0 + 0.6 * depth, [1000], 0.0, allowed=[1, 1])
 
 
 def test_nothing_is_done_where_nothing_is_known_or_asked_for():
-    assert not pays(LOAD, lambda depth: None, [1000], pass_seconds=0.0)
-    assert not pays(LoadDepth(0), cheap, [1000], pass_seconds=0.0)
+    assert not pays(lambda depth: None, [1000], pass_seconds=0.0)
+    assert not StartingOver(LoadDepth(0)).pays(cheap, 1.0, (), [1000], 0.0)
+    assert not any(OVER.is_due(cheap, 1.0, (), [1000], None) for _ in range(2 * LAUNCHES))
+
+
+def test_the_load_must_have_been_low_for_a_while():
+    over = StartingOver(LoadDepth(3))
+    found = [over.is_due(cheap, 1.0, (), [1000], 1.0) for _ in range(LAUNCHES)]
+    assert found == [False] * (LAUNCHES - 1) + [True]
+    assert not over.is_due(lambda depth: 1.0 + depth, 1.0, (), [1000], 1.0)
+    assert not over.is_due(cheap, 1.0, (), [1000], 1.0)

@@ -14,6 +14,7 @@ from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.offline import DeviceAnswers
 from fledge.engine.prompt_pass import OVER_CACHE, RECORDED_AT
+from fledge.kernels import rope_attention
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, entries, prompts
@@ -207,10 +208,14 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
 
 
 def test_cycles_of_less_reach_say_the_same(monkeypatch):
+    forms, choose_form = [], rope_attention.choose_form
     monkeypatch.setattr(device_batch, "FEW_KEYS", 64)
+    monkeypatch.setattr(rope_attention, "FEW_KEYS", 64)
+    monkeypatch.setattr(rope_attention, "choose_form", lambda *what: (forms.append(choose_form(*what)), forms[-1])[1])
     decoder, drafter = networks()
     found = []
     for num_keys in (64, 65):
+        forms.clear()
         batch = DeviceBatch(decoder, settings(decoder, 4), drafter=drafter)
         batch.read_prompts(entries(batch, prompts(4, seed=2)))
         reach = batch.reach_for(num_keys)
@@ -218,6 +223,7 @@ def test_cycles_of_less_reach_say_the_same(monkeypatch):
         for _ in range(4):
             batch.graphs.run(4, 3, GREEDY, *reach)
         found.append(((batch.slots.state.answers[:4, :5] % DRAFTED).tolist(), batch.slots.drafts[:4, :3].tolist()))
+        assert set(forms) == {rope_attention.FEW if reach else rope_attention.SOME}
     assert found[0] == found[1]
 
 

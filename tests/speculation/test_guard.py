@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fledge.speculation.guard import FIRST_WAIT, REASONS, DriftGuard
+from fledge.speculation.guard import FIRST_WAIT, LONGEST_WAIT, REASONS, DriftGuard
 
 USUAL = (0.8, 0.75, 0.7, 0.65, 0.6)
 
@@ -131,6 +131,34 @@ def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(n
     assert changes(run(guard, "drifting", 100, USUAL, rng)) == [2, 4, 5]
     assert guard.counts.recoveries == 1
     assert guard.depth("0") == 5
+
+
+def drifting_guard() -> DriftGuard:
+    guard = DriftGuard(4, calibration_steps=0, calibration_looks=4)
+    for _ in range(8):
+        guard.probed("usual", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.3]})
+    guard.probed("drifting", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.9]})
+    assert guard.watched["drifting"].drifting == {"sink_share"}
+    return guard
+
+
+def test_a_look_that_saw_nothing_of_a_figure_says_nothing_of_it():
+    guard = drifting_guard()
+    guard.probed("drifting", {"rms": [1.0], "sink_share": [None]})
+    assert guard.watched["drifting"].drifting == {"sink_share"}
+    guard.probed("drifting", {"rms": [1.0, 1.0], "sink_share": [None, 0.3]})
+    assert not guard.watched["drifting"].drifting
+
+
+def test_what_was_seen_long_ago_is_no_reason_to_stay_short():
+    """Captured cycles look at one row at a time: a request may not have its turn again."""
+    guard = drifting_guard()
+    for _ in range(LONGEST_WAIT - 1):
+        guard.saw("drifting", 2, 2)
+    assert guard.depth("drifting") == 2
+    for _ in range(LONGEST_WAIT):
+        guard.saw("drifting", 2, 2)
+    assert guard.depth("drifting") == 4
 
 
 def test_one_look_at_a_strange_draft_does_not_widen_the_band():
