@@ -14,10 +14,11 @@ from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drafters import default_drafter
+from fledge.engine.captured import can_capture
 from fledge.engine.config import EngineConfig
 from fledge.engine.depth_control import DepthControl
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE
-from fledge.engine.device_engine import DeviceEngine, can_capture
+from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine, page_pool, paged_kv
 from fledge.errors import UserError
 from fledge.kernels import native

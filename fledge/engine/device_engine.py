@@ -19,50 +19,31 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import product
 
 import numpy as np
 import torch
 
+from fledge.engine.captured import can_capture, entry_of, how_of, runs_captured
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.cycle_times import CycleTimes
-from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch, Entry, how_chosen, why_not_captured
+from fledge.engine.device_batch import DeviceBatch, Entry
 from fledge.engine.engine import Engine
 from fledge.engine.gathering import Gathering
 from fledge.engine.kv_cache import PageKeys
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.pace import MOST_TOGETHER, Pace
-from fledge.engine.piece_pass import MIDDLE
-from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.request import Delta, Request
 from fledge.engine.row_queue import RowQueue
 from fledge.engine.row_reports import RowReports
-from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
+from fledge.engine.slots import MAX_DEPTH
 from fledge.engine.starting_over import StartingOver
+from fledge.engine.warming_up import record_ahead
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
-from fledge.speculation.drafting import Drafter, EagleSpeculator
+from fledge.speculation.drafting import EagleSpeculator
 
 # Cycles that those who wait to enter wait for at most.
 MOST_BEFORE_ENTRY = 2
-FEW_LONG_ROWS = 4  # up to which cycles for rows of any length are recorded ahead too
-LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
-
-
-def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
-    """Whether the captured cycle can serve a request; else the eager engine does."""
-    return not params.adjusts_logits and params.logprobs is None and num_stop_ids <= MAX_STOP_IDS
-
-
-def how_of(params: SamplingParams) -> int:
-    return how_chosen(0.0 if params.greedy else params.temperature, params.top_p, params.top_k, params.min_p)
-
-
-def can_capture(drafter: Drafter | None) -> bool:
-    """Whether there is a captured cycle for this way of drafting: none at all, or a chain from an EAGLE drafter."""
-    if drafter is None:
-        return True
-    return isinstance(drafter, EagleSpeculator) and drafter.tree is None and why_not_captured(drafter.network) is None
 
 
 class DeviceEngine:
@@ -220,24 +201,9 @@ class DeviceEngine:
         self.reports.snap(owners)
 
     def entry(self, row: int, request: Request) -> Entry:
-        params = request.params
-        if params.seed is None and request.id not in self.seeds:
+        if request.params.seed is None and request.id not in self.seeds:
             self.seeds[request.id] = random.getrandbits(62)
-        return Entry(
-            row,
-            list(request.tokens),
-            request.pages,
-            self.limit(request),
-            self.seeds[request.id] if params.seed is None else params.seed % 2**62,
-            0.0 if params.greedy else params.temperature,
-            max(params.top_p, LEAST_TOP_P),
-            sorted(request.end_token_ids),
-            MAX_DEPTH if request.speculate else 0,
-            request.num_computed,
-            request.num_answer,
-            max(params.top_k, 0),
-            params.min_p,
-        )
+        return entry_of(request, row, self.limit(request), self.seeds.get(request.id))
 
     def running_rows(self) -> dict[int, Request]:
         being_read = {entry.row for entry, _ in self.scheduler.reading}
@@ -413,24 +379,8 @@ class DeviceEngine:
 
     def warm_up(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Records what most requests need before the first one comes: its first answer would wait a second or more for it."""
-        if not self.rows.graphs.capture:
-            return
-        started = time.perf_counter()
-        near, depths = self.rows.reach_for(0), [0, *self.depths.depths]
-        sizes = self.rows.sizes[::-1]
-        shapes = [(size, depth, how, *near) for size in sizes for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]]
-        if near:  # long rows come in small numbers
-            few = [size for size in sizes if size <= FEW_LONG_ROWS]
-            shapes += [(size, depth, how) for size in few for how in (CUT, SAMPLED, GREEDY) for depth in depths[::-1]]
-        say(f"recording {len(shapes)} cycles and prompt passes")
-        self.rows.graphs.record(shapes)
-        longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        largest = size_for(TOKENS, min(self.rows.piece, TOKENS[-1]))
-        tokens = [size for size in TOKENS[::-1] if size <= largest]
-        self.rows.prompts.record(product(tokens, (4, 1), longest, (CUT, SAMPLED, GREEDY)))
-        if self.config.max_model_len > self.rows.piece:
-            self.rows.pieces.record([(self.rows.piece, how) for how in (MIDDLE, CUT, SAMPLED, GREEDY)])
-        say(f"recorded in {time.perf_counter() - started:.0f} s")
+        if self.rows.graphs.capture:
+            record_ahead(self.rows, [0, *self.depths.depths], say)
 
     def check_integrity(self) -> None:
         everyone = [*self.scheduler.running, *self.scheduler.waiting]

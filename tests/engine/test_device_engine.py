@@ -10,8 +10,9 @@ import pytest
 from fledge.engine import device_batch, gathering, starting_over
 from fledge.engine import device_engine as device_engine_module
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.captured import can_capture
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine, can_capture
+from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.pace import Pace
 from fledge.engine.prompt_pass import PromptPass
 from fledge.errors import RequestError
