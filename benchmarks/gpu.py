@@ -10,7 +10,7 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
   spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
              depth that was fastest, and how fast the engine is when it chooses itself
-  guard      what it costs to look at drafts as often as a server does, for its drift guard
+  guard      what it costs to look at drafts for the drift guard, sixteen times as often as a server does
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
   modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
@@ -49,6 +49,8 @@ from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.drift.live import EVERY
+from fledge.drift.row_probe import CYCLES_EACH
 from fledge.drift.watching import watch_drafts
 from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
@@ -66,6 +68,8 @@ from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
 DEVICE = "cuda"
+SERVER_LAUNCHES = EVERY * CYCLES_EACH  # to a look
+LAUNCHES_A_LOOK = SERVER_LAUNCHES // 16  # else there are too few to show a cost
 
 
 def numbers(text: str) -> list[int]:
@@ -275,11 +279,15 @@ def guard(bench: Bench) -> dict[str, object]:
     found = {}
     for concurrency in [count for count in bench.args.concurrency if count <= 16]:
         engine = bench.engine(concurrency, speculate=True)
-        unwatched = speed(bench, engine, concurrency, None)["tokens_per_s"]
-        probe = watch_drafts(engine, sink=0)
-        watched = speed(bench, engine, concurrency, None)["tokens_per_s"]
-        figures = {"unwatched_tokens_per_s": unwatched, "tokens_per_s": watched, "cost": 1 - watched / unwatched}
-        found[str(concurrency)] = {**figures, **probe.snapshot()}
+        probe = watch_drafts(engine, every=LAUNCHES_A_LOOK, sink=0)
+        looking, speeds = engine.before_drafts, {True: [], False: []}
+        for watched in (False, True, True, False):  # what drifts by itself does so for both
+            engine.before_drafts = looking if watched else None
+            speeds[watched].append(speed(bench, engine, concurrency, None)["tokens_per_s"])
+        watched, unwatched = statistics.mean(speeds[True]), statistics.mean(speeds[False])
+        cost = 1 - watched / unwatched
+        figures = {"unwatched_tokens_per_s": unwatched, "tokens_per_s": watched, "every": LAUNCHES_A_LOOK, "cost": cost}
+        found[str(concurrency)] = {**figures, "cost_in_a_server": cost * LAUNCHES_A_LOOK / SERVER_LAUNCHES, **probe.snapshot()}
         del engine
     show("drift probe", found)
     return found
