@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fledge.config import ModelConfig
+from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.packed_linear import packing_supported
@@ -32,13 +33,8 @@ class EngineConfig:
     threads: int = 0  # CPU threads; 0: torch's choice
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
-        device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            kind = torch.device(device).type
-        except RuntimeError:
-            raise UserError(f"device {device!r} is not one; use cpu, cuda or auto") from None
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is available; use --device cpu")
+        device = resolve_device(self.device)
+        kind = device.type
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(f"dtype {self.dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
         dtype = self.dtype
@@ -61,7 +57,7 @@ class EngineConfig:
             )
         resolved = replace(
             self,
-            device=device,
+            device=str(device),
             dtype=dtype,
             max_model_len=longest,
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),

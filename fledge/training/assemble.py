@@ -17,6 +17,7 @@ from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
 from fledge.config import FAMILIES, DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.devices import resolve_device
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
@@ -57,11 +58,10 @@ class Pieces:
 
 def resolve(recipe: Recipe, world: World) -> Recipe:
     """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it."""
-    device = recipe.run.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RecipeError(f"run.device is {device}, but there is no CUDA device here")
+    try:
+        device = str(resolve_device(recipe.run.device))
+    except UserError as error:
+        raise RecipeError(f"run.device is {recipe.run.device}, but {error}") from None
     if device == "cuda" and world.size > 1:
         device = f"cuda:{world.local_rank}"
     on_gpu = device.startswith("cuda")
