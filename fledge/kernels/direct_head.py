@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.direct_linear import CHUNK, TILE, direct_products, gl, jit, num_warps, weight_arguments
+from fledge.kernels.direct_linear import CHUNK, TILE, direct_products, num_warps, weight_arguments
+from fledge.kernels.gluon_support import gl, jit
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import Choice
 from fledge.kernels.triton_support import overlap

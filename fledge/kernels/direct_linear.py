@@ -5,8 +5,7 @@ Triton's own products take their operands through shared memory; for few rows th
 eight neighbouring inputs at a time, of weights and of rows alike, so that the order in which they are multiplied does not
 matter. Each warp takes every WARPS-th chunk of the inputs; their sums meet in shared memory, behind the kernel's only barrier.
 
-Weights in 8 or 4 bits (`kernels.quantization`) go the same way: a thread reads eight neighbouring codes, all of one group, and
-makes weights of them in its registers.
+Weights in 8 or 4 bits (`kernels.quantization`) go the same way: see `direct_codes.py`.
 
 The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input times norm weight,
 where the unfused network rounds the same times the scale.
@@ -20,20 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels.direct_codes import CODES, read_codes, weights_of
+from fledge.kernels.gluon_support import gl, gluon, jit, mma_v2
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.triton_support import is_hopper_or_newer, kernel_names, multiprocessors, overlap
-
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-except ImportError:
-    gluon = gl = mma_v2 = None
+from fledge.kernels.triton_support import is_hopper_or_newer, multiprocessors, overlap
 
 TILE = 16  # rows of a product
 CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
 MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
-CODES = 32  # of a chunk's two halves, in each of which all have one scale
 
 
 class Form(NamedTuple):
@@ -49,11 +42,6 @@ class Form(NamedTuple):
 
 # Codes are work for the threads, so more of them share it: a step's linears of one row take 273 µs instead of 303.
 OF_CODES = Form(columns=8, warps=8)
-
-
-def jit(function):
-    kernel_names.add(function.__name__)
-    return function if gluon is None else gluon.jit(function)
 
 
 def can_be_direct(x: Tensor, size: int, weight: QuantizedWeight | None = None) -> bool:
@@ -155,105 +143,6 @@ def _times(x, y):
 
 
 @jit
-def _read_codes(
-    codes_ptr,
-    scales_ptr,
-    offsets_ptr,
-    first_column,
-    mma: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SIZE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """By chunk: its codes as they lie in memory, and the scales and offsets of its halves (two groups share none of these)."""
-    PACKED: gl.constexpr = 8 // BITS  # codes a byte
-    packed: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8 // PACKED)
-    operand = gl.zeros([WARPS, 64, PRODUCTS], gl.int8, layout=gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8))
-    halves: gl.constexpr = gl.SliceLayout(2, gl.reshape(operand, [WARPS, 2, 32, PRODUCTS]).type.layout)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, packed)))[:, None, None]
-    byte = gl.arange(0, 64 // PACKED, layout=gl.SliceLayout(0, gl.SliceLayout(2, packed)))[None, :, None]
-    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, packed)))[None, None, :]
-    column = first_column + product % COLUMNS
-    line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
-    warp_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, halves)))[:, None, None]
-    half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, halves)))[None, :, None]
-    product_s = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
-    column_s = first_column + product_s % COLUMNS
-    line_s = (column_s + product_s // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // GROUP)
-    found = ()
-    for i in gl.static_range(CHUNKS):
-        place = (i * WARPS + warp) * (64 // PACKED) + byte
-        codes = gl.load(codes_ptr + line + place, mask=(column < OUTPUTS) & (place < SIZE // PACKED), other=0)
-        k = (i * WARPS + warp_s) * 64 + half_s * 32
-        inside = (column_s < OUTPUTS) & (k < SIZE)
-        scale = gl.load(scales_ptr + line_s + k // GROUP, mask=inside, other=0.0)
-        offset = scale
-        if HAS_OFFSETS:
-            offset = gl.load(offsets_ptr + line_s + k // GROUP, mask=inside, other=0.0)
-        found = found + ((codes, scale, offset),)  # noqa: RUF005
-    return found
-
-
-def _floats(source: str, first: int, zero: str) -> str:
-    """Assembly: the bytes of `source` as float32, less what stands for zero.
-
-    A byte at the end of 2²³ makes that number larger by it: two quick instructions, where a conversion waits for a slow unit.
-    """
-    parts = [
-        f"prmt.b32 ${first + i}, {source}, 0x4B000000, 0x765{i}; sub.rn.f32 ${first + i}, ${first + i}, {zero};"
-        for i in range(4)
-    ]
-    return " ".join(parts)
-
-
-def _from_nibbles(zero: str) -> str:
-    low, high = "and.b32 low, $8, 0x0F0F0F0F;", "shr.u32 high, $8, 4; and.b32 high, high, 0x0F0F0F0F;"
-    return f"{{ .reg .b32 low, high; {low} {high} {_floats('low', 0, zero)} {_floats('high', 4, zero)} }}"
-
-
-ASSEMBLY = {
-    "bytes": "{ .reg .b32 u; xor.b32 u, $4, 0x80808080; " + _floats("u", 0, "0f4B000080") + " }",
-    "nibbles": _from_nibbles("0f4B000000"),
-    "nibbles less 8": _from_nibbles("0f4B000008"),
-}
-if gl is not None:
-    _FROM_BYTES, _FROM_NIBBLES, _FROM_NIBBLES_LESS_8 = map(gl.constexpr, ASSEMBLY.values())
-
-
-@jit
-def _weights(
-    read,
-    mma: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    BITS: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
-    WARPS: gl.constexpr,
-    dtype: gl.constexpr,
-):
-    """What a chunk's codes stand for, as an operand. Each thread keeps what it has: nothing moves."""
-    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
-    if BITS == 8:
-        values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
-    else:
-        nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8
-        both: gl.constexpr = (gl.float32, gl.float32)
-        low, high = gl.inline_asm_elementwise(nibbles, "=r,=r,=r,=r,=r,=r,=r,=r,r", [read[0]], dtype=both, is_pure=True, pack=4)
-        values = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [WARPS, 64, PRODUCTS])  # low: the even inputs'
-        values = gl.convert_layout(values, right, assert_trivial=True)
-    values = gl.reshape(values, [WARPS, 2, 32, PRODUCTS])
-    values = values * read[1].to(gl.float32)[:, :, None, :]
-    if HAS_OFFSETS:
-        values = values + read[2].to(gl.float32)[:, :, None, :]
-    return gl.convert_layout(gl.reshape(values.to(dtype), [WARPS, 64, PRODUCTS]), right, assert_trivial=True)
-
-
-@jit
 def direct_products(
     x_ptr,
     weight_ptr,
@@ -302,7 +191,7 @@ def direct_products(
             k = (i * WARPS + warp_w) * EACH + input_w
             ws = ws + (gl.load(weights + k, mask=(column_w < OUTPUTS) & (k < SIZE), other=0.0),)  # noqa: RUF005
     else:
-        ws = _read_codes(
+        ws = read_codes(
             weight_ptr,
             scales_ptr,
             offsets_ptr,
@@ -329,7 +218,7 @@ def direct_products(
         codes = ws
         ws = ()
         for i in gl.static_range(CHUNKS):
-            w = _weights(codes[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x_ptr.dtype.element_ty)
+            w = weights_of(codes[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x_ptr.dtype.element_ty)
             ws = ws + (w,)  # noqa: RUF005
     if PDL:
         _wait_for_inputs()

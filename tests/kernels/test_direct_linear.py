@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fledge.kernels import direct_codes
 from fledge.kernels import direct_linear as module
 from fledge.kernels.direct_linear import OF_CODES, Form, choose_form, direct_linear, num_warps
 from fledge.kernels.fused_linear import Norm
@@ -128,10 +129,10 @@ def test_codes_become_the_floats_they_stand_for():
     for first in range(0, 256, 4):
         packed = sum((first + i) << 8 * i for i in range(4))
         signed = [(first + i + 128) % 256 - 128 for i in range(4)]
-        assert run_assembly(module.ASSEMBLY["bytes"], 4, packed) == signed
+        assert run_assembly(direct_codes.ASSEMBLY["bytes"], 4, packed) == signed
         nibbles = [(first + i) & 15 for i in range(4)] + [(first + i) >> 4 for i in range(4)]
-        assert run_assembly(module.ASSEMBLY["nibbles"], 8, packed) == nibbles
-        assert run_assembly(module.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
+        assert run_assembly(direct_codes.ASSEMBLY["nibbles"], 8, packed) == nibbles
+        assert run_assembly(direct_codes.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
 
 
 def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
