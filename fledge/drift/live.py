@@ -15,8 +15,8 @@ from fledge.speculation.verification import Draft
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
 EVERY = 64  # drafts to a look, unless asked otherwise
-# Told of each sequence that was looked at, with its figures by draft step.
-Figures = Mapping[str, Sequence[float | None]]  # None: not seen at that step
+Figures = Mapping[str, Sequence[float | None]]  # by name and draft step; None: not seen at that step
+# Told of each sequence that was looked at.
 Listener = Callable[[DraftedSequence, Figures], None]
 
 

@@ -25,7 +25,8 @@ from fledge.engine.fused_decoder import ChainAttend
 from fledge.engine.request import Request
 from fledge.models.layers import Attention
 
-# A look takes the host about a millisecond, and the device half a cycle: launches to one, for each that was asked for.
+# A look takes the host about a millisecond, and the device half a cycle: unless asked otherwise there are so many times as few
+# as of drafts that the host makes.
 CYCLES_EACH = 8
 # Rows with more keys are not looked at: a look has all of them in memory at once, in float32.
 MOST_KEYS = 16384

@@ -19,13 +19,12 @@ from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
 
 DEPTH = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_CARD)]
 
 
 def engines(decoder, drafter, device="cpu") -> tuple[Engine, DeviceEngine]:
     """The eager engine and one that runs captured rows."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096, "page_size": 64, "prefix_caching": False}
     config = EngineConfig(device=device, dtype="float32", **sizes)
     speculation = Speculation(drafter.to(device), DEPTH, adaptive=False)
