@@ -55,12 +55,12 @@ from fledge.drift.watching import watch_drafts
 from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.cuda_graphs import size_for
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY
+from fledge.engine.executors.graphs import size_for
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
-from fledge.engine.prompt_pass import LONGEST, PROMPTS, TOKENS
+from fledge.engine.executors.prefill import LONGEST, PROMPTS, TOKENS
 from fledge.kernels import fused_linear, rope_attention, triton_support
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

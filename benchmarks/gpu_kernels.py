@@ -11,7 +11,7 @@ import torch
 
 from fledge.config import ModelConfig
 from fledge.engine import fused_decoder
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
 from fledge.engine.fused_decoder import rope_table
 from fledge.kernels import fused_linear
 from fledge.kernels.rope_attention import rope_attention, rope_attention_triton

@@ -11,7 +11,7 @@ from gpu_kernels import DEVICE, event_time
 from fledge.config import RopeConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE, GREEDY
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.memory import memory_plan
 from fledge.models.decoder import Decoder

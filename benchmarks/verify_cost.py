@@ -31,10 +31,10 @@ def main() -> None:
 
     def run(first: int, count: int) -> None:
         attend = PagedAttend(runner.cache, [SequenceLayout(pages, count, first + count)])
-        network = runner.lean or runner.decoder
+        network = runner.lean or decoder
         positions = torch.arange(first, first + count)
         hidden, _ = network(tokens[first : first + count], positions, attend, (), first + count)
-        best_of(runner.decoder.logits(hidden))
+        best_of(decoder.logits(hidden))
 
     run(0, CONTEXT)
     times: dict[int, list[float]] = {size: [] for size in SIZES}

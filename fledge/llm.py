@@ -108,7 +108,7 @@ class LLM:
         )
         shape = TreeShape() if tree is True else (tree or None)
         self.engine = build_engine(model, Speculation(drafter, depth, shape, adaptive, drift_guard), config)
-        if self.engine.depth_control.guard is not None:
+        if self.engine.controller.guard is not None:
             watch_drafts(self.engine)
 
     @property

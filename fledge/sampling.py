@@ -62,6 +62,11 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
+    def truncates(self) -> bool:
+        """Whether only a part of the vocabulary can be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether logits depend on anything beyond the network: penalties, bias, bans, processors."""
         return bool(

@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fledge.engine.build import EngineConfig, Speculation, build_engine
+from fledge.engine.admission import OfflineRefill
+from fledge.engine.build import Speculation, build_engine, paged_kv
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
+from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.kv_pool import PagePool
+from fledge.engine.offline import AnswerGenerator
+from fledge.engine.request import Request
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
+from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy
-from fledge.speculation.drafting import Drafter, Settled
+from fledge.speculation.drafting import AcceptedSpan, Drafter
 from fledge.speculation.verification import Draft
 
 CPU = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=16, kv_cache_tokens=4096)
@@ -39,20 +46,20 @@ class OracleSpeculator:
         self.taps = inner.taps if inner is not None else ()
         self.inner_drafts: list[tuple[list[int], Draft]] = []
 
-    def forget(self, sequence) -> None:
+    def forget(self, request) -> None:
         if self.inner is not None:
-            self.inner.forget(sequence)
+            self.inner.forget(request)
 
-    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         if self.inner is not None:
-            for item, draft in zip(settled, self.inner.draft(settled, taps), strict=True):
-                self.inner_drafts.append((list(item.sequence.tokens), draft))
-        return [self.draft_one(item) if item.room else Draft() for item in settled]
+            for item, draft in zip(spans, self.inner.draft(spans, taps), strict=True):
+                self.inner_drafts.append((list(item.request.tokens), draft))
+        return [self.draft_one(item) if item.max_draft_tokens else Draft() for item in spans]
 
-    def draft_one(self, item: Settled) -> Draft:
-        tokens = item.sequence.tokens
-        whole = list(item.sequence.prompt) + self.answers[tuple(item.sequence.prompt)]
-        coming = whole[len(tokens) : len(tokens) + min(self.depth.limit, item.room)]
+    def draft_one(self, item: AcceptedSpan) -> Draft:
+        tokens = item.request.tokens
+        whole = list(item.request.prompt) + self.answers[tuple(item.request.prompt)]
+        coming = whole[len(tokens) : len(tokens) + min(self.depth.limit, item.max_draft_tokens)]
         if self.reach is not None and (right := self.reach(len(tokens))) < len(coming):
             coming = [*coming[:right], (coming[right] + 1) % 128]
         if not self.tree:
@@ -76,8 +83,39 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> lis
     return [request.answer for request in requests]
 
 
-def engine_with(decoder: Decoder, drafter, config: EngineConfig = CPU) -> Engine:
+def engine_with(decoder: Decoder, drafter, config: EngineConfig = CPU, **settings) -> Engine:
     """An engine around a ready-made drafter object, or around what `Speculation` describes, drafting as deep as it says."""
     if isinstance(drafter, Speculation):
-        return build_engine(decoder, drafter.as_asked(), config)
-    return Engine(decoder, config.resolve(decoder.config), drafter=drafter)
+        return build_engine(decoder, drafter.fixed_depth(), config)
+    return eager_engine(decoder, drafter, SpeculationController(drafter.depth.limit), config, **settings)
+
+
+def eager_engine(
+    decoder: Decoder, drafter, controller: SpeculationController, config: EngineConfig = CPU, **settings
+) -> Engine:
+    config = config.resolve(decoder.config).with_cache(decoder.config)
+    pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
+    model = decoder.config
+    cache = paged_kv(config, pool, model.num_layers, model.num_kv_heads, model.head_dim)
+    executor = EagerExecutor(decoder, config, pool, cache, controller, drafter, **settings)
+    return Engine(config, executor, pool, controller, drafter=drafter)
+
+
+def record_drafts(engine: Engine) -> list[tuple[Request, list[int], Draft]]:
+    """Every draft that is verified from now on: the request, its text at that time, the draft."""
+    drafts: list[tuple[Request, list[int], Draft]] = []
+    run_target = engine.executor.run_target
+
+    def recorded(batch):
+        drafts.extend((rows.request, list(rows.request.tokens), rows.draft) for rows in batch)
+        return run_target(batch)
+
+    engine.executor.run_target = recorded
+    return drafts
+
+
+def captured_answers(decoder: Decoder, config: EngineConfig, drafter=None, depth: int = 1, *, capture: bool) -> AnswerGenerator:
+    """Offline answers by the captured executor; without `capture` its functions run eagerly."""
+    speculation = Speculation(drafter, depth).fixed_depth()
+    engine = build_engine(decoder, speculation, config, capture=None if capture else False, admission=OfflineRefill())
+    return AnswerGenerator(engine)

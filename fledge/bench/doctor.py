@@ -69,7 +69,7 @@ class AcceptanceMeter:
         self, model: str, prompts: Sequence[str], *, max_tokens: int = 32, device: str = "auto", dtype: str = "auto"
     ) -> None:
         plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype))
-        self.decoder, self.tokenizer, self.max_tokens = plain.runner.decoder, plain.tokenizer, max_tokens
+        self.decoder, self.tokenizer, self.max_tokens = plain.decoder, plain.tokenizer, max_tokens
         self.formats = {"as text": [self.tokenizer.encode(prompt) for prompt in prompts]}
         if self.tokenizer.has_chat_template:
             chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -99,7 +99,7 @@ class AcceptanceMeter:
         brief: bool = False,
     ) -> Trial:
         """`brief`: a sixth of the text, to choose among many."""
-        engine = build_engine(self.decoder, Speculation(network, DEPTH).as_asked(), self.config, tokenizer=self.tokenizer)
+        engine = build_engine(self.decoder, Speculation(network, DEPTH).fixed_depth(), self.config, tokenizer=self.tokenizer)
         prompts = self.formats[prompt_format or self.served]
         for prompt in prompts[::3] if brief else prompts:
             num_tokens = max(8, self.max_tokens // 2) if brief else self.max_tokens

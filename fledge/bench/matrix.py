@@ -81,7 +81,7 @@ class Bench:
         longest = max(self._longest(item, max_tokens) for item in items)
         config = replace(config, max_model_len=min(longest, load_config(folder).max_positions))
         self.plain = build_engine(model, Speculation("none"), config, tokenizer=self.tokenizer)
-        self.decoder: Decoder = self.plain.runner.decoder
+        self.decoder: Decoder = self.plain.decoder
         self.config = self.plain.config
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
@@ -98,7 +98,7 @@ class Bench:
         found = Speculation(case.drafter, case.depth, case.tree).resolve_drafter(self.model)
         drafter = load_drafter(found, self.decoder.config) if isinstance(found, Path) else found
         speculation = Speculation(drafter, case.depth, case.tree)
-        speculation = speculation if case.adaptive else speculation.as_asked()
+        speculation = speculation if case.adaptive else speculation.fixed_depth()
         return build_engine(self.decoder, speculation, self.config, tokenizer=self.tokenizer)
 
 

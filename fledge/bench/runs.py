@@ -157,7 +157,7 @@ def _turn(item: Item, number: int, request: Request) -> Turn:
 
 def step_bytes(engine: Engine, speculate: bool) -> int:
     """Weights that one step reads: the target once, and the drafter for each token of its draft."""
-    read = network_bytes(engine.runner.decoder)
+    read = network_bytes(engine.decoder)
     if speculate and isinstance(engine.drafter, EagleSpeculator):
         network = engine.drafter.network
         shared_head = 0 if "lm_head" in network._modules else _module_bytes(network.lm_head)

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
 from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
-from fledge.speculation.drafting import DraftedSequence, EagleSpeculator, Settled
-from fledge.speculation.verification import Draft
+from fledge.speculation.drafting import AcceptedSpan, DraftedRequest, EagleSpeculator
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
 EVERY = 64  # drafts to a look, unless asked otherwise
 Figures = Mapping[str, Sequence[float | None]]  # by name and draft step; None: not seen at that step
 # Told of each sequence that was looked at.
-Listener = Callable[[DraftedSequence, Figures], None]
+Listener = Callable[[DraftedRequest, Figures], None]
 
 
 class LiveProbe:
@@ -36,11 +35,10 @@ class LiveProbe:
         self.reset()
         self.figures: list[dict[str, list[float]]] = []  # of the draft that is looked at, by its `wanted` sequences
         self.place_of: dict[int, int] = {}  # in `figures`, by the identity of a sequence's list of pages
-        self._draft, self._step = speculator.draft, speculator.step
-        speculator.draft, speculator.step = self.draft, self.step
+        speculator.observer = self
 
     def detach(self) -> None:
-        self.speculator.draft, self.speculator.step = self._draft, self._step
+        self.speculator.observer = None
 
     def reset(self) -> None:
         self.totals: dict[str, list[float]] = {name: [] for name in NAMES}
@@ -55,8 +53,8 @@ class LiveProbe:
             means[name] = [total / count if count else None for total, count in pairs]
         return {"drafts": self.looked_at, **means}
 
-    def saw(self, sequence: DraftedSequence, figures: Figures) -> None:
-        """A draft was looked at."""
+    def record(self, request: DraftedRequest, figures: Figures) -> None:
+        """Adds the figures of one probed draft."""
         self.looked_at += 1
         for name, values in figures.items():
             totals, counts = self.totals[name], self.counts[name]
@@ -67,30 +65,31 @@ class LiveProbe:
                 if value is not None:
                     totals[step], counts[step] = totals[step] + value, counts[step] + 1
         if self.listener is not None:
-            self.listener(sequence, figures)
+            self.listener(request, figures)
 
-    # What the speculator calls in place of its own methods.
+    # `DraftObserver`
 
-    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
-        self.wanted = [index for index, item in enumerate(settled) if item.room > 0]
+    def begin(self, spans: Sequence[AcceptedSpan]) -> None:
+        self.step_index = None
+        self.wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]
         drafts = self.speculator.tree is None and bool(self.wanted)
         self.seen += drafts
         if drafts and self.seen % self.every == 0:
             self.step_index = 0
             self.figures = [{name: [] for name in NAMES} for _ in self.wanted]
-            self.place_of = {id(settled[index].sequence.pages): place for place, index in enumerate(self.wanted)}
-        try:
-            drafted = self._draft(settled, taps)
-            if self.step_index is not None:
-                for index, figures in zip(self.wanted, self.figures, strict=True):
-                    self.saw(settled[index].sequence, figures)
-            return drafted
-        finally:
-            self.step_index = None
+            self.place_of = {id(spans[index].request.pages): place for place, index in enumerate(self.wanted)}
 
-    def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
+    def end(self, spans: Sequence[AcceptedSpan]) -> None:
+        if self.step_index is not None:
+            for index, figures in zip(self.wanted, self.figures, strict=True):
+                self.record(spans[index].request, figures)
+        self.step_index = None
+
+    def step(
+        self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]
+    ) -> tuple[Tensor, Tensor] | None:
         if self.step_index is None:
-            return self._step(tokens, h, positions, layouts)
+            return None
         speculator = self.speculator
         rows = torch.tensor([layout.query_len for layout in layouts], device=speculator.device).cumsum(0) - 1
         chosen = self.wanted if self.step_index == 0 else list(range(len(layouts)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fledge.drift.live import NAMES, LiveProbe
 from fledge.drift.probes import attention_figures, attention_scores, rms
-from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.fused_decoder import ChainAttend
 from fledge.engine.request import Request
 from fledge.models.layers import Attention
@@ -41,14 +41,14 @@ class _Look(NamedTuple):
 
 
 class RowProbe:
-    def __init__(self, engine: DeviceEngine, probe: LiveProbe, every: int) -> None:
+    def __init__(self, executor: CudaGraphExecutor, probe: LiveProbe, every: int) -> None:
         """`probe` is told what was seen. `every`: launches of speculative cycles to a look."""
-        self.rows, self.drafter, self.probe, self.every = engine.rows, engine.rows.drafter, probe, every
+        self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.drafter, probe, every
         self.seen = 0
         self.looks: deque[_Look] = deque()
         # What a look needs is compiled and loaded now: a request would wait for it.
-        self.look(self.rows.slots.nobody, max(engine.depths.depths), self.rows.config.page_size)
-        engine.before_drafts = self
+        self.look(self.rows.slots.nobody, max(executor.controller.acceptance.depths), self.rows.config.page_size)
+        executor.before_drafts = self
 
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
         """Cycles that draft for these rows are about to be launched."""
@@ -72,7 +72,7 @@ class RowProbe:
                     name: [None if math.isnan(value) else value for value in line]
                     for name, line in zip(NAMES, lines, strict=True)
                 }
-                self.probe.saw(look.request, figures)
+                self.probe.record(look.request, figures)
 
     @torch.inference_mode()
     def look(self, row: int, depth: int, num_keys: int) -> Tensor:

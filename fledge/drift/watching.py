@@ -5,12 +5,12 @@ from __future__ import annotations
 from fledge.drift.live import EVERY, LiveProbe
 from fledge.drift.row_probe import CYCLES_EACH, RowProbe
 from fledge.drift.sinks import find_own_sink
-from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.speculation.drafting import EagleSpeculator
 
 
-def watch_drafts(engine: Engine | DeviceEngine, every: int | None = None, sink: int | None = None) -> LiveProbe | None:
+def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = None) -> LiveProbe | None:
     """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
 
     `every`: drafts to a look; None: few enough looks to cost nothing that one would notice.
@@ -19,18 +19,18 @@ def watch_drafts(engine: Engine | DeviceEngine, every: int | None = None, sink: 
     if not isinstance(engine.drafter, EagleSpeculator):
         return None
     if sink is None:
-        sink = 0 if engine.tokenizer is None else find_own_sink(engine.runner.decoder, engine.tokenizer).column
-    guard = engine.depth_control.guard
-    listener = None if guard is None else guard.probed
+        sink = 0 if engine.tokenizer is None else find_own_sink(engine.decoder, engine.tokenizer).column
+    guard = engine.controller.guard
+    listener = None if guard is None else guard.record_probe
     probe = LiveProbe(engine.drafter, every=every or EVERY, sink=sink, listener=listener)
-    if isinstance(engine, DeviceEngine):
-        RowProbe(engine, probe, every or EVERY * CYCLES_EACH)
+    if isinstance(engine.executor, CudaGraphExecutor):
+        RowProbe(engine.executor, probe, every or EVERY * CYCLES_EACH)
     return probe
 
 
-def coverage(engine: Engine | DeviceEngine, probe: LiveProbe) -> str:
+def coverage(engine: Engine, probe: LiveProbe) -> str:
     """Which drafts a probe sees, for the log: silence would read as if it saw all."""
     seen = f"drift probe: one draft in {probe.every}, sink at column {probe.sink}"
-    if isinstance(engine, DeviceEngine) and isinstance(engine.before_drafts, RowProbe):
-        return f"{seen}; where cycles are captured, one row in {engine.before_drafts.every} of their launches"
+    if isinstance(engine.executor, CudaGraphExecutor) and isinstance(engine.executor.before_drafts, RowProbe):
+        return f"{seen}; where cycles are captured, one row in {engine.executor.before_drafts.every} of their launches"
     return seen if probe.speculator.tree is None else f"{seen}; chains only, so none of the trees that are drafted here"

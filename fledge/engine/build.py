@@ -1,4 +1,4 @@
-"""From names to a running engine: files are found, read, packed for the machine and put together."""
+"""From names to a running engine: loads target and drafter, places them on the device, sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from fledge import sources
 from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.hf import load_decoder
+from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
-from fledge.engine.captured import can_capture
+from fledge.engine.admission import AdmissionPolicy
 from fledge.engine.config import EngineConfig
-from fledge.engine.depth_control import DepthControl
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.engine import Engine, page_pool, paged_kv
+from fledge.engine.engine import Engine
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
+from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.kv_pool import PagePool
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.packed_linear import pack_linears
+from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 from fledge.speculation.ngram import NgramSpeculator
@@ -46,7 +50,7 @@ class Speculation:
     adaptive: bool = True  # less deep, down to not at all, where the load makes drafting slower than plain decoding
     drift_guard: bool = True  # less deep for a request whose drafts fare clearly worse than usual
 
-    def as_asked(self) -> Speculation:
+    def fixed_depth(self) -> Speculation:
         """Always to the depth that was asked for, to measure what it is worth."""
         return replace(self, adaptive=False, drift_guard=False)
 
@@ -66,30 +70,46 @@ def build_engine(
     config: EngineConfig | None = None,
     *,
     tokenizer: Tokenizer | None = None,
-) -> Engine | DeviceEngine:
+    admission: AdmissionPolicy | None = None,
+    capture: bool | None = None,
+) -> Engine:
+    """`capture`: None means CUDA graphs on a GPU and eager execution on a CPU. False runs the captured executor's functions
+    without graphs, on any device (for tests)."""
     speculation, config = speculation or Speculation(), config or EngineConfig()
     if config.threads:
         torch.set_num_threads(config.threads)
+    is_cpu = resolve_device(config.device).type == "cpu"
+    is_eager = is_cpu if capture is None else False
+    if not is_eager and config.page_size == EngineConfig.page_size:
+        config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if isinstance(model, Decoder):
         name, decoder = "", model
+        config = config.resolve(decoder.config)
     else:
         name, folder = model, sources.resolve(model)
         tokenizer = tokenizer or Tokenizer(folder)
+        config = config.resolve(load_config(folder))
         # What was quantised in a file is found again only in exact weights.
-        exact = _is_cpu(config) or config.quantization != "none"
-        decoder = load_decoder(folder, torch.float32 if exact else torch.bfloat16)
-    if not _is_cpu(config) and config.page_size == EngineConfig.page_size:
-        config = replace(config, page_size=DEVICE_PAGE_SIZE)
-    config = config.resolve(decoder.config)
+        exact = is_cpu or config.quantization != "none"
+        decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
     decoder = fit(decoder, config)
-    pool = page_pool(config)
-    drafter = _build_drafter(speculation, name, decoder, config, pool)
+    network, coverage = _load_network(speculation, name, decoder, config)
+    # Sized last: the weights are on the device by now, and the cache gets what they left.
+    config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
+    pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
+    drafter = _drafter(speculation, network, coverage, config, pool)
     if name:
-        gc.freeze()  # what is loaded by now stays: looking through all of it takes 4 % of a decode step on CPU
-    depth_control = DepthControl(drafter, guard=speculation.drift_guard, by_load=speculation.adaptive)
-    engine = Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool, depth_control=depth_control)
-    # On a GPU requests run through captured cycles, except for what those do not do: see `DeviceEngine`.
-    return engine if _is_cpu(config) or not can_capture(drafter) else DeviceEngine(engine)
+        gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
+    controller = SpeculationController(
+        drafter.depth.limit if drafter is not None else 0,
+        adaptive=speculation.adaptive,
+        guard=speculation.drift_guard,
+        coverage=getattr(drafter, "coverage", None),
+    )
+    cache = paged_kv(config, pool, decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim)
+    parts = (decoder, config, pool, cache, controller, drafter)
+    executor = EagerExecutor(*parts) if is_eager else CudaGraphExecutor(*parts, capture=capture is None)
+    return Engine(config, executor, pool, controller, drafter=drafter, tokenizer=tokenizer, admission=admission)
 
 
 def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | EagleDrafter:
@@ -112,28 +132,42 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
     return network
 
 
-def _build_drafter(speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig, pool) -> Drafter | None:
-    depth = DepthPolicy.parse(speculation.depth)
+def _load_network(
+    speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig
+) -> tuple[EagleDrafter | str | None, float | None]:
+    """The drafter's network on its device, `ngram`, or None; and the recorded coverage of its vocabulary."""
     if config.deterministic and speculation.tree is not None:
         raise UserError(
             "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
             "in another order; leave out --tree"
         )
     found = speculation.resolve_drafter(model)
-    if found is None:
-        return None
-    if found == "ngram":
-        if speculation.tree is not None:
-            raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
-        return NgramSpeculator(depth)
+    if found == "ngram" and speculation.tree is not None:
+        raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
+    if found is None or isinstance(found, str):
+        return found, None
     network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config)
     decoder.check_taps(network.config.aux_layer_ids)
-    network = fit(network, config).share(decoder.embed_tokens, decoder.lm_head)
+    coverage = recorded_coverage(found) if isinstance(found, Path) else None
+    return fit(network, config).share(decoder.embed_tokens, decoder.lm_head), coverage
+
+
+def _drafter(
+    speculation: Speculation, network: EagleDrafter | str | None, coverage: float | None, config: EngineConfig, pool: PagePool
+) -> Drafter | None:
+    depth = DepthPolicy.parse(speculation.depth)
+    if network is None:
+        return None
+    if not isinstance(network, EagleDrafter):
+        return NgramSpeculator(depth)
     shape = network.config
     cache = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    coverage = recorded_coverage(found) if isinstance(found, Path) else None
     return EagleSpeculator(network, cache, depth, speculation.tree, coverage)
 
 
+def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
+    return PagedKV(num_layers, num_kv_heads, head_dim, pool.num_pages, pool.page_size, config.activation_dtype, config.device)
+
+
 def _is_cpu(config: EngineConfig) -> bool:
-    return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return torch.device(config.device).type == "cpu"

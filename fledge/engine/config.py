@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fledge.config import ModelConfig
+from fledge.config import DrafterConfig, ModelConfig
 from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.packed_linear import packing_supported
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.quantization import check_name
+
+# Of the memory that is free when the weights are loaded: the rest is for graphs and libraries.
+CACHE_SHARE = 0.85
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,7 +58,7 @@ class EngineConfig:
                 f"max_model_len {longest} is beyond the model's {model.max_positions} positions; "
                 "lower it, or set rope scaling in the model's config.json"
             )
-        resolved = replace(
+        return replace(
             self,
             device=str(device),
             dtype=dtype,
@@ -63,7 +66,10 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
             max_batched_tokens=self.max_batched_tokens or (512 if kind == "cpu" else 8192),
         )
-        return replace(resolved, kv_cache_tokens=self.kv_cache_tokens or resolved._cache_tokens(model))
+
+    def with_cache(self, model: ModelConfig, drafter: DrafterConfig | None = None) -> EngineConfig:
+        """Sizes the KV cache from the memory that is free now: call it when the weights are on the device."""
+        return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=self._cache_tokens(model, drafter))
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -79,17 +85,26 @@ class EngineConfig:
         """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
         return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
 
-    def _cache_tokens(self, model: ModelConfig) -> int:
-        per_token = PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, self.activation_dtype)
+    def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
+        shapes = [(model.num_layers, model.num_kv_heads, model.head_dim)]
+        if drafter is not None:
+            shapes.append((drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
+        per_token = sum(PagedKV.bytes_per_token(*shape, self.activation_dtype) for shape in shapes)
         if torch.device(self.device).type == "cpu":
             # Untouched pages cost nothing: the memory is taken from the system as it is first written.
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         else:
-            memory = int(torch.cuda.mem_get_info(self.device)[0] * 0.7)
-        tokens = min(self.max_num_seqs * self.max_model_len, memory // per_token)
+            memory = int(torch.cuda.mem_get_info(self.device)[0] * CACHE_SHARE) - self._step_bytes(model)
+        tokens = min(self.max_num_seqs * self.max_model_len, max(memory, 0) // per_token)
         if tokens < self.max_model_len:
             raise UserError(
                 f"a request of {self.max_model_len} tokens needs {self.max_model_len * per_token / 2**30:.1f} GiB of cache "
-                f"and {memory / 2**30:.1f} GiB are there; lower --max-model-len to {tokens} or less"
+                f"and {max(memory, 0) / 2**30:.1f} GiB are left; lower --max-model-len to {tokens} or less"
             )
         return tokens
+
+    def _step_bytes(self, model: ModelConfig) -> int:
+        """What a step works with beside weights and cache: activations of a prefill, and logits of the largest batch."""
+        activations = 50 * model.hidden_size * self.max_batched_tokens
+        logits = 4 * model.vocab_size * min(8 * self.max_num_seqs, 1024)
+        return activations + logits

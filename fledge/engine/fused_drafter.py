@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.engine.executors.batch_state import Slots
 from fledge.engine.fused_decoder import ChainAttend, FusedAttend, after_attention, linear, norm_of, rope_table, weight_of
-from fledge.engine.slots import Slots
 from fledge.kernels.accept import Accepted
 from fledge.kernels.head_choice import head_choice
 from fledge.kernels.paged_attention import PagedKV

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.kernels.packed_linear import PackedLinear
 from fledge.speculation.drafting import EagleSpeculator
 
@@ -50,11 +50,11 @@ class MemoryPlan:
         return f"memory: {' + '.join(parts)} = {readable(self.total)}"
 
 
-def memory_plan(engine: Engine | DeviceEngine) -> MemoryPlan:
+def memory_plan(engine: Engine) -> MemoryPlan:
     model, config, drafter = engine.model, engine.config, engine.drafter
     number = config.activation_dtype.itemsize
     seen: set[int] = set()  # storages: the drafter often shares the target's embedding and head
-    weights = weight_bytes(engine.runner.decoder, seen)
+    weights = weight_bytes(engine.decoder, seen)
     drafter_weights = drafter_per_token = 0
     head_dims = [model.head_dim]
     if isinstance(drafter, EagleSpeculator):
@@ -62,11 +62,11 @@ def memory_plan(engine: Engine | DeviceEngine) -> MemoryPlan:
         drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys, number)
         head_dims.append(drafter.network.config.head_dim)
     tables = rows = 0
-    if isinstance(engine, DeviceEngine):
-        longest = max(config.max_model_len + engine.rows.lookahead, 512)  # the least that `Rotary` takes
+    if isinstance(engine.executor, CudaGraphExecutor):
+        longest = max(config.max_model_len + engine.executor.lookahead, 512)  # the least that `Rotary` takes
         tables = sum(2 * longest * head_dim * 4 for head_dim in head_dims)
-        num_rows = config.max_num_seqs + 1  # one is nobody's
-        rows = num_rows * 4 * (config.max_model_len + engine.rows.max_pages)
+        num_rows = config.max_num_seqs + 1  # one is the dummy row
+        rows = num_rows * 4 * (config.max_model_len + engine.executor.batch.max_pages)
     return MemoryPlan(
         weights,
         drafter_weights,

@@ -1,4 +1,4 @@
-"""Answers for a set of prompts, as fast as the machine gives them: what `fledge regenerate` runs on."""
+"""Answers for a set of prompts at full throughput: the engine with another admission policy. `fledge regenerate` uses it."""
 
 from __future__ import annotations
 
@@ -6,56 +6,31 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
-from fledge import sources
-from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.hf import load_config, load_decoder
-from fledge.config import ModelConfig
-from fledge.engine.batched_answers import Answer, BatchedAnswers, Task
-from fledge.engine.build import Speculation, build_engine, fit
+from fledge.engine.admission import OfflineRefill
+from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.engine import Engine
-from fledge.engine.slots import MAX_STOP_IDS
-from fledge.errors import RequestError, UserError
+from fledge.errors import RequestError
 from fledge.models.decoder import Decoder
-from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
-from fledge.speculation.depth import DepthPolicy
 
-# Past about 2,000 rows a step is bound by reading the cache, and more rows only make the tail longer.
+# On a GPU. Beyond about 2,000 rows a step is bound by reading the KV cache, and more rows only make the tail longer.
 DEVICE_CONCURRENCY = 2048
-
+DEVICE_PREFILL_TOKENS = 32768  # of one pass
 
 Prompts = Sequence[Sequence[int]] | Iterator[Sequence[int] | None]
 # One from which each prompt gets its own, a function from a prompt's index to its seed, or None: a random one.
 Seed = int | Callable[[int], int] | None
 
 
-class AnswerGenerator(Protocol):
-    model: ModelConfig
-    max_model_len: int
-    concurrency: int  # answers under way at once
-
-    def generate(
-        self,
-        prompts: Prompts,
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: Seed = None,
-        stop_ids: Sequence[int] | None = None,
-    ) -> Iterator[Answer]:
-        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens.
-
-        A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts
-        may depend on earlier answers. It gives None when it has nothing yet: it is asked again while answers are under
-        way, and should wait rather than give None when none are.
-        """
+class Answer(NamedTuple):
+    index: int  # of the prompt
+    tokens: list[int]  # with the stop token, if one came
+    reason: str  # stop | length
 
 
 def is_gpu(device: str) -> bool:
@@ -71,80 +46,25 @@ def answer_generator(
     dtype: str = "auto",
     max_model_len: int = 0,
     speculation: Speculation | None = None,
-    profile: bool = False,
 ) -> AnswerGenerator:
-    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `profile`: time the device's work.
-
-    `speculation`: the same answers, sooner; None: without. On a GPU: an EAGLE drafter, as deep as asked for.
-    """
-    speculation = speculation or Speculation(drafter=None)
-    config = EngineConfig(device=device, dtype=dtype, max_model_len=max_model_len, max_num_seqs=concurrency or 0)
-    if not is_gpu(device):
-        return EngineAnswers(build_engine(model, speculation, config))
-    if speculation.drafter == "ngram":
-        raise UserError("on a GPU answers are drafted by an EAGLE drafter; name one, or leave --drafter out")
-    config = replace(config, page_size=DEVICE_PAGE_SIZE, max_num_seqs=concurrency or DEVICE_CONCURRENCY)
-    if isinstance(model, Decoder):
-        config = config.resolve(model.config)
-        decoder = model.to(device=config.device, dtype=config.weight_dtype)
-    else:
-        folder = sources.resolve(model)
-        settled = config.resolve(load_config(folder))
-        decoder = load_decoder(folder, settled.weight_dtype, settled.device)
-        config = config.resolve(decoder.config)  # again: the cache gets what the weights have left
-    found = speculation.resolve_drafter(model if isinstance(model, str) else "")
-    if found == "ngram":  # what `auto` falls back to: this model has no drafter
-        found = None
-    drafter, depth = None, 0
-    if found is not None:
-        drafter = fit(found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config), config)
-        depth = DepthPolicy.parse(speculation.depth).limit
-    return DeviceAnswers(
-        decoder.eval().requires_grad_(False), config, drafter=drafter, depth=depth, capture=True, profile=profile
+    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `speculation`: same answers, sooner."""
+    on_gpu = is_gpu(device)
+    config = EngineConfig(
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=concurrency or (DEVICE_CONCURRENCY if on_gpu else 0),
+        max_batched_tokens=DEVICE_PREFILL_TOKENS if on_gpu else 0,
+        prefix_caching=False,  # prompts of a set differ, and their pages are needed for the next ones
     )
+    return AnswerGenerator(build_engine(model, speculation or Speculation(drafter=None), config, admission=OfflineRefill()))
 
 
-class DeviceAnswers:
-    """On a GPU: rows of a captured decode step. Without `capture` the same loop runs eagerly, on any device."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        config: EngineConfig,
-        *,
-        drafter: EagleDrafter | None = None,
-        depth: int = 0,
-        capture: bool,
-        profile: bool = False,
-    ) -> None:
-        self.model, self.max_model_len, self.concurrency = decoder.config, config.max_model_len, config.max_num_seqs
-        self.batch = BatchedAnswers(decoder, config, drafter=drafter, depth=depth, capture=capture, profile=profile)
-
-    def generate(
-        self,
-        prompts: Prompts,
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: Seed = None,
-        stop_ids: Sequence[int] | None = None,
-    ) -> Iterator[Answer]:
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)  # refuses what makes no sense
-        ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
-        if len(ends) > MAX_STOP_IDS:
-            raise RequestError(f"{len(ends)} stop ids were given and at most {MAX_STOP_IDS} are watched for; give fewer")
-        task = Task(max_tokens, temperature, top_p, seed_function(seed), ends)
-        return self.batch.run(checked(prompts, self.model.vocab_size, self.max_model_len), task)
-
-
-class EngineAnswers:
-    """On a CPU: the engine itself, without drafter or text."""
-
+class AnswerGenerator:
     def __init__(self, engine: Engine) -> None:
         engine.tokenizer = None
         self.engine, self.model, self.max_model_len = engine, engine.model, engine.config.max_model_len
-        self.concurrency = engine.config.max_num_seqs
+        self.concurrency = engine.config.max_num_seqs  # answers in progress at once
 
     def generate(
         self,
@@ -156,9 +76,18 @@ class EngineAnswers:
         seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
-        ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
+        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens.
+
+        A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts
+        may depend on earlier answers. It gives None when it has nothing yet: it is asked again while answers are in
+        progress, and should wait rather than give None when none are.
+        """
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=ends, ignore_eos=True
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop_token_ids=tuple(self.model.eos_token_ids if stop_ids is None else stop_ids),
+            ignore_eos=True,
         )
         return self._run(checked(prompts, self.model.vocab_size, self.max_model_len), params, seed_function(seed))
 
@@ -179,7 +108,7 @@ class EngineAnswers:
                 for delta in self.engine.step():
                     if delta.finished:
                         request = delta.request
-                        yield Answer(index_of.pop(request.id), request.answer, request.finish_reason)
+                        yield Answer(index_of.pop(request.id), request.answer, request.finish_reason or "abort")
         finally:
             for request in list(self.engine.requests.values()):
                 if request.id in index_of:

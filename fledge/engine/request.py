@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import NamedTuple
 
-import torch
-
-from fledge.engine.kv_cache import PageKeys
+from fledge.engine.kv_pool import PageKeys
 from fledge.sampling import SamplingParams
 from fledge.speculation.stats import AcceptanceStats
-from fledge.speculation.verification import Draft
+from fledge.speculation.verification import VerifiedPass
 from fledge.tokenizer import IncrementalDecoder
 
 
@@ -31,7 +29,8 @@ class Delta(NamedTuple):
     drafted: list[bool]  # per token: it came from the drafter
     text: str
     finished: bool
-    spans: list[tuple[str, bool]]  # `text` in pieces, with whether the drafter proposed them
+    spans: list[tuple[str, bool]]  # `text` in parts, with whether the drafter proposed them
+    passes: list[VerifiedPass] = []  # noqa: RUF012 - the target passes the tokens came from; never changed in place
 
 
 @dataclass(eq=False)
@@ -47,9 +46,10 @@ class Request:
     tokens: list[int] = field(init=False)  # prompt and answer; appended by `append`
     pages: list[int] = field(default_factory=list)  # set by the scheduler
     page_keys: PageKeys | None = None  # what its pages hold, for others to find; None: prefixes are not shared
-    num_computed: int = 0  # tokens whose keys are in the cache; set by the engine
+    num_computed: int = 0  # tokens of the text that are prefilled or scheduled to be; set by the scheduler
+    prefill_end: int = 0  # length of the text when it was admitted: what has to be prefilled
     num_cached: int | None = None  # tokens of the prompt that the cache had when it entered
-    draft: Draft = field(default_factory=Draft)  # to verify at the next step; set by the engine
+    drafter_stale: bool = False  # the drafter lacks hidden states of a part of the text: it cannot draft for it
     finish_reason: str | None = None  # stop | length | abort
     stop_reason: str | int | None = None  # the stop string or id that ended it
     text: str = ""
@@ -58,21 +58,18 @@ class Request:
     num_preemptions: int = 0
     first_token_time: float | None = None
     finish_time: float | None = None
-    generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        if not self.params.greedy:
-            self.generator = torch.Generator()
-            if self.params.seed is None:
-                self.generator.seed()
-            else:
-                self.generator.manual_seed(self.params.seed)
 
-    def generator_of(self, number: int) -> torch.Generator:
-        """Random numbers for the answer's `number`-th token alone: the same whatever was drawn before."""
-        words = f"{self.generator.initial_seed()} {number}".encode()
-        return torch.Generator().manual_seed(int.from_bytes(sha256(words).digest()[:4]))
+    @cached_property
+    def seed(self) -> int:
+        """Draws belong to (seed, position): the same text whatever else runs or is asked for. 62 bits, for int64 maths."""
+        return random.getrandbits(62) if self.params.seed is None else self.params.seed % 2**62
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_computed >= self.prefill_end > 0
 
     @property
     def answer(self) -> list[int]:
@@ -90,21 +87,21 @@ class Request:
     def end_token_ids(self) -> frozenset[int]:
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
 
-    def append(self, tokens: list[int], drafted: list[bool], max_len: int) -> Delta:
+    def append(self, tokens: list[int], drafted: list[bool], max_len: int, passes: list[VerifiedPass] | None = None) -> Delta:
         """Takes tokens until one of them ends the request; what follows is dropped and not counted."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         if self.decoder is None:
             taken = self._take(tokens, max_len)
-            return Delta(self, tokens[:taken], drafted[:taken], "", self.finished, [])
+            return Delta(self, tokens[:taken], drafted[:taken], "", self.finished, [], passes or [])
         before = len(self.text)
         taken, spans = 0, []
         for token, from_draft in zip(tokens, drafted, strict=True):
             self.tokens.append(token)
             taken += 1
             ends = self._ends(token, self.num_answer)
-            piece = self._decode(token, ends)
-            spans.append((piece, from_draft))
+            part = self._decode(token, ends)
+            spans.append((part, from_draft))
             if ends:
                 self.finish("stop", None if token in self.eos_token_ids else token)
             elif (found := self._stop_string()) is not None:
@@ -113,10 +110,11 @@ class Request:
                 self.finish("length")
             if self.finished:
                 break
-        return Delta(self, tokens[:taken], drafted[:taken], self.text[before:], self.finished, _clip(spans, before, self))
+        spans = _clip(spans, before, self)
+        return Delta(self, tokens[:taken], drafted[:taken], self.text[before:], self.finished, spans, passes or [])
 
     def _take(self, tokens: list[int], max_len: int) -> int:
-        """All at once, where nobody asks for text: how many were taken."""
+        """Takes all at once where no text is needed; returns how many were taken."""
         answered = self.num_answer
         room = max(min(self.params.max_tokens - answered, max_len - len(self.tokens)), 1)
         taken = min(len(tokens), room)
@@ -143,7 +141,6 @@ class Request:
             self.text += self.decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finish_time = time.perf_counter()
-        self.draft = Draft()
 
     def _decode(self, token: int, ends: bool) -> str:
         if ends and not self.params.include_stop_str_in_output:

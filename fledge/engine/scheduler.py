@@ -1,131 +1,237 @@
 """Which requests take part in the next step, and with how many tokens.
 
-Running requests come first, in order of arrival; then waiting ones join while there is room. A prompt longer than the
-step's token budget is read in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text
-kept, and it starts over from there, before any newcomer. A text whose beginning the cache still holds is computed from there.
+    waiting  --admit: pages, a free row, the step's token budget-->  running: prefilling, then decoding  --> finished
+       ^                                                                 |
+       +------- preempted (the cache is full) or recomputed -------------+
+
+Running requests come first. Waiting ones join in order of arrival while there is room. A prompt longer than a chunk is
+prefilled in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text is kept, and
+it is prefilled again before any new request. What the cache still holds of a text is not prefilled again.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from fledge.engine.kv_cache import PagePool
+from fledge.engine.admission import AdmissionPolicy
+from fledge.engine.config import EngineConfig
+from fledge.engine.executors.base import Chunk, Executor, Plan
+from fledge.engine.kv_pool import PagePool
+from fledge.engine.recompute import RecomputePolicy
 from fledge.engine.request import Request
 from fledge.errors import RequestError
-from fledge.speculation.verification import Draft
-
-
-@dataclass
-class Scheduled:
-    """One request's part of a step: `num_tokens` of its text from `start`, then its draft."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    draft: Draft
-
-    @property
-    def completes(self) -> bool:
-        """Whether this pass reaches the end of the text, so that a token follows."""
-        return self.start + self.num_tokens == len(self.request.tokens)
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_tokens + len(self.draft)
-
-    def tokens(self) -> list[int]:
-        return self.request.tokens[self.start : self.start + self.num_tokens] + self.draft.tokens
+from fledge.speculation.controller import SpeculationController
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, max_num_seqs: int, max_batched_tokens: int, max_len: int, lookahead: int) -> None:
-        self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
-        self.max_len, self.lookahead = max_len, lookahead
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        executor: Executor,
+        controller: SpeculationController,
+        admission: AdmissionPolicy,
+    ) -> None:
+        self.config, self.pool, self.executor, self.controller, self.admission = config, pool, executor, controller, admission
+        self.recompute = RecomputePolicy(controller.acceptance)
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.num_preemptions = 0
+        self.running: dict[Request, None] = {}  # in order of admission
+        self.num_preemptions = self.num_recomputed = 0
+
+    @property
+    def lookahead(self) -> int:
+        return self.executor.lookahead
 
     def add(self, request: Request) -> None:
-        length = len(request.prompt)
+        length, longest = len(request.prompt), self.config.max_model_len
         if not length:
             raise RequestError("the prompt is empty; give at least one token")
-        if length >= self.max_len:
+        if length >= longest:
             raise RequestError(
-                f"the prompt has {length} tokens and the context holds {self.max_len}, answer included; shorten the prompt"
+                f"the prompt has {length} tokens and the context holds {longest}, answer included; shorten the prompt"
             )
-        longest = min(length + request.params.max_tokens, self.max_len) + self.lookahead
+        needed = self.longest(request) + self.lookahead
         capacity = self.pool.num_pages * self.pool.page_size
-        if self.pool.pages_for(longest) > self.pool.num_pages:
+        if self.pool.pages_for(needed) > self.pool.num_pages:
             raise RequestError(
-                f"the request may need {longest} tokens of cache (prompt {length}, answer up to {request.params.max_tokens}, "
+                f"the request may need {needed} tokens of cache (prompt {length}, answer up to {request.params.max_tokens}, "
                 f"draft {self.lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
             )
         self.waiting.append(request)
 
-    def schedule(self) -> list[Scheduled]:
-        budget = self.max_batched_tokens
-        batch: list[Scheduled] = []
-        preempted: list[Request] = []
-        for request in list(self.running):
-            if request in preempted or budget <= 0:
+    def longest(self, request: Request) -> int:
+        """Tokens of prompt and answer at most."""
+        return min(len(request.prompt) + request.params.max_tokens, self.config.max_model_len)
+
+    def schedule(self) -> Plan:
+        interrupted = self._recompute_stale()
+        decoding = [request for request in self.running if request.is_prefilled]
+        prefilling = [request for request in self.running if not request.is_prefilled]
+        plan = Plan(expects_requests=bool(prefilling or self.num_admissible))
+        self.executor.prepare(decoding, expects_requests=plan.expects_requests)
+        depth = self.controller.choose(decoding)
+        if decoding:
+            plan.cycles = self.executor.cycles_ahead(expects_requests=plan.expects_requests)
+            depths = dict.fromkeys(decoding, depth)
+            if self.executor.is_ragged:
+                most = max(self.config.max_batched_tokens // len(decoding) - 1, 0)
+                depths = {request: min(self.controller.depth_for(request), most) for request in decoding}
+            interrupted |= self._grow(plan, depths)
+            plan.decodes = {request: depth for request, depth in depths.items() if request in self.running}
+        budget = self.executor.prefill_budget(sum(depth + 1 for depth in plan.decodes.values()))
+        for request in prefilling:
+            if request in self.running:
+                budget -= self._prefill(plan, request, budget)
+        # What submitted steps emitted for an interrupted request is collected before it is prefilled again.
+        if not interrupted:
+            self._admit(plan, budget)
+        return plan
+
+    # Decoding: KV pages for the tokens to come
+
+    def _grow(self, plan: Plan, depths: dict[Request, int]) -> bool:
+        """Pages for what submitted steps and this one may emit; without enough, the youngest are preempted."""
+        unread, preempted = self.executor.max_unread_tokens, False
+        page_size, lookahead = self.pool.page_size, self.lookahead
+        for request, depth in depths.items():
+            needed = len(request.tokens) + unread + plan.cycles * (depth + 1) + lookahead
+            if needed <= len(request.pages) * page_size or request not in self.running:  # preempted for an older one
                 continue
-            item = self._fit(request, budget)
-            while not self.pool.grow(request.pages, item.start + item.num_rows + self.lookahead):
-                victim = self.running[-1]
+            needed, before = min(needed, self.longest(request) + lookahead), len(request.pages)
+            while not self.pool.grow(request.pages, needed):
+                victim = max(self.running, key=lambda other: other.arrival)
                 self._preempt(victim)
-                preempted.append(victim)
+                preempted = True
                 if victim is request:
                     break
-                batch = [other for other in batch if other.request is not victim]
-            if request not in preempted:
-                batch.append(item)
-                budget -= item.num_rows
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+            else:
+                plan.grown.append((request, before))
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        self._interrupt([request])
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _interrupt(self, requests: Sequence[Request]) -> None:
+        """They are prefilled again from their text, before any new request."""
+        self._release(requests)
+        for request in sorted(requests, key=lambda request: -request.arrival):
+            request.num_computed = request.prefill_end = 0
+            self.waiting.appendleft(request)
+
+    def _recompute_stale(self) -> bool:
+        """Where the load leaves room for speculation again, requests that plain cycles made stale are prefilled again."""
+        policy, executor = self.recompute, self.executor
+        if not self.controller.adaptive or not any(request.drafter_stale for request in self.running):
+            return False
+        running = [request for request in self.running if request.is_prefilled]
+        stale = [request for request in running if request.drafter_stale and request not in policy.done]
+        if not stale or self.waiting or len(running) < len(self.running):
+            policy.num_agreeing = 0
+            return False
+        # Each takes as many pages as it has, and one page for each running request must be free when it is admitted.
+        if self.pool.num_free < len(running) + len(stale):
+            return False
+        drafted = [request for request in running if request.speculate and not request.drafter_stale] + stale
+        guard = self.controller.guard
+        allowed = [guard.depth(request) for request in drafted] if guard is not None and guard.counts.shortened else []
+        # Where an answer ends is not known: half way is as good a guess as any.
+        remaining = [
+            min(request.num_answer, self.longest(request) - len(request.prompt) - request.num_answer) for request in stale
+        ]
+        num_tokens = sum(len(request.tokens) for request in stale)
+        if not policy.is_due(
+            lambda depth: executor.costs.seconds(len(running), len(drafted), depth),
+            len(drafted) / len(running),
+            allowed,
+            remaining,
+            executor.recompute_seconds(num_tokens),
+        ):
+            return False
+        policy.done.update(stale)
+        self.num_recomputed += len(stale)
+        self._interrupt(stale)
+        return True
+
+    # Prefill and admission
+
+    def _prefill(self, plan: Plan, request: Request, budget: int) -> int:
+        remaining = request.prefill_end - request.num_computed
+        num_tokens = self.executor.chunk_tokens(remaining, budget, plan.prefills)
+        if num_tokens > 0:
+            plan.prefills.append(Chunk(request, request.num_computed, num_tokens))
+            request.num_computed += num_tokens
+        return max(num_tokens, 0)
+
+    @property
+    def num_admissible(self) -> int:
+        """Waiting requests for which there is a free row."""
+        return min(len(self.waiting), self.config.max_num_seqs - len(self.running))
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        if self._holds_back():
+            return
+        num_waiting, size = len(self.waiting), self.pool.page_size
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            request.num_computed = self.pool.take(request.pages, self.pool.find(request.page_keys), request.page_keys)
-            item = self._fit(request, budget)
-            if not self.pool.grow(request.pages, item.start + item.num_rows + self.lookahead):
+            length = len(request.tokens)
+            found = self.pool.find(request.page_keys)
+            if len(found) * size < self.executor.least_reuse(length):
+                found = []
+            if not self.executor.admits(length - len(found) * size, budget, plan.prefills):
+                break
+            request.num_computed = self.pool.take(request.pages, found, request.page_keys)
+            # One page for each running request stays free: its next growth would preempt the new one again.
+            if not self.pool.grow(request.pages, length + self.lookahead + 1, len(self.running) * size):
                 self.pool.release(request.pages)
                 request.num_computed = 0
                 break
-            self.entered(request)
-            self.running.append(self.waiting.popleft())
-            batch.append(item)
-            budget -= item.num_rows
-        return batch
+            self.waiting.popleft()
+            self.running[request] = None
+            request.prefill_end, request.drafter_stale = length, False
+            self._count_reuse(request)
+            budget -= self._prefill(plan, request, budget)
+        if len(self.waiting) < num_waiting:
+            self.admission.admitted(self.num_admissible, time.perf_counter())
 
-    def _fit(self, request: Request, budget: int) -> Scheduled:
-        num_tokens = min(len(request.tokens) - request.num_computed, budget)
-        draft = request.draft if num_tokens + len(request.draft) <= budget else Draft()
-        return Scheduled(request, request.num_computed, num_tokens, draft)
+    def _holds_back(self) -> bool:
+        """Whether waiting requests should wait for more to come. One that ran before has waited enough."""
+        if not self.waiting or self.waiting[0].num_answer:
+            return False
+        return self.admission.holds_back(
+            waiting=self.num_admissible,
+            running=len(self.running),
+            prefill_seconds=self.executor.prefill_seconds,
+            now=time.perf_counter(),
+        )
 
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.pool.release(request.pages)
-        request.num_computed, request.draft = 0, Draft()
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
-
-    def entered(self, request: Request) -> None:
-        """Counts what the cache had of a new text; a preempted one that finds itself again is not news."""
+    def _count_reuse(self, request: Request) -> None:
+        """For the hit rate; a preempted text that finds its own pages does not count."""
         if request.page_keys is not None and request.num_cached is None:
             request.num_cached = request.num_computed
             self.pool.num_queried += len(request.tokens)
             self.pool.num_found += request.num_cached
 
-    def share(self, request: Request, num_computed: int) -> None:
-        """Others find the request's pages as far as they are computed, by the drafter as well if it speculates."""
-        self.pool.share(request.pages, request.page_keys, num_computed)
+    # Leaving
 
-    def remove(self, request: Request) -> None:
-        """A finished or cancelled request leaves; its pages are free at once."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self.pool.release(request.pages)
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Finished or cancelled requests leave; their pages are free at once."""
+        self._release([request for request in requests if request in self.running])
+        for request in requests:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self.recompute.done.discard(request)
+            self.controller.forget(request)
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        self.executor.release(requests)
+        for request in requests:
+            del self.running[request]
+            self.pool.release(request.pages)
 
     def check_integrity(self) -> None:
         self.pool.check_integrity([request.pages for request in [*self.running, *self.waiting]])
+        self.executor.check_integrity(list(self.running))

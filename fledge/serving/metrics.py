@@ -155,7 +155,7 @@ class Metrics:
 
     @property
     def guard(self) -> DriftGuard | None:
-        return self.engine.depth_control.guard if self.engine is not None else None
+        return self.engine.controller.guard if self.engine is not None else None
 
     def _guard(self, counts: GuardCounts) -> Iterable[Metric]:
         def family(kind: type[Metric], name: str, text: str, value: float) -> Metric:
@@ -172,7 +172,7 @@ class Metrics:
         for reason, count in counts.shortenings.items():
             by_reason.add_metric((*self.labels, reason), count)
         yield by_reason
-        share, text = self.engine.depth_control.outside.share, GUARD["outside_vocabulary_share"]
+        share, text = self.engine.controller.coverage.share, GUARD["outside_vocabulary_share"]
         yield family(GaugeMetricFamily, "outside_vocabulary_share", text, share)
 
     def _drift(self, figures: dict[str, Any]) -> Iterable[Metric]:

@@ -19,7 +19,6 @@ from fledge.checkpoints.hf import load_config
 from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import RequestError, UserError
@@ -40,7 +39,6 @@ log = logging.getLogger("fledge.serving")
 # What a model's generation_config.json may set for requests that leave it open.
 DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 # What of it captured cycles do not do, and the values that change nothing.
-NEUTRAL = {"repetition_penalty": 1.0}
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
 # Compiling a grammar takes milliseconds; one that takes longer than this is refused.
@@ -70,24 +68,17 @@ class Service:
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
         log.info(memory_plan(engine).describe())
-        if isinstance(engine, DeviceEngine):
-            engine.warm_up(log.info)
-            if names := not_captured(self.defaults):
-                log.warning(
-                    "generation_config.json sets %s, which captured cycles do not do: requests that leave it open take the "
-                    "slower eager way. To change that: --override-generation-config '%s'",
-                    ", ".join(f"{name} = {self.defaults[name]}" for name in names),
-                    json.dumps({name: NEUTRAL[name] for name in names}),
-                )
+        for line in engine.warm_up():
+            log.info(line)
         if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
-            for owner in (engine.runner, engine.drafter):
+            for owner in (engine.executor, engine.drafter):
                 if isinstance(cache := getattr(owner, "cache", None), PagedKV):
                     cache.take_memory()
         if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
             engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
             raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
-        if flags.drift_probe_every or engine.depth_control.guard is not None:
+        if flags.drift_probe_every or engine.controller.guard is not None:
             self.metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or None)
             if probe is not None:
                 log.info(coverage(engine, probe))
@@ -224,11 +215,6 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return {int(token): bias for token, bias in given.items()} if given else None
     except ValueError:
         raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None
-
-
-def not_captured(defaults: dict[str, Any]) -> list[str]:
-    """Those of a model's defaults that send requests to the eager engine on a GPU."""
-    return [name for name, neutral in NEUTRAL.items() if defaults.get(name, neutral) != neutral]
 
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:

@@ -48,3 +48,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         if not (1 <= self.width <= 16 and 1 <= self.nodes <= 63):
             raise UserError("a draft tree has a width of 1 to 16 and 1 to 63 nodes")
+
+    def num_nodes(self, depth: int) -> float:
+        """Draft tokens verified per request in a tree of this depth."""
+        return min(self.nodes, self.width + self.width**2 * (depth - 1))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.kernels.sample import Cuts, sample
 from fledge.sampling import SamplingParams
 
 
@@ -34,6 +35,29 @@ def adjust(
     for process in params.logits_processors:
         logits = process(answer, logits)
     return logits
+
+
+LEAST_TOP_P = 1e-6  # smaller values keep the likeliest token alone too, and may be 0 in fp32
+
+
+def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    """The token at `position` of an answer: the likeliest, or drawn with noise that belongs to (seed, position)."""
+    if params.greedy:
+        return int(logits_V.argmax())
+    return int(sample(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
+
+
+def sampling_tensors(
+    params: SamplingParams, seed: int, position: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Cuts | None]:
+    """Temperature, seed, counter and truncation of one row, as `kernels.sample` takes them."""
+    temperature = torch.tensor([0.0 if params.greedy else params.temperature], device=device)
+    numbers = torch.tensor([[seed], [position]], device=device)
+    cuts = None
+    if params.truncates:
+        top_p, min_p = (torch.tensor([x], device=device) for x in (max(params.top_p, LEAST_TOP_P), params.min_p))
+        cuts = Cuts(top_p, torch.tensor([max(params.top_k, 0)], device=device), min_p)
+    return temperature, numbers[0], numbers[1], cuts
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

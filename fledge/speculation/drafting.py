@@ -11,40 +11,44 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fledge.kernels.native import best_of
 from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.kernels.sample import Draws, choose, picked
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
+from fledge.speculation.coverage import VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.distribution import probabilities
+from fledge.speculation.distribution import sampling_tensors
 from fledge.speculation.lean_drafter import lean
-from fledge.speculation.outside import OutsideShare
 from fledge.speculation.rows import take
 from fledge.speculation.verification import Draft
 
 
-class DraftedSequence(Protocol):
+class DraftedRequest(Protocol):
     """What a drafter may know of a request."""
 
-    tokens: list[int]  # prompt and answer, all settled
+    tokens: list[int]  # prompt and answer
     pages: list[int]  # shared by the target's cache and the drafter's
     params: SamplingParams
-    generator: torch.Generator | None
+    seed: int
+
+    @property
+    def num_answer(self) -> int: ...
 
 
 @dataclass
-class Settled:
-    """One sequence after a target pass: which rows of the pass are now its text, and how far it may be drafted."""
+class AcceptedSpan:
+    """One request after a target pass: which rows of the pass are now its text, and how far it may be drafted."""
 
-    sequence: DraftedSequence
+    request: Any  # a DraftedRequest
     start: int  # position of the first row
-    rows: list[int]  # rows of the pass, the states of positions start, start + 1, …
-    room: int  # tokens that may be drafted; 0: none wanted (a prompt still being read)
+    rows: list[int]  # rows of the pass, the hidden states of positions start, start + 1, …
+    max_draft_tokens: int = 0  # 0: none wanted (its prompt is not prefilled yet, or nothing is drafted under this load)
 
 
 class Drafter(Protocol):
@@ -53,11 +57,29 @@ class Drafter(Protocol):
     lookahead: int  # cache slots it and its verification need past the settled text
     description: str  # for people
 
-    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
-        """One draft per settled sequence; empty where there is no room or nothing to propose."""
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
+        """Processes the spans' hidden states, and drafts for each; empty where none is wanted or nothing can be proposed."""
+        ...
 
-    def forget(self, sequence: DraftedSequence) -> None:
-        """The sequence is done with (finished, cancelled) or starts over (preempted)."""
+    def forget(self, request: DraftedRequest) -> None:
+        """The request has left (finished, cancelled) or will be prefilled again (preempted)."""
+        ...
+
+
+class DraftObserver(Protocol):
+    """Looks at drafts as they are made; they stay what they are."""
+
+    def begin(self, spans: Sequence[AcceptedSpan]) -> None:
+        """A sync pass for these spans, and then draft steps for those that are drafted for, are about to run."""
+        ...
+
+    def step(
+        self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]
+    ) -> tuple[Tensor, Tensor] | None:
+        """May run the drafter's step itself, to see inside; None: it does not look at this one."""
+        ...
+
+    def end(self, spans: Sequence[AcceptedSpan]) -> None: ...
 
 
 class EagleSpeculator:
@@ -79,55 +101,67 @@ class EagleSpeculator:
         shape = f"tree of {tree.nodes}" if tree else "chain"
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
         self.lean = lean(network, cache)
+        self.observer: DraftObserver | None = None
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
         is_whole = len(self.target_id_list) == network.config.vocab_size
-        self.outside = OutsideShare(None if is_whole else self.target_id_list, coverage)  # told by the engine what is said
+        self.coverage = VocabularyCoverage(None if is_whole else self.target_id_list, coverage)  # kept up by the controller
+        self.column_of = {token: column for column, token in enumerate(self.target_id_list)}
 
-    def forget(self, sequence: DraftedSequence) -> None:
-        """All state lies in the sequence's pages."""
+    def forget(self, request: DraftedRequest) -> None:
+        """All state lies in the request's pages."""
 
-    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
-        hidden, feedback = self.sync(settled, taps)
-        drafts = [Draft() for _ in settled]
-        wanted = [index for index, item in enumerate(settled) if item.room > 0]
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
+        if self.observer is not None:
+            self.observer.begin(spans)
+        drafts = self._draft(spans, taps)
+        if self.observer is not None:
+            self.observer.end(spans)
+        return drafts
+
+    def _draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
+        hidden, feedback = self.sync(spans, taps)
+        drafts = [Draft() for _ in spans]
+        wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]
         if wanted:
-            ends = list(accumulate(len(item.rows) for item in settled))
+            ends = list(accumulate(len(span.rows) for span in spans))
             last = [ends[index] - 1 for index in wanted]
-            items, logits = [settled[index] for index in wanted], self.network.logits(take(hidden, last))
+            items, logits = [spans[index] for index in wanted], self.network.logits(take(hidden, last))
             grow = self.grow_chains if self.tree is None else self.grow_trees
             for index, draft in zip(wanted, grow(items, logits, take(feedback, last)), strict=True):
                 drafts[index] = draft
         return drafts
 
-    def sync(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rebuilds the drafter's cache for the settled rows from the target's states."""
-        rows = [row for item in settled for row in item.rows]
+    def sync(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rebuilds the drafter's cache for the accepted tokens from the target's hidden states."""
+        rows = [row for span in spans for row in span.rows]
         if rows != list(range(taps[0].shape[0])):
             taps = [take(tap, rows) for tap in taps]
         tokens, positions, layouts = [], [], []
-        for item in settled:
-            end = item.start + len(item.rows)
-            tokens.extend(item.sequence.tokens[item.start + 1 : end + 1])
-            positions.extend(range(item.start, end))
-            layouts.append(SequenceLayout(item.sequence.pages, len(item.rows), end))
+        for span in spans:
+            end = span.start + len(span.rows)
+            tokens.extend(span.request.tokens[span.start + 1 : end + 1])
+            positions.extend(range(span.start, end))
+            layouts.append(SequenceLayout(span.request.pages, len(span.rows), end))
         return self.step(tokens, (self.lean or self.network).fuse(taps), positions, layouts)
 
     def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
+        if self.observer is not None and (seen := self.observer.step(tokens, h, positions, layouts)) is not None:
+            return seen
         tensors = torch.tensor([tokens, positions], device=self.device)
         run = self.lean or self.network
         return run(tensors[0], h, tensors[1], PagedAttend(self.cache, layouts), max(positions))
 
-    def grow_chains(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
-        drafts = [Draft(probs=None if item.sequence.params.greedy else []) for item in items]
+    def grow_chains(self, items: list[AcceptedSpan], logits: Tensor, h: Tensor) -> list[Draft]:
+        drafts = [Draft() for _ in items]
         joint = [1.0] * len(items)
         active = list(range(len(items)))
         depth = 0
         while True:
-            chosen, confidence = self.choose(logits, [items[index] for index in active], [drafts[i] for i in active])
+            chosen, confidence = self.choose(logits, [items[index].request for index in active], depth)
             for index, token, sure in zip(active, chosen, confidence, strict=True):
-                sure *= self.covered(items[index])
+                sure *= self.coverage.covered
                 drafts[index].tokens.append(token)
                 drafts[index].parents.append(depth - 1)
                 drafts[index].confidences.append(sure)
@@ -136,7 +170,7 @@ class EagleSpeculator:
             kept = [
                 place
                 for place, index in enumerate(active)
-                if depth < items[index].room and self.depth.goes_on(depth, joint[index])
+                if depth < items[index].max_draft_tokens and self.depth.goes_on(depth, joint[index])
             ]
             if not kept:
                 return drafts
@@ -144,42 +178,33 @@ class EagleSpeculator:
                 h = take(h, kept)
                 active = [active[place] for place in kept]
             ends = [items[index].start + len(items[index].rows) + depth for index in active]
-            layouts = [SequenceLayout(items[index].sequence.pages, 1, end) for index, end in zip(active, ends, strict=True)]
+            layouts = [SequenceLayout(items[index].request.pages, 1, end) for index, end in zip(active, ends, strict=True)]
             tokens = [drafts[index].tokens[-1] for index in active]
             hidden, h = self.step(tokens, h, [end - 1 for end in ends], layouts)
             logits = self.network.logits(hidden)
 
-    def choose(self, logits: Tensor, items: list[Settled], drafts: list[Draft]) -> tuple[list[int], list[float]]:
-        """The next token of each chain: the likeliest when greedy, else drawn from q, which the draft keeps."""
+    def choose(self, logits: Tensor, requests: list[DraftedRequest], depth: int) -> tuple[list[int], list[float]]:
+        """The next token of each chain and its probability: the likeliest, or drawn with the target's own noise.
+
+        Drafter and target draw a position with the same noise, so a drafter that is like the target draws the same token.
+        """
         best, confidence = best_of(logits, probability=True)
         chosen = [self.target_id_list[index] for index in best]
-        for place, (item, draft) in enumerate(zip(items, drafts, strict=True)):
-            if draft.probs is None:
+        for place, request in enumerate(requests):
+            params = request.params
+            if params.greedy:
                 continue
-            q = probabilities(logits[place].float(), item.sequence.params)
-            drawn = int(torch.multinomial(q.cpu(), 1, generator=item.sequence.generator))
-            confidence[place], chosen[place] = float(q[drawn]), int(self.target_ids[drawn])
-            draft.probs.append(self.over_target_vocabulary(q))
+            tensors = sampling_tensors(params, request.seed, request.num_answer + depth, logits.device)
+            row = logits[place : place + 1]
+            chosen[place] = int(picked(choose(row, Draws(*tensors), ids_V=self.target_ids), self.network.config.vocab_size)[0])
+            column = self.column_of[chosen[place]]
+            confidence[place] = float(torch.softmax(row[0].float() / params.temperature, -1)[column])
         return chosen, confidence
 
-    def covered(self, item: Settled) -> float:
-        """What of the target's probability lies on tokens that can be drafted. For confidence alone: q stays what it is.
-
-        A seeded request is repeatable, so that how deep it is drafted for must not depend on what others said.
-        """
-        params = item.sequence.params
-        is_seeded = params.seed is not None and not params.greedy
-        return self.outside.covered_at_first if is_seeded else self.outside.covered
-
-    def over_target_vocabulary(self, q: Tensor) -> Tensor:
-        if len(q) == self.network.config.vocab_size:
-            return q
-        return q.new_zeros(self.network.config.vocab_size).index_copy_(0, self.target_ids, q)
-
-    def grow_trees(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
+    def grow_trees(self, items: list[AcceptedSpan], logits: Tensor, h: Tensor) -> list[Draft]:
         """EAGLE-2: each level expands the `width` most likely nodes; of all nodes the most likely `nodes` are kept."""
         width = min(self.tree.width, logits.shape[-1])
-        trees = [_GrowingTree(item, width, math.log(self.covered(item))) for item in items]
+        trees = [_GrowingTree(item, width, math.log(self.coverage.covered)) for item in items]
         active = trees
         parents_h = h
         fan_out = [1] * len(active)
@@ -196,7 +221,7 @@ class EagleSpeculator:
             kept = [
                 place
                 for place, tree in enumerate(active)
-                if depth < tree.item.room and self.depth.goes_on(depth, math.exp(tree.best_of_frontier))
+                if depth < tree.item.max_draft_tokens and self.depth.goes_on(depth, math.exp(tree.best_of_frontier))
             ]
             if not kept:
                 return [tree.draft(self.tree.nodes) for tree in trees]
@@ -215,7 +240,7 @@ class EagleSpeculator:
 
 
 class _GrowingTree:
-    def __init__(self, item: Settled, width: int, log_covered: float) -> None:
+    def __init__(self, item: AcceptedSpan, width: int, log_covered: float) -> None:
         self.item, self.width, self.log_covered = item, width, log_covered
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -253,7 +278,7 @@ class _GrowingTree:
         mask = torch.zeros(len(self.frontier), self.num_slots, dtype=torch.bool)
         for row, node in enumerate(self.frontier):
             mask[row, self.visible[node]] = True
-        layout = SequenceLayout(self.item.sequence.pages, len(self.frontier), settled + self.num_slots, mask)
+        layout = SequenceLayout(self.item.request.pages, len(self.frontier), settled + self.num_slots, mask)
         return [self.tokens[node] for node in self.frontier], [settled + depth - 1] * len(self.frontier), layout
 
     def draft(self, num_nodes: int) -> Draft:

@@ -1,7 +1,7 @@
 """The drift guard: a request whose drafts are clearly worse than usual is drafted for less deeply until they are usual again.
 
 What is usual is learnt from the engine's own requests: nothing is judged during the warm-up (`calibration_steps` speculative
-steps, `calibration_looks` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
+steps, `calibration_probes` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
 draft's depth changes no answer. A request's limit is halved, down to 1 and never to 0, so that it can be seen to recover.
 
     acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'
@@ -24,7 +24,7 @@ CLEAR_DROP, STANDARD_ERRORS = 0.25, 3.0
 CLEAR_SHIFT = {"rms": 0.5, "sink_share": 0.25}
 RELATIVE = ("rms",)
 DEVIATIONS = 4.0
-LOOK_DECAY = 0.995
+PROBE_DECAY = 0.995
 PAUSE = 8  # steps between two shortenings of a request
 # Steps for which a shortened request must be in the band before its limit is doubled. It is waited twice as long each time
 # that the request falls back, until it has stayed in the band for the longest time.
@@ -67,7 +67,7 @@ class _Spread:
     """Decayed mean and deviation of a figure."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.looks, self.weight, self.mean, self.variance = name, 0, 0.0, 0.0, 0.0
+        self.name, self.probes, self.weight, self.mean, self.variance = name, 0, 0.0, 0.0, 0.0
 
     @property
     def width(self) -> float:
@@ -75,8 +75,8 @@ class _Spread:
         return max(clear, DEVIATIONS * math.sqrt(self.variance))
 
     def add(self, value: float) -> None:
-        self.looks += 1
-        self.weight = self.weight * LOOK_DECAY + 1
+        self.probes += 1
+        self.weight = self.weight * PROBE_DECAY + 1
         share, shift = 1 / self.weight, value - self.mean
         self.mean += share * shift
         self.variance = (1 - share) * (self.variance + share * shift * shift)
@@ -95,9 +95,9 @@ class _Watched:
 
 
 class DriftGuard:
-    def __init__(self, limit: int, *, calibration_steps: int = 256, calibration_looks: int = 16) -> None:
+    def __init__(self, limit: int, *, calibration_steps: int = 256, calibration_probes: int = 16) -> None:
         """`limit`: the depth of a draft when all is well."""
-        self.limit, self.steps_left, self.looks_needed = limit, calibration_steps, calibration_looks
+        self.limit, self.steps_left, self.probes_needed = limit, calibration_steps, calibration_probes
         self.usual = _Rates(limit, BAND_DECAY)
         self.bands: dict[str, list[_Spread]] = {name: [] for name in CLEAR_SHIFT}
         self.watched: dict[Hashable, _Watched] = {}
@@ -112,7 +112,7 @@ class DriftGuard:
         if watched is not None:
             self.counts.shortened -= watched.limit < self.limit
 
-    def saw(self, request: Hashable, depth: int, accepted: int, *, nameable: bool = True) -> None:
+    def record(self, request: Hashable, depth: int, accepted: int, *, nameable: bool = True) -> None:
         """A step's draft was `depth` deep and so many tokens of it stood.
 
         `nameable`: the drafter could have named the token that the target chose after those. If it could not, the miss says
@@ -136,7 +136,7 @@ class DriftGuard:
         elif watched.since >= LONGEST_WAIT and watched.limit == self.limit:
             watched.wait, watched.has_grown = FIRST_WAIT, False
 
-    def probed(self, request: Hashable, figures: Mapping[str, Sequence[float | None]]) -> None:
+    def record_probe(self, request: Hashable, figures: Mapping[str, Sequence[float | None]]) -> None:
         """The probe looked at one draft: its figures by draft step, None where it saw none."""
         watched = self._watch(request)
         watched.unseen = 0
@@ -147,7 +147,7 @@ class DriftGuard:
             for band, value in zip(bands, values, strict=False):
                 if value is None:
                     continue
-                if band.looks < self.looks_needed:
+                if band.probes < self.probes_needed:
                     band.add(value)
                     continue
                 width = band.width

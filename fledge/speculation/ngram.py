@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fledge.speculation.depth import DepthPolicy
-from fledge.speculation.drafting import DraftedSequence, Settled
+from fledge.speculation.drafting import AcceptedSpan, DraftedRequest
 from fledge.speculation.verification import Draft
 
 
@@ -22,16 +22,16 @@ class NgramSpeculator:
         self.description = f"n-gram look-up, depth {depth.limit}"
         self.indexes: dict[int, _NgramIndex] = {}
 
-    def forget(self, sequence: DraftedSequence) -> None:
-        self.indexes.pop(id(sequence), None)
+    def forget(self, request: DraftedRequest) -> None:
+        self.indexes.pop(id(request), None)
 
-    def draft(self, settled: Sequence[Settled], taps: Sequence[Tensor]) -> list[Draft]:
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         drafts = []
-        for item in settled:
+        for span in spans:
             draft = Draft()
-            if item.room > 0:
-                index = self.indexes.setdefault(id(item.sequence), _NgramIndex(self.longest, self.shortest))
-                tokens = index.lookup(item.sequence.tokens, min(item.room, self.depth.limit))
+            if span.max_draft_tokens > 0:
+                index = self.indexes.setdefault(id(span.request), _NgramIndex(self.longest, self.shortest))
+                tokens = index.lookup(span.request.tokens, min(span.max_draft_tokens, self.depth.limit))
                 # A look-up has no probability to offer: the drafts count as sure, so that `auto` depth drafts to the limit.
                 draft = Draft(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens))
             drafts.append(draft)

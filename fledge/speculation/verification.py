@@ -1,4 +1,4 @@
-"""Which drafted tokens stand. Pure: target rows, a draft and a random generator in; the accepted path and the next token out.
+"""Which drafted tokens are accepted: the target's choices and a draft in, the accepted path and the next token out.
 
 Row 0 of a verification pass follows the last settled token; row i + 1 follows draft node i.
 """
@@ -20,9 +20,6 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # index of the node before; -1: follows the settled text
     confidences: list[float] = field(default_factory=list)  # the drafter's own probability for each token
-    # Rows [V] the tokens were sampled from; None: the tokens were chosen outright (a point distribution).
-    # Only chains carry rows: the children of a tree node are chosen outright.
-    probs: list[Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,56 +53,51 @@ class Draft:
         return mask
 
 
-class Verdict(NamedTuple):
+class VerifiedPass(NamedTuple):
+    """One target pass of a request, for statistics."""
+
+    num_tokens: int  # emitted by it
+    depth: int = 0  # of its draft; 0: plain
+    nodes: int = 0  # draft tokens verified; more than `depth` in a tree
+    offered: int = 0  # how deep it might have been drafted; more than `depth` where the drafter stopped early
+
+
+class Verification(NamedTuple):
     accepted: list[int]  # draft nodes, from the root down
     next_token: int  # the target's own: the correction, or the bonus token when all were accepted
 
 
-def verify_greedy(best: Sequence[int], draft: Draft) -> Verdict:
-    """`best[row]`: the target's most likely token after each row."""
+def verify(chosen: Sequence[int], draft: Draft) -> Verification:
+    """Walks down the draft while it holds the token that the target chose.
+
+    `chosen[row]`: the target's choice after each row, greedy or drawn. Draws belong to (seed, position), so what is emitted
+    is the target's own draw whatever was drafted: same distribution, same text as without speculation.
+    """
     accepted: list[int] = []
     node = -1
     while True:
-        wanted = best[node + 1]
+        wanted = chosen[node + 1]
         node = next((child for child in draft.children(node) if draft.tokens[child] == wanted), -1)
         if node < 0:
-            return Verdict(accepted, wanted)
+            return Verification(accepted, wanted)
         accepted.append(node)
 
 
-def verify_sampled(row: Callable[[int, list[int]], Tensor], draft: Draft, generator: torch.Generator | None = None) -> Verdict:
-    """Speculative sampling: the result has the target's distribution, whatever the drafter proposes.
+class LazyChoices(Sequence[int]):
+    """The target's choice after each row, computed when the walk gets there: `choose(row, path to it)`.
 
-    `row(index, path)`: the target's distribution [V] after that row, `path` being the tokens accepted on the way to it.
-    A token drawn from q stands with probability min(1, p/q), else one is drawn from max(p - q, 0). A token chosen outright
-    is the case q = 1: it stands with probability p, else p without it goes on to the next child.
+    Penalties and grammars depend on the path, and most rows of a rejected draft are never reached.
     """
-    accepted: list[int] = []
-    path: list[int] = []
-    node = -1
-    while True:
-        p = row(node + 1, path)
-        chosen = -1
-        for child in draft.children(node):
-            token = draft.tokens[child]
-            q = None if draft.probs is None else draft.probs[child]
-            ratio = float(p[token]) / (1.0 if q is None else float(q[token]))
-            if float(torch.rand((), generator=generator)) < ratio:
-                chosen = child
-                break
-            residual = _without(p, token) if q is None else (p - q).clamp_(min=0)
-            total = residual.sum()
-            if total <= 0:  # p and q are equal up to rounding: nothing is left to correct
-                break
-            p = residual / total
-        if chosen < 0:
-            return Verdict(accepted, int(torch.multinomial(p, 1, generator=generator)))
-        accepted.append(chosen)
-        path.append(draft.tokens[chosen])
-        node = chosen
 
+    def __init__(self, choose: Callable[[int, list[int]], int], draft: Draft) -> None:
+        self.choose, self.draft = choose, draft
 
-def _without(p: Tensor, token: int) -> Tensor:
-    p = p.clone()
-    p[token] = 0
-    return p
+    def __len__(self) -> int:
+        return len(self.draft) + 1
+
+    def __getitem__(self, row: int) -> int:  # type: ignore[override]
+        path, node = [], row - 1
+        while node >= 0:
+            path.append(self.draft.tokens[node])
+            node = self.draft.parents[node]
+        return self.choose(row, path[::-1])

@@ -289,7 +289,7 @@ def test_vllm_is_driven_as_a_closed_loop(tmp_path, monkeypatch):
 
 
 def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
-    fixed, adaptive = (bench.engine(Case(str(folders / "drafter"), 3, adaptive=rule)).depth_control for rule in (False, True))
+    fixed, adaptive = (bench.engine(Case(str(folders / "drafter"), 3, adaptive=rule)).controller for rule in (False, True))
     assert (fixed.by_load, fixed.guard) == (False, None)
     assert adaptive.by_load
     assert adaptive.guard is not None

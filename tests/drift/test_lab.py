@@ -84,7 +84,7 @@ def test_acceptance_is_that_of_the_engine(figures, folders):
     tokenizer = Tokenizer(folders / "model")
     few = chosen(load_items("builtin", limit=1), 2)
     prompts = list(next(c for c in chat_templates(tokenizer, few).conditions if c.name == "Alpaca").prompts.values())
-    engine = build_engine(str(folders / "model"), Speculation(str(folders / "three-one"), 3).as_asked())
+    engine = build_engine(str(folders / "model"), Speculation(str(folders / "three-one"), 3).fixed_depth())
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=12))
     while engine.has_unfinished():

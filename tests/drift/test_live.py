@@ -10,7 +10,6 @@ from fledge.drift.rollout import TargetText, roll_out
 from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from tests.drift.test_probes import decoder_with_sink
@@ -21,7 +20,7 @@ DEPTH = 4
 
 
 def serve(decoder, drafter, every, tree=None):
-    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree).as_asked())
+    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree).fixed_depth())
     probe = LiveProbe(engine.drafter, every=every, sink=1) if every else None
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
@@ -93,7 +92,7 @@ def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
         for step in range(DEPTH):
             values = [figures[name][step] for _, figures in heard if len(figures[name]) > step]
             assert sum(values) / len(values) == pytest.approx(means[name][step])
-    bands = engine.depth_control.guard.bands
+    bands = engine.controller.guard.bands
     assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts["rms"]
     assert watch_drafts(build_engine(decoder, Speculation("ngram", 3))) is None
 
@@ -115,17 +114,17 @@ def test_the_sink_is_the_targets_own_unless_it_is_given():
 
 
 def test_the_log_says_which_drafts_are_looked_at():
-    engine = build_engine(*pair_as_asked())
+    engine = build_engine(*fixed_depth_pair())
     probe = watch_drafts(engine, every=64)
     assert coverage(engine, probe) == "drift probe: one draft in 64, sink at column 0"
     plain = EngineConfig(dtype="float32", max_model_len=128, kv_cache_tokens=2048)
-    device = DeviceEngine(build_engine(*pair_as_asked(), plain), capture=False)
+    device = build_engine(*fixed_depth_pair(), plain, capture=False)
     assert "one row in 512 of their launches" in coverage(device, watch_drafts(device))
     assert "one row in 7 of their launches" in coverage(device, watch_drafts(device, every=7))
     probe.speculator.tree = TreeShape(2, 6)
     assert "none of the trees" in coverage(engine, probe)
 
 
-def pair_as_asked():
+def fixed_depth_pair():
     decoder, drafter = pair()
-    return decoder, Speculation(drafter, DEPTH).as_asked()
+    return decoder, Speculation(drafter, DEPTH).fixed_depth()

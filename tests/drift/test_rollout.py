@@ -33,7 +33,7 @@ def pair(**flags):
 
 
 def served(decoder, drafter, depth):
-    engine = build_engine(decoder, Speculation(drafter, depth).as_asked(), EngineConfig(dtype="float32"))
+    engine = build_engine(decoder, Speculation(drafter, depth).fixed_depth(), EngineConfig(dtype="float32"))
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
     while engine.has_unfinished():
@@ -129,7 +129,7 @@ def test_sampled_acceptance_is_that_of_the_engine(flags):
             engine.step()
 
     requests: list = []
-    run(Speculation(drafter, depth).as_asked())
+    run(Speculation(drafter, depth).fixed_depth())
     served_counts = [Count(one.stats.accepted, one.stats.steps) for one in requests]
     requests.clear()
     run(Speculation(None))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,9 +14,8 @@ from fledge.drift.row_probe import RowProbe
 from fledge.drift.watching import watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine
-from fledge.engine.pace import Pace
+from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.sampling import SamplingParams
 from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
 
@@ -23,14 +25,13 @@ ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CARD)]
 
 
-def engines(decoder, drafter, device="cpu") -> tuple[Engine, DeviceEngine]:
+def engines(decoder, drafter, device="cpu") -> tuple[Engine, Engine]:
     """The eager engine and one that runs captured rows."""
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096, "page_size": 64, "prefix_caching": False}
     config = EngineConfig(device=device, dtype="float32", **sizes)
     speculation = Speculation(drafter.to(device), DEPTH, adaptive=False)
-    built = [build_engine(decoder.to(device), speculation, config) for _ in range(2)]
-    eager, beneath = (one.engine if isinstance(one, DeviceEngine) else one for one in built)
-    return eager, DeviceEngine(beneath, capture=device == "cuda")
+    eager = build_engine(decoder.cpu(), Speculation(drafter.cpu(), DEPTH, adaptive=False), replace(config, device="cpu"))
+    return eager, build_engine(deepcopy(decoder).to(device), speculation, config, capture=None if device == "cuda" else False)
 
 
 def heard_of(engine, probe, prompts) -> tuple[list, list]:
@@ -58,7 +59,7 @@ def is_same(seen: dict, known: dict) -> bool:
 def test_a_look_sees_what_the_live_probe_sees(flags, device, cycles, monkeypatch):
     decoder, drafter = pair(**flags)
     eager, captured = engines(decoder, drafter, device)
-    monkeypatch.setattr(Pace, "cycles", property(lambda _: cycles, lambda *_: None), raising=False)
+    monkeypatch.setattr(LaunchAhead, "cycles", property(lambda _: cycles, lambda *_: None), raising=False)
     (one,), wanted = heard_of(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
     probe = LiveProbe(captured.drafter, every=1, sink=1)
     RowProbe(captured, probe, every=1)
@@ -86,7 +87,7 @@ def test_looking_changes_nothing(device):
     assert [one.tokens for one in requests] == [one.tokens for one in plain]
     assert [one.stats for one in requests] == [one.stats for one in plain]
     assert {sequence for sequence, _ in heard} == set(requests)  # each has its turn
-    guard = watched.depth_control.guard
+    guard = watched.controller.guard
     assert sum(band.looks for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in heard)
 
 

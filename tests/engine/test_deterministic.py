@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, DeviceBatch
+from fledge.engine.executors import device_batch
+from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
 from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels import native
@@ -76,7 +76,7 @@ def settings(path: str, **changes) -> EngineConfig:
 def answers(config: EngineConfig, texts, params: SamplingParams, speculation: str = "none") -> list[tuple]:
     """Tokens and, to the last bit, the log-probabilities of the best ones."""
     decoder, drafter = networks()
-    asked = Speculation(drafter if speculation == "eagle" else speculation, 3).as_asked()
+    asked = Speculation(drafter if speculation == "eagle" else speculation, 3).fixed_depth()
     engine = build_engine(decoder, asked, config)
     requests = [engine.add_request(text, params) for text in texts]
     while engine.has_unfinished():

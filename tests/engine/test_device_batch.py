@@ -7,14 +7,13 @@ import random
 
 import pytest
 
-from fledge.engine import device_batch as device_batch_module
 from fledge.engine.build import Speculation
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, SAMPLED, DeviceBatch, Entry
-from fledge.engine.offline import DeviceAnswers
+from fledge.engine.executors import device_batch as device_batch_module
+from fledge.engine.executors.device_batch import GREEDY, SAMPLED, DeviceBatch, Entry
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
-from tests.oracle import engine_with
+from tests.oracle import captured_answers, engine_with, record_drafts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 VERSIONS = {
@@ -58,16 +57,13 @@ def entries(batch: DeviceBatch, texts, limit: int = 40, **options) -> list[Entry
 
 
 def drafts_of_the_engine(decoder, drafter, text, depth, steps) -> list[tuple[list[int], list[int]]]:
-    """(text so far, draft) after each step of the eager engine."""
+    """(text so far, draft) of each step of the eager engine."""
     engine = engine_with(decoder, Speculation(drafter, depth))
-    request = engine.add_request(text, SamplingParams(max_tokens=40, temperature=0))
-    found = []
-    for _ in range(steps):
+    engine.add_request(text, SamplingParams(max_tokens=40, temperature=0))
+    recorded = record_drafts(engine)
+    for _ in range(steps + 1):
         engine.step()
-        if request.finished:
-            break
-        found.append((list(request.tokens), list(request.draft.tokens)))
-    return found
+    return [(tokens, draft.tokens) for _, tokens, draft in recorded[1:]]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -95,10 +91,10 @@ def test_drafts_equal_the_speculators(version):
 @pytest.mark.parametrize(("version", "depth"), [("3", 1), ("3.1", 3), ("window", 5)])
 def test_speculation_says_what_plain_decoding_says(version, depth):
     decoder, texts = tiny_decoder(3), prompts(10, seed=2)
-    plain = DeviceAnswers(decoder, settings(decoder, 8), capture=False)
+    plain = captured_answers(decoder, settings(decoder, 8), capture=False)
     wanted = sorted(plain.generate(texts, max_tokens=24, stop_ids=STOPS))
     drafter = tiny_drafter(tiny_drafter_config(**VERSIONS[version]))
-    speculative = DeviceAnswers(decoder, settings(decoder, 8), drafter=drafter, depth=depth, capture=False)
+    speculative = captured_answers(decoder, settings(decoder, 8), drafter=drafter, depth=depth, capture=False)
     assert sorted(speculative.generate(texts, max_tokens=24, stop_ids=STOPS)) == wanted
     options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "stop_ids": STOPS}
     assert sorted(speculative.generate(texts, **options)) == sorted(plain.generate(texts, **options))

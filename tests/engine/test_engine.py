@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fledge.engine.build import Speculation
-from fledge.engine.kv_cache import PagePool
+from fledge.engine.kv_pool import PagePool
 from fledge.errors import RequestError
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
@@ -127,7 +127,7 @@ def test_a_crowd_with_cancellations_and_a_cache_too_small_for_all():
     """64 mixed requests: every one ends as it would have alone, the cancelled ones with a beginning of it."""
     chance = random.Random(4)
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=True, norm_output=True))
-    tight = replace(CPU, kv_cache_tokens=512, max_batched_tokens=64, page_size=8, max_num_seqs=12)
+    tight = replace(CPU, kv_cache_tokens=256, max_batched_tokens=64, page_size=8, max_num_seqs=12)
     engine = engine_with(tiny_decoder(), Speculation(drafter, 3), tight)
     alone = engine_with(tiny_decoder(), Speculation("none"))
     requests, cancelled, refused = [], set(), 0

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.engine.build import Speculation
-from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.build import Speculation, build_engine
 from fledge.engine.memory import memory_plan
 from tests.oracle import CPU, engine_with
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -24,7 +23,7 @@ def test_weights_and_cache():
     plan = memory_plan(engine)
     assert plan.weights == weights
     assert plan.drafter_weights == own
-    caches = (engine.cache, engine.drafter.cache)
+    caches = (engine.executor.cache, engine.drafter.cache)
     assert plan.cache == sum(nbytes(cache.keys, cache.values) for cache in caches)
     assert plan.tables == plan.rows == 0
     assert plan.total == plan.weights + plan.drafter_weights + plan.cache
@@ -32,8 +31,8 @@ def test_weights_and_cache():
 
 
 def test_captured_cycles_have_tables_and_rows():
-    engine = DeviceEngine(engine_with(tiny_decoder(), Speculation(tiny_drafter()), CPU), capture=False)
-    plan, rows = memory_plan(engine), engine.rows
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter()), CPU, capture=False)
+    plan, rows = memory_plan(engine), engine.executor.batch
     assert plan.tables == nbytes(rows.fused.rope_table, rows.drafter.rope_table)
     assert plan.rows == nbytes(rows.slots.state.answers, rows.slots.page_table)
 

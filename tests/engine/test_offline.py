@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
+from fledge.engine.admission import OfflineRefill
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.cuda_graphs import batch_sizes, size_for
-from fledge.engine.offline import DeviceAnswers, EngineAnswers, answer_generator, seed_function
-from fledge.engine.slots import MAX_STOP_IDS
-from fledge.errors import RequestError, UserError
+from fledge.engine.executors.graphs import batch_sizes, size_for
+from fledge.engine.offline import AnswerGenerator, answer_generator, seed_function
+from fledge.errors import RequestError
 from tests.tiny import tiny_decoder, tiny_drafter
 
 STOPS = (5, 17, 40, 99)
@@ -28,7 +28,7 @@ def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
     return [[rng.randrange(128) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_size: int = 16) -> DeviceAnswers:
+def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_size: int = 16) -> AnswerGenerator:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -37,12 +37,13 @@ def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_siz
         kv_cache_tokens=tokens or rows * max_len,
         page_size=page_size,
     )
-    return DeviceAnswers(decoder, config.resolve(decoder.config), capture=False, profile=True)
+    engine = build_engine(decoder, Speculation(drafter=None), config, capture=False, admission=OfflineRefill())
+    return AnswerGenerator(engine)
 
 
-def by_engine(decoder, max_len: int = 128) -> EngineAnswers:
+def by_engine(decoder, max_len: int = 128) -> AnswerGenerator:
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=max_len, max_num_seqs=16)
-    return EngineAnswers(build_engine(decoder, Speculation(drafter=None), config))
+    return AnswerGenerator(build_engine(decoder, Speculation(drafter=None), config))
 
 
 def collected(answers) -> dict[int, tuple[list[int], str]]:
@@ -62,11 +63,6 @@ def test_greedy_equals_the_engine(architecture):
     found = collected(rows.generate(texts, max_tokens=24, stop_ids=STOPS))
     assert found == expected
     assert {reason for _, reason in found.values()} == {"stop", "length"}
-    progress = rows.batch.progress
-    assert progress.answer_tokens == sum(len(tokens) for tokens, _ in found.values())
-    assert progress.answers == 40
-    assert 0.3 < progress.occupancy <= 1
-    assert progress.prompt_tokens == sum(map(len, texts))
 
 
 def test_sliding_window():
@@ -98,7 +94,7 @@ def test_the_batch_shrinks_with_its_work():
     texts = prompts(40, seed=4)
     rows = eager_rows(decoder, rows=40)
     sizes = []
-    graphs = rows.batch.rows.graphs
+    graphs = rows.engine.executor.batch.graphs
     step = graphs.step
     graphs.step = lambda size, *how: (sizes.append(size), step(size, *how))
     found = collected(rows.generate(texts, max_tokens=60, stop_ids=STOPS))
@@ -149,14 +145,8 @@ def test_mistakes_are_named_before_anything_runs(generator):
         generator.generate([[1]], max_tokens=4, top_p=0.0)
 
 
-def test_too_many_stop_ids_are_refused():
-    with pytest.raises(RequestError, match="at most"):
-        eager_rows(tiny_decoder(), 2).generate([[1]], max_tokens=4, stop_ids=range(MAX_STOP_IDS + 1))
-
-
 def test_on_cpu_the_engine_answers():
     generator = answer_generator(tiny_decoder(11), device="cpu", dtype="float32", max_model_len=64)
-    assert isinstance(generator, EngineAnswers)
     found = collected(generator.generate(prompts(5), max_tokens=6, stop_ids=STOPS))
     assert sorted(found) == [0, 1, 2, 3, 4]
 
@@ -169,11 +159,6 @@ def test_with_a_drafter_the_answers_are_the_same():
     found, wanted = (collected(g.generate(prompts(5), max_tokens=20, stop_ids=STOPS)) for g in (drafted, plain))
     assert found == wanted
     assert drafted.engine.stats.steps > 0
-
-
-def test_on_a_gpu_n_grams_are_refused_before_anything_is_loaded():
-    with pytest.raises(UserError, match="drafted by an EAGLE drafter"):
-        answer_generator("no such model", device="cuda", speculation=Speculation("ngram"))
 
 
 def seeds(seed: int, count: int) -> list[int]:
@@ -232,13 +217,14 @@ def test_graphs_equal_the_eager_rows_and_never_wait():
     """fp32 on the GPU: captured and eager give the same tokens; nothing but the late reads waits for the device."""
     decoder = tiny_decoder(12).cuda()
     texts = prompts(60, seed=8)
-    settings = EngineConfig(
+    config = EngineConfig(
         device="cuda", dtype="float32", max_model_len=128, max_num_seqs=32, kv_cache_tokens=4096, page_size=64
-    ).resolve(decoder.config)
+    )
     for options in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
         results = []
-        for capture in (False, True):
-            generator = DeviceAnswers(decoder, settings, capture=capture)
+        for capture in (False, None):
+            engine = build_engine(decoder, Speculation(drafter=None), config, capture=capture, admission=OfflineRefill())
+            generator = AnswerGenerator(engine)
             list(generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options))  # graphs are recorded on first use
             found = []
             torch.cuda.set_sync_debug_mode("error")

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine import device_batch, prompt_pass
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.kv_cache import PageKeys, PagePool
+from fledge.engine.engine import Engine
+from fledge.engine.executors import device_batch, prefill
+from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import RequestError
 from fledge.kernels import native
 from fledge.sampling import SamplingParams
@@ -294,10 +294,10 @@ def test_a_crowd_with_common_beginnings_in_a_cache_too_small(how, dtype):
 # The captured cycle, run eagerly
 
 
-def row_engine(decoder, speculation=None, **settings) -> DeviceEngine:
+def row_engine(decoder, speculation=None, **settings) -> Engine:
     defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096}
     config = EngineConfig(**(defaults | settings))
-    return DeviceEngine(build_engine(decoder, speculation or Speculation(drafter(), 3), config), capture=False)
+    return build_engine(decoder, speculation or Speculation(drafter(), 3), config, capture=False)
 
 
 @pytest.mark.parametrize("windows", [(None,) * 4, (20, None, 20, None)], ids=["", "windows"])
@@ -322,20 +322,20 @@ def test_rows_read_only_what_is_new(speculation, windows):
 
 
 def test_rests_that_are_padded_as_for_recording(monkeypatch):
-    monkeypatch.setattr(prompt_pass, "RECORDED_AT", 1)
+    monkeypatch.setattr(prefill, "RECORDED_AT", 1)
     decoder = tiny_decoder(3, windows=(20, None, 20, None))
     prompts = [[*text(81), *text(length, seed=length)] for length in (1, 30, 63, 64, 65, 100)]
     answers = []
     for pads, caching in ((True, True), (False, False)):
         engine = row_engine(decoder, prefix_caching=caching)
-        engine.rows.prompts.pads = pads
+        engine.executor.batch.prompts.pads = pads
         answered(engine, text(81))
         requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         finish(engine)
         answers.append([(request.answer, request.stats) for request in requests])
         if pads:
             assert [request.num_cached for request in requests] == [80, 80, 80, 80, 80, 0]
-            assert (256, 16, 0) in engine.rows.prompts.buffers
+            assert (256, 16, 0) in engine.executor.batch.prompts.buffers
     assert answers[0] == answers[1]
 
 
@@ -344,8 +344,10 @@ def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
     decoder, base = tiny_decoder(3), text(150)
     engine, fresh = row_engine(decoder), row_engine(decoder, prefix_caching=False)
     starts = []
-    read_piece = engine.rows.read_piece
-    monkeypatch.setattr(engine.rows, "read_piece", lambda entry, start: starts.append(start) or read_piece(entry, start))
+    read_piece = engine.executor.batch.read_piece
+    monkeypatch.setattr(
+        engine.executor.batch, "read_piece", lambda entry, start: starts.append(start) or read_piece(entry, start)
+    )
     first = answered(engine, base)
     assert starts == [0, 64, 128]
     starts.clear()
@@ -359,7 +361,7 @@ def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
 def test_what_a_plain_step_left_behind_is_not_shared(monkeypatch):
     decoder, prompt = tiny_decoder(3), text(20)
     engine = row_engine(decoder)
-    monkeypatch.setattr(engine.depths, "choose", lambda *_: 0)
+    monkeypatch.setattr(engine.controller.acceptance, "choose", lambda *_: 0)
     first = answered(engine, prompt, replace(GREEDY, max_tokens=60))
     monkeypatch.undo()
     assert answered(engine, [*first.tokens[:30], 1]).num_cached == 16  # the prompt's only full page
@@ -385,31 +387,20 @@ def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
     request = engine.add_request(prompt, replace(GREEDY, max_tokens=40, ignore_eos=True))
     while request.num_answer < 3:
         engine.step()
-    engine.preempt(engine.row_of[request.id])
-    engine.reports.read(but_last=0)
+    engine.scheduler._preempt(request)
+    engine._commit(engine.executor.reader.read(but_last=0, record=lambda *_: None))
     monkeypatch.setattr(engine.pool, "find", lambda keys: [])  # what it left behind has been overwritten
     engine.step()
-    assert engine.scheduler.reading
+    assert engine.executor.prefilling
     shared = []
     share = engine.pool.share
     monkeypatch.setattr(engine.pool, "share", lambda *given: (shared.append(given), share(*given)))
     if again == "abort":
         engine.abort(request)
     else:
-        engine.preempt(engine.row_of[request.id])
+        engine.scheduler._preempt(request)
     assert not shared
     engine.check_integrity()
-
-
-def test_rows_and_the_eager_engine_share_pages():
-    engine, prompt = row_engine(tiny_decoder(3)), text(60)
-    answered(engine, prompt)
-    unusual = answered(engine, prompt, replace(GREEDY, repetition_penalty=1.2))
-    assert unusual.num_cached == 48
-    assert answered(engine, prompt, replace(GREEDY, repetition_penalty=1.2), speculate=False).num_cached == 0
-    other = text(60, seed=1)
-    answered(engine, other, replace(GREEDY, repetition_penalty=1.2))
-    assert answered(engine, other).num_cached == 48
 
 
 def test_a_crowd_of_rows_with_common_beginnings_in_a_small_cache():

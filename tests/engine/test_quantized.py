@@ -35,7 +35,7 @@ def test_speculation_is_lossless(quantization, dtype, tree):
     engine = engine_with(tiny_decoder(), Speculation("none"), config)
     assert engine.runner.lean is not None  # whole layers run in C
     plain = run(engine, PROMPTS, PARAMS)
-    decoder = engine.runner.decoder
+    decoder = engine.decoder
     assert run(engine_with(decoder, Speculation(tiny_drafter(), 4, tree), config), PROMPTS, PARAMS) == plain
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)}
     oracle = OracleSpeculator(answers, 5, tree=tree is not None)
@@ -54,12 +54,12 @@ def test_the_engine_runs_the_quantised_weights(quantization):
     exact = engine_with(rounded, Speculation("none"), CPU)
     for prompt in PROMPTS:
         tokens, positions = torch.tensor(prompt), torch.arange(len(prompt))
-        logits = [engine.runner.decoder.logits(states(engine, tokens, positions)) for engine in (quantised, exact)]
+        logits = [engine.decoder.logits(states(engine, tokens, positions)) for engine in (quantised, exact)]
         torch.testing.assert_close(*logits, rtol=0, atol=5e-3 * logits[1].abs().max().item())
 
 
 def states(engine, tokens, positions):
-    return engine.runner.decoder(tokens, positions, causal_attend()).hidden_ND
+    return engine.decoder(tokens, positions, causal_attend()).hidden_ND
 
 
 def test_bytes():
@@ -79,12 +79,12 @@ def test_a_gguf_file_keeps_its_quantisation(kind, bits, tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=272), "llama", kind)
     engines = {name: build_engine(str(file), Speculation("none"), replace(CPU, quantization=name)) for name in ("none", "gguf")}
-    kept = [module.bits for module in engines["gguf"].runner.decoder.modules() if hasattr(module, "bits")]
+    kept = [module.bits for module in engines["gguf"].decoder.modules() if hasattr(module, "bits")]
     assert set(kept) == {bits}
     if kind == "Q5_1":
         return  # no format here holds it: rounded to 8 bits
     tokens, positions = torch.arange(20), torch.arange(20)
-    logits = [engine.runner.decoder.logits(states(engine, tokens, positions)) for engine in engines.values()]
+    logits = [engine.decoder.logits(states(engine, tokens, positions)) for engine in engines.values()]
     torch.testing.assert_close(*logits, rtol=0, atol=5e-3 * logits[0].abs().max().item())
 
 

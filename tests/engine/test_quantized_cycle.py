@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.engine.offline import DeviceAnswers
 from fledge.kernels.quantization import QuantizedLinear, quantize_linears
 from fledge.models.decoder import causal_attend
 from tests.engine.test_device_batch import prompts, settings
+from tests.oracle import captured_answers
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
@@ -19,10 +19,10 @@ def test_plain_and_speculative_answers_are_the_networks(quantization):
     quantize_linears(decoder, quantization)
     assert isinstance(decoder.lm_head, QuantizedLinear)
     texts = prompts(6, seed=8)
-    plain = sorted(DeviceAnswers(decoder, settings(decoder, 4), capture=False).generate(texts, max_tokens=12, stop_ids=()))
+    plain = sorted(captured_answers(decoder, settings(decoder, 4), capture=False).generate(texts, max_tokens=12, stop_ids=()))
     for text, answer in zip(texts, plain, strict=True):
         tokens = torch.tensor(text + answer.tokens[:-1])
         hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())
         assert decoder.logits(hidden[len(text) - 1 :]).argmax(-1).tolist() == answer.tokens
-    speculative = DeviceAnswers(decoder, settings(decoder, 4), drafter=drafter, depth=3, capture=False)
+    speculative = captured_answers(decoder, settings(decoder, 4), drafter=drafter, depth=3, capture=False)
     assert sorted(speculative.generate(texts, max_tokens=12, stop_ids=())) == plain

@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.offline import DeviceAnswers
-from fledge.engine.prompt_pass import OVER_CACHE, RECORDED_AT
+from fledge.engine.executors import device_batch
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.engine.executors.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
+from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
 from fledge.kernels import rope_attention
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, entries, prompts
-from tests.oracle import engine_with
+from tests.oracle import captured_answers, engine_with
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -90,10 +89,10 @@ def test_a_replayed_cycle_never_waits(how, depth):
 def test_speculation_says_what_plain_decoding_says(options):
     decoder, drafter = networks()
     texts = prompts(60, seed=8)
-    plain = DeviceAnswers(decoder, settings(decoder, 32), capture=True)
+    plain = captured_answers(decoder, settings(decoder, 32), capture=True)
     wanted = sorted(plain.generate(texts, max_tokens=20, stop_ids=STOPS, **options))
     for depth in (1, 5):
-        speculative = DeviceAnswers(decoder, settings(decoder, 32), drafter=drafter, depth=depth, capture=True)
+        speculative = captured_answers(decoder, settings(decoder, 32), drafter=drafter, depth=depth, capture=True)
         assert sorted(speculative.generate(texts, max_tokens=20, stop_ids=STOPS, **options)) == wanted
 
 
@@ -104,7 +103,7 @@ def test_serving_equals_the_eager_engine_on_the_cpu():
     config = EngineConfig(device="cuda", dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_tokens=4096)
     decoder, drafter = networks()
     engine = build_engine(decoder, Speculation(drafter, 3), config)
-    assert isinstance(engine, DeviceEngine)
+    assert isinstance(engine.executor, CudaGraphExecutor)
     answers = []
     for one in (eager, engine):
         requests = [one.add_request(text, params) for text in texts]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine import device_batch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.executors import device_batch
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.kernels.quantization import quantize_linears
 from fledge.sampling import SamplingParams
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -53,8 +53,8 @@ def answers(config: EngineConfig, texts, params: SamplingParams, depth: int = 0,
     decoder, drafter = networks(**options)
     if quantization != "none":
         quantize_linears(decoder, quantization, "cuda")
-    engine = build_engine(decoder, Speculation(drafter if depth else "none", depth or 1).as_asked(), config)
-    assert isinstance(engine, DeviceEngine)
+    engine = build_engine(decoder, Speculation(drafter if depth else "none", depth or 1).fixed_depth(), config)
+    assert isinstance(engine.executor, CudaGraphExecutor)
     requests = [engine.add_request(text, params) for text in texts]
     while engine.has_unfinished():
         engine.step()

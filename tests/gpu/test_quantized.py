@@ -7,14 +7,14 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, DeviceBatch
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.offline import DeviceAnswers
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
 from fledge.kernels.accept import DRAFTED
 from fledge.kernels.quantization import QuantizedLinear, quantize_linears
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import entries, prompts
+from tests.oracle import captured_answers
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -70,9 +70,9 @@ def test_speculation_says_what_plain_decoding_says(quantization, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     decoder, drafter = networks(quantization, getattr(torch, dtype))
     texts = prompts(30, seed=8)
-    plain = DeviceAnswers(decoder, settings(decoder, 16, dtype), capture=True)
+    plain = captured_answers(decoder, settings(decoder, 16, dtype), capture=True)
     wanted = sorted(plain.generate(texts, max_tokens=20, stop_ids=()))
-    speculative = DeviceAnswers(decoder, settings(decoder, 16, dtype), drafter=drafter, depth=3, capture=True)
+    speculative = captured_answers(decoder, settings(decoder, 16, dtype), drafter=drafter, depth=3, capture=True)
     found = sorted(speculative.generate(texts, max_tokens=20, stop_ids=()))
     if dtype == "float32":
         assert found == wanted
@@ -85,8 +85,8 @@ def test_serving_from_a_configuration(quantization):
     decoder, texts = tiny_decoder(12, **SHAPE), prompts(6, seed=3)
     config = EngineConfig(device="cuda", max_model_len=128, max_num_seqs=4, kv_cache_tokens=4096, quantization=quantization)
     engine = build_engine(decoder, Speculation("none"), config)
-    assert isinstance(engine, DeviceEngine)
-    assert isinstance(engine.rows.decoder.lm_head, QuantizedLinear)
+    assert isinstance(engine.executor, CudaGraphExecutor)
+    assert isinstance(engine.decoder.lm_head, QuantizedLinear)
     requests = [engine.add_request(text, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)) for text in texts]
     while engine.has_unfinished():
         engine.step()

@@ -35,30 +35,30 @@ def vllm_python() -> str:
 
 def run_fledge(job: dict) -> dict:
     """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
-    as_asked = {"adaptive": False, "drift_guard": False, "prefix_caching": False}
+    fixed_depth = {"adaptive": False, "drift_guard": False, "prefix_caching": False}
     settings = {"depth": job["depth"], "dtype": "float32", "max_model_len": job["max_model_len"], "device": "cpu"}
-    llm = LLM(job["target"], job["drafter"], **settings, **as_asked)
+    llm = LLM(job["target"], job["drafter"], **settings, **fixed_depth)
     engine = llm.engine
     proposed: list[list[int]] = []
     accepted_at, steps = [0] * job["depth"], 0
-    draft, accept = engine.drafter.draft, engine.accept
+    draft, collect = engine.drafter.draft, engine.executor.collect
 
-    def noting_drafts(settled, taps):
-        drafts = draft(settled, taps)
+    def noting_drafts(spans, taps):
+        drafts = draft(spans, taps)
         proposed.extend(list(one.tokens) for one in drafts)
         return drafts
 
-    def counting(batch, verified):
+    def counting():
         nonlocal steps
-        verdicts = accept(batch, verified)
-        for item, verdict in zip(batch, verdicts, strict=True):
-            if verdict is not None and len(item.draft):
+        outputs = collect()
+        for output in outputs:
+            if output.passes[0].depth:
                 steps += 1
-                for position in range(len(verdict.accepted)):
+                for position in range(sum(output.drafted)):
                     accepted_at[position] += 1
-        return verdicts
+        return outputs
 
-    engine.drafter.draft, engine.accept = noting_drafts, counting
+    engine.drafter.draft, engine.executor.collect = noting_drafts, counting
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=job["ignore_eos"])
     token_ids, proposed_by_prompt = [], []
     for prompt in job["prompts"]:

@@ -75,7 +75,7 @@ def imperfect(drafter: EagleDrafter, target: Decoder) -> EagleDrafter:
     generator = torch.Generator().manual_seed(22)
     prompts = [text[:8].tolist() for text in texts(6, generator, noise=0.1)]
     for _ in range(20):
-        speculation = Speculation(copy.deepcopy(drafter), DEPTH).as_asked()
+        speculation = Speculation(copy.deepcopy(drafter), DEPTH).fixed_depth()
         engine = build_engine(target, speculation, EngineConfig(dtype="float32", device="cpu"))
         for prompt in prompts:
             engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

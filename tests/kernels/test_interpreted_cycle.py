@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_batch import GREEDY, DeviceBatch
+from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
 from fledge.kernels.accept import DRAFTED
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import causal_attend

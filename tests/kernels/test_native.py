@@ -238,6 +238,6 @@ def test_packed_decoding_is_lossless_too(tree):
     assert engine.runner.lean is not None
     plain = run(engine, prompts, params)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
-    packed = engine.runner.decoder
+    packed = engine.decoder
     oracle = OracleSpeculator(answers, 5, tree=tree, reach=lambda length: length % 6)
     assert run(engine_with(packed, oracle, config), prompts, params) == plain

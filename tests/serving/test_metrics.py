@@ -12,7 +12,7 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened() -> None:
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
-    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3).as_asked(), config)
+    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3).fixed_depth(), config)
     metrics = Metrics("tiny")
     metrics.watch(engine)
     metrics.probe = LiveProbe(engine.drafter, every=2)
@@ -40,10 +40,10 @@ def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() ->
     metrics.watch(engine)
     before = metrics._snapshot()
     assert "drift guard" not in metrics._line(before, metrics._snapshot(), 1.0)
-    guard = engine.depth_control.guard
+    guard = engine.controller.guard
     for step in range(400):
-        guard.saw("good", 4, 4)
-        guard.saw("bad", 4, 4 if step < 200 else 0)
+        guard.record("good", 4, 4)
+        guard.record("bad", 4, 4 if step < 200 else 0)
     lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if line[0] != "#")
     labels = 'engine="0",model_name="tiny"'
 

@@ -50,7 +50,7 @@ def engine_with(tokenizer: Tokenizer, drafter: str) -> Engine:
         network = tiny_drafter(tiny_drafter_config(decoder.config))
         speculation = Speculation(network, 4, TreeShape(3, 10) if drafter == "tree" else None)
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=4, kv_cache_tokens=2048, threads=1)
-    return build_engine(decoder, speculation.as_asked(), config, tokenizer=tokenizer)
+    return build_engine(decoder, speculation.fixed_depth(), config, tokenizer=tokenizer)
 
 
 def answer(engine: Engine, compiler: GrammarCompiler, grammar, **params) -> Request:

@@ -19,7 +19,7 @@ def accepted(depth: int, rates, rng: random.Random) -> int:
 def calibrated(limit: int = 5, **settings) -> tuple[DriftGuard, random.Random]:
     guard, rng = DriftGuard(limit, **settings), random.Random(3)
     for step in range(300):
-        guard.saw(f"early {step % 10}", limit, accepted(limit, USUAL, rng))
+        guard.record(f"early {step % 10}", limit, accepted(limit, USUAL, rng))
     for name in list(guard.watched):
         guard.forget(name)
     assert guard.counts == DriftGuard(limit).counts
@@ -31,7 +31,7 @@ def run(guard: DriftGuard, name: str, steps: int, rates, rng: random.Random) -> 
     depths = []
     for _ in range(steps):
         depths.append(guard.depth(name))
-        guard.saw(name, depths[-1], accepted(depths[-1], rates, rng))
+        guard.record(name, depths[-1], accepted(depths[-1], rates, rng))
     return depths
 
 
@@ -92,26 +92,26 @@ def test_it_does_not_flap():
 def test_a_miss_on_a_token_that_the_drafter_cannot_name_is_not_held_against_it():
     guard, _ = calibrated()
     for _ in range(200):
-        guard.saw("rare words", 5, 0, nameable=False)
+        guard.record("rare words", 5, 0, nameable=False)
     assert guard.depth("rare words") == 5
     for _ in range(200):
-        guard.saw("plain words", 5, 0)
+        guard.record("plain words", 5, 0)
     assert guard.depth("plain words") == 1
     before = list(guard.usual.tried)
-    guard.saw("rare words", 5, 2, nameable=False)
+    guard.record("rare words", 5, 2, nameable=False)
     assert [new > old for new, old in zip(guard.usual.tried, before, strict=True)] == [True, True, False, False, False]
 
 
 def test_a_draft_that_was_accepted_whole_has_no_miss():
     guard, _ = calibrated(limit=3)
     for _ in range(100):
-        guard.saw("perfect", 3, 3, nameable=False)
+        guard.record("perfect", 3, 3, nameable=False)
     assert [rate > 0.99 for rate in (guard.watched["perfect"].rates.rate(place) for place in range(3))] == [True] * 3
 
 
 @pytest.mark.parametrize(("name", "reason", "strange"), [("rms", "rms", 4.0), ("rms", "rms", 0.2), ("sink_share", "sink", 0.9)])
 def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(name, reason, strange):
-    guard, rng = calibrated(calibration_looks=10)
+    guard, rng = calibrated(calibration_probes=10)
 
     def figures(**other) -> dict[str, list[float]]:
         return {
@@ -121,32 +121,32 @@ def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(n
         } | other
 
     for look in range(30):
-        guard.probed(f"{look % 3}", figures())
+        guard.record_probe(f"{look % 3}", figures())
     assert not guard.counts.requests
-    guard.probed("drifting", figures(**{name: [1.0 if name == "rms" else 0.3] * 3 + [strange] * 2}))
+    guard.record_probe("drifting", figures(**{name: [1.0 if name == "rms" else 0.3] * 3 + [strange] * 2}))
     assert guard.depth("drifting") == 2
     assert guard.counts.shortenings == dict.fromkeys(REASONS, 0) | {reason: 1}
     assert set(run(guard, "drifting", 100, USUAL, rng)) == {2}, "good acceptance does not make up for it"
-    guard.probed("drifting", figures(**{name: figures()[name][:2]}))
+    guard.record_probe("drifting", figures(**{name: figures()[name][:2]}))
     assert changes(run(guard, "drifting", 100, USUAL, rng)) == [2, 4, 5]
     assert guard.counts.recoveries == 1
     assert guard.depth("0") == 5
 
 
 def drifting_guard() -> DriftGuard:
-    guard = DriftGuard(4, calibration_steps=0, calibration_looks=4)
+    guard = DriftGuard(4, calibration_steps=0, calibration_probes=4)
     for _ in range(8):
-        guard.probed("usual", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.3]})
-    guard.probed("drifting", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.9]})
+        guard.record_probe("usual", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.3]})
+    guard.record_probe("drifting", {"rms": [1.0, 1.0], "sink_share": [0.3, 0.9]})
     assert guard.watched["drifting"].drifting == {"sink_share"}
     return guard
 
 
 def test_a_look_that_saw_nothing_of_a_figure_says_nothing_of_it():
     guard = drifting_guard()
-    guard.probed("drifting", {"rms": [1.0], "sink_share": [None]})
+    guard.record_probe("drifting", {"rms": [1.0], "sink_share": [None]})
     assert guard.watched["drifting"].drifting == {"sink_share"}
-    guard.probed("drifting", {"rms": [1.0, 1.0], "sink_share": [None, 0.3]})
+    guard.record_probe("drifting", {"rms": [1.0, 1.0], "sink_share": [None, 0.3]})
     assert not guard.watched["drifting"].drifting
 
 
@@ -154,19 +154,19 @@ def test_what_was_seen_long_ago_is_no_reason_to_stay_short():
     """Captured cycles look at one row at a time: a request may not have its turn again."""
     guard = drifting_guard()
     for _ in range(LONGEST_WAIT - 1):
-        guard.saw("drifting", 2, 2)
+        guard.record("drifting", 2, 2)
     assert guard.depth("drifting") == 2
     for _ in range(LONGEST_WAIT):
-        guard.saw("drifting", 2, 2)
+        guard.record("drifting", 2, 2)
     assert guard.depth("drifting") == 4
 
 
 def test_one_look_at_a_strange_draft_does_not_widen_the_band():
-    guard = DriftGuard(2, calibration_looks=10)
+    guard = DriftGuard(2, calibration_probes=10)
     for _ in range(40):
-        guard.probed("usual", {"rms": [1.0, 1.0]})
+        guard.record_probe("usual", {"rms": [1.0, 1.0]})
     for _ in range(3):
-        guard.probed("strange", {"rms": [50.0, 50.0]})
+        guard.record_probe("strange", {"rms": [50.0, 50.0]})
     assert guard.bands["rms"][0].mean < 1.1
     assert guard.depth("strange") == 1
 

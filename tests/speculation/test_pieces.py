@@ -11,10 +11,10 @@ from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import probabilities
-from fledge.speculation.drafting import Settled
+from fledge.speculation.drafting import AcceptedSpan
 from fledge.speculation.ngram import NgramSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
-from fledge.speculation.verification import Draft, verify_greedy
+from fledge.speculation.verification import Draft, verify
 
 #        root ─ 10 ─ 20 ─ 30
 #             └ 11 ─ 21
@@ -46,7 +46,7 @@ def test_a_tree_knows_its_shape():
     ],
 )
 def test_greedy_verification_walks_the_tree(best, accepted, following):
-    assert verify_greedy(best, TREE) == (accepted, following)
+    assert verify(best, TREE) == (accepted, following)
 
 
 def test_statistics_by_every_definition():
@@ -77,15 +77,15 @@ def test_depth_is_a_number_or_auto():
 
 def test_ngrams_propose_what_followed_last_time():
     drafter = NgramSpeculator(DepthPolicy(3), longest=3, shortest=2)
-    sequence = SimpleNamespace(tokens=[1, 2, 3, 4, 5, 9, 2, 3], pages=[], params=SamplingParams(), generator=None)
-    draft = drafter.draft([Settled(sequence, 0, [0], 10)], [])[0]
+    sequence = SimpleNamespace(tokens=[1, 2, 3, 4, 5, 9, 2, 3], pages=[], params=SamplingParams(), seed=0)
+    draft = drafter.draft([AcceptedSpan(sequence, 0, [0], 10)], [])[0]
     assert draft.tokens == [4, 5, 9]
     assert draft.is_chain
     sequence.tokens += [7, 9, 2, 3]  # the most recent occurrence wins
-    assert drafter.draft([Settled(sequence, 0, [0], 2)], [])[0].tokens == [7, 9]
+    assert drafter.draft([AcceptedSpan(sequence, 0, [0], 2)], [])[0].tokens == [7, 9]
     sequence.tokens += [100]
-    assert len(drafter.draft([Settled(sequence, 0, [0], 10)], [])[0]) == 0
-    assert len(drafter.draft([Settled(sequence, 0, [0], 0)], [])[0]) == 0
+    assert len(drafter.draft([AcceptedSpan(sequence, 0, [0], 10)], [])[0]) == 0
+    assert len(drafter.draft([AcceptedSpan(sequence, 0, [0], 0)], [])[0]) == 0
     drafter.forget(sequence)
     assert not drafter.indexes
 

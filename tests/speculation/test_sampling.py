@@ -1,7 +1,7 @@
 """Sampled speculative output has the target's distribution: a chi-square test that a wrong rule fails.
 
-The target is a fixed table: the distribution of the next token depends on the token before. Pairs of tokens that come out of
-the engine's own verification are counted against their exact joint probability under the request's settings.
+The target is a fixed table: the distribution of the next token depends on the token before. Triples of tokens that come out
+of the engine's own verification, one seed each, are counted against their exact joint probability.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from scipy.stats import chisquare
 
 from fledge.sampling import SamplingParams
-from fledge.speculation.distribution import adjust, probabilities
-from fledge.speculation.verification import Draft, Verdict, verify_sampled
+from fledge.speculation.distribution import adjust, draw, probabilities
+from fledge.speculation.verification import Draft, LazyChoices, verify
 
-VOCABULARY, RUNS = 8, 6000
+VOCABULARY, RUNS = 8, 4000
 SETTINGS = {
     "temperature": SamplingParams(temperature=0.7),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8),
@@ -32,53 +32,61 @@ def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return target, target + torch.randn(VOCABULARY, VOCABULARY, generator=generator)
 
 
-def target_row(table: torch.Tensor, params: SamplingParams, answer: list[int]) -> torch.Tensor:
-    return probabilities(adjust(table[answer[-1] if answer else 0], params, [0], answer), params)
+def logits_after(table: torch.Tensor, params: SamplingParams, answer: list[int]) -> torch.Tensor:
+    return adjust(table[answer[-1] if answer else 0], params, [0], answer)
 
 
-def chain(drafter: torch.Tensor, params: SamplingParams, answer: list[int], generator: torch.Generator) -> Draft:
-    """Two tokens drawn from the drafter's own q."""
-    draft, last = Draft(probs=[]), answer[-1] if answer else 0
+def chain(drafter: torch.Tensor, params: SamplingParams, answer: list[int], seed: int) -> Draft:
+    """Two tokens drawn by the drafter with the target's own noise."""
+    draft, last = Draft(), answer[-1] if answer else 0
     for depth in range(2):
-        q = probabilities(drafter[last], params)
-        last = int(torch.multinomial(q, 1, generator=generator))
+        last = draw(drafter[last], params, seed, len(answer) + depth)
         draft.tokens.append(last)
         draft.parents.append(depth - 1)
-        draft.probs.append(q)
     return draft
 
 
-def tree(drafter: torch.Tensor, params: SamplingParams, answer: list[int], generator: torch.Generator) -> Draft:
+def tree(drafter: torch.Tensor, params: SamplingParams, answer: list[int], seed: int) -> Draft:
     """The two likeliest tokens, and two below each."""
     draft = Draft()
     first = drafter[answer[-1] if answer else 0].topk(2).indices.tolist()
     draft.tokens, draft.parents = list(first), [-1, -1]
     for parent, token in enumerate(first):
-        below = drafter[token].topk(2).indices.tolist()
-        draft.tokens += below
+        draft.tokens += drafter[token].topk(2).indices.tolist()
         draft.parents += [parent, parent]
     return draft
 
 
-def three_tokens(make_draft: Callable, verify: Callable, params: SamplingParams, seed: int) -> tuple[list, int]:
+def by_position(logits: torch.Tensor, params: SamplingParams, seed: int, answer: list[int], draft: Draft, row: int) -> int:
+    return draw(logits, params, seed, len(answer))
+
+
+def three_tokens(make_draft: Callable, choose: Callable, params: SamplingParams, seed: int) -> tuple[list, int]:
     table, drafter = tables(seed)
-    generator = torch.Generator().manual_seed(seed + 100)
     counts: dict[tuple[int, ...], int] = {}
     accepted = 0
-    for _ in range(RUNS):
+    for run in range(RUNS):
         answer: list[int] = []
         while len(answer) < 3:
-            draft = make_draft(drafter, params, answer, generator)
-            verdict = verify(lambda _, path, so_far=answer: target_row(table, params, so_far + path), draft, generator)
-            answer = [*answer, *(draft.tokens[node] for node in verdict.accepted), verdict.next_token]
-            accepted += len(verdict.accepted)
+            draft = make_draft(drafter, params, answer, run)
+
+            def chosen(row: int, path: list[int], so_far=answer, draft=draft, run=run) -> int:
+                text = so_far + path
+                return choose(logits_after(table, params, text), params, run, text, draft, row)
+
+            verified = verify(LazyChoices(chosen, draft), draft)
+            answer = [*answer, *(draft.tokens[node] for node in verified.accepted), verified.next_token]
+            accepted += len(verified.accepted)
         counts[tuple(answer[:3])] = counts.get(tuple(answer[:3]), 0) + 1
+
+    def row(answer: list[int]) -> torch.Tensor:
+        return probabilities(logits_after(table, params, answer), params)
+
     outcomes = []
     for a in range(VOCABULARY):
         for b in range(VOCABULARY):
             for c in range(VOCABULARY):
-                p = target_row(table, params, [])[a] * target_row(table, params, [a])[b] * target_row(table, params, [a, b])[c]
-                outcomes.append((float(p), counts.get((a, b, c), 0)))
+                outcomes.append((float(row([])[a] * row([a])[b] * row([a, b])[c]), counts.get((a, b, c), 0)))
     return outcomes, accepted
 
 
@@ -98,44 +106,24 @@ def p_value(outcomes: list[tuple[float, int]]) -> float:
 @pytest.mark.parametrize("make_draft", [chain, tree])
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_output_has_the_targets_distribution(make_draft, setting):
-    outcomes, accepted = three_tokens(make_draft, verify_sampled, SETTINGS[setting], seed=22)
+    outcomes, accepted = three_tokens(make_draft, by_position, SETTINGS[setting], seed=22)
     assert accepted > RUNS / 2, "the drafter must matter for the test to mean anything"
     assert p_value(outcomes) > 1e-3
 
 
-def accept_by_agreement(row, draft: Draft, generator: torch.Generator) -> Verdict:
-    """A wrong rule: a drafted token stands when it is at all likely; the replacement is drawn from p itself."""
-    accepted, path, node = [], [], -1
-    while True:
-        p = row(node + 1, path)
-        chosen = next((child for child in draft.children(node) if p[draft.tokens[child]] > 0.2), -1)
-        if chosen < 0:
-            return Verdict(accepted, int(torch.multinomial(p, 1, generator=generator)))
-        accepted.append(chosen)
-        path.append(draft.tokens[chosen])
-        node = chosen
+def one_noise(logits: torch.Tensor, params: SamplingParams, seed: int, answer: list[int], draft: Draft, row: int) -> int:
+    """A wrong rule: every position is drawn with the same noise."""
+    return draw(logits, params, seed, 0)
 
 
-def no_residual(row, draft: Draft, generator: torch.Generator) -> Verdict:
-    """A subtler wrong rule: accepts rightly, but draws the replacement from p instead of max(p - q, 0)."""
-    accepted, path, node = [], [], -1
-    while True:
-        p = row(node + 1, path)
-        chosen = -1
-        for child in draft.children(node):
-            q = 1.0 if draft.probs is None else float(draft.probs[child][draft.tokens[child]])
-            if float(torch.rand((), generator=generator)) < float(p[draft.tokens[child]]) / q:
-                chosen = child
-                break
-        if chosen < 0:
-            return Verdict(accepted, int(torch.multinomial(p, 1, generator=generator)))
-        accepted.append(chosen)
-        path.append(draft.tokens[chosen])
-        node = chosen
+def likely_drafts(logits: torch.Tensor, params: SamplingParams, seed: int, answer: list[int], draft: Draft, row: int) -> int:
+    """Another wrong rule: a drafted token is accepted when it is at all likely."""
+    p = probabilities(logits, params)
+    likely = [child for child in draft.children(row - 1) if p[draft.tokens[child]] > 0.2]
+    return draft.tokens[likely[0]] if likely else draw(logits, params, seed, len(answer))
 
 
-@pytest.mark.parametrize("wrong", [accept_by_agreement, no_residual])
-@pytest.mark.parametrize("make_draft", [chain, tree])
-def test_the_test_catches_a_wrong_rule(make_draft, wrong):
-    outcomes, _ = three_tokens(make_draft, wrong, SETTINGS["temperature"], seed=22)
+@pytest.mark.parametrize("wrong", [one_noise, likely_drafts])
+def test_the_test_catches_a_wrong_rule(wrong):
+    outcomes, _ = three_tokens(chain, wrong, SETTINGS["temperature"], seed=22)
     assert p_value(outcomes) < 1e-6

@@ -11,7 +11,7 @@ from fledge.config import MLAConfig, RopeConfig
 from fledge.kernels.paged_attention import PagedKV, SequenceLayout
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy
-from fledge.speculation.drafting import EagleSpeculator, Settled
+from fledge.speculation.drafting import AcceptedSpan, EagleSpeculator
 from fledge.training.attention import document_starts
 from fledge.training.ttt import Unroll, step_masks
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -67,7 +67,7 @@ def test_training_step_equals_serving_step(flags):
         cache = PagedKV(config.num_layers, config.num_kv_heads, config.head_dim, 8, 8, torch.float64, "cpu")
         served = EagleSpeculator(drafter, cache, DepthPolicy(STEPS))
         text = Text(tokens[0, : row + 2].tolist())
-        hidden, state = served.sync([Settled(text, 0, list(range(row + 1)), STEPS)], [tap[: row + 1] for tap in taps])
+        hidden, state = served.sync([AcceptedSpan(text, 0, list(range(row + 1)), STEPS)], [tap[: row + 1] for tap in taps])
         hidden, state = hidden[-1:], state[-1:]
         for step in range(STEPS):
             if step:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.engine.cuda_graphs import StepGraphs, size_for
+from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
+from fledge.engine.executors.graphs import StepGraphs, size_for
 from fledge.engine.fused_decoder import (
     BLOCK_TOKENS,
     BlockAttend,
@@ -32,7 +33,6 @@ from fledge.engine.fused_decoder import (
     attends_by_device_lengths,
 )
 from fledge.engine.fused_drafter import FusedDrafter
-from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
 from fledge.kernels.paged_attention import PagedKV
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.cuda_graphs import StepGraphs, batch_sizes
+from fledge.engine.executors.batch_state import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
+from fledge.engine.executors.chunked_prefill import MIDDLE, Piece, PiecePass
+from fledge.engine.executors.graphs import StepGraphs, batch_sizes
+from fledge.engine.executors.prefill import PromptPass, Prompts, Rests
 from fledge.engine.fused_decoder import ChainAttend, FusedDecoder
 from fledge.engine.fused_drafter import FusedDrafter
 from fledge.engine.invariant_decoder import InvariantDecoder
-from fledge.engine.piece_pass import MIDDLE, Piece, PiecePass
-from fledge.engine.prompt_pass import PromptPass, Prompts, Rests
-from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.paged_attention import PagedKV
@@ -82,19 +82,20 @@ class DeviceBatch:
         capture: bool = True,
         cache: PagedKV | None = None,
         drafter_cache: PagedKV | None = None,
+        max_depth: int = MAX_DEPTH,
     ) -> None:
         """`cache`, `drafter_cache`: shared with another engine, page by page; None: own ones."""
         self.decoder, self.config, self.device = decoder, config, torch.device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)  # kernels are launched on the current device
         model, size = decoder.config, config.page_size
-        self.lookahead = 0 if drafter is None else MAX_DEPTH + 1
+        self.lookahead = 0 if drafter is None else max_depth + 1
         longest = config.max_model_len + self.lookahead
         self.max_pages = -(-longest // size)
         self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
         self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
         self.fused = (InvariantDecoder if config.deterministic else FusedDecoder)(decoder, self.cache, longest)
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device)
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device, max_depth)
         self.drafter: FusedDrafter | None = None
         if drafter is not None:
             refuse_unsupported(drafter)

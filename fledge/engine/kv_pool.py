@@ -1,4 +1,4 @@
-"""Which pages of the cache belong to whom, and what they hold. The storage itself is `kernels.paged_attention.PagedKV`.
+"""The KV page pool: which pages belong to which request, and what they hold. The storage is `kernels.paged_attention.PagedKV`.
 
     text     |---- page 0 ----|---- page 1 ----|-- page 2 …        a full page's key: a hash of all tokens up to its end
     key 1    |<------------------------------->|x                  and of the one after, x
@@ -20,7 +20,7 @@ class PageKeys:
 
     def __init__(self, tokens: list[int], page_size: int, *, drafted: bool) -> None:
         """`tokens`: the growing text itself, not a copy. `drafted`: its pages hold, or must hold, the drafter's pairs too."""
-        self.tokens, self.page_size = tokens, page_size
+        self.tokens, self.page_size, self.drafted = tokens, page_size, drafted
         self._before = b"target and drafter" if drafted else b"target"
         self._keys: list[bytes] = []
         self.num_shared = 0  # pages of the text that others can find; set by the pool
@@ -41,7 +41,7 @@ class PagePool:
     used |###|..............|####|......|      a new sequence starts in the middle of the widest gap,
     new  |###|.......N......|####|......|      so that its neighbour on the left can go on growing
 
-    A page with a key that nobody owns any more counts as free, but keeps what it holds until no blank page is left.
+    A page with a key and no owner counts as free, but keeps what it holds until no blank page is left.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -107,7 +107,7 @@ class PagePool:
             return
         names = keys.up_to(num_tokens)
         for index in range(keys.num_shared, len(names)):
-            if names[index] not in self._page_of:  # else somebody computed the same meanwhile
+            if names[index] not in self._page_of:  # else another request computed the same meanwhile
                 self._page_of[names[index]] = pages[index]
                 self._key_of[pages[index]] = names[index]
         keys.num_shared = len(names)

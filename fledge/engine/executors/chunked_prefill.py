@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows
+from fledge.engine.executors.prefill import RECORDED_AT, Buffer, RecordedPass
 from fledge.engine.fused_decoder import ChunkAttend
-from fledge.engine.prompt_pass import RECORDED_AT, Buffer, RecordedPass
-from fledge.engine.slots import FIRST_STOP_ID, MAX_STOP_IDS, NewRows
 
 MIDDLE = -1  # instead of how a token is chosen: none is
 

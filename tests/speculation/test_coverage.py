@@ -6,14 +6,13 @@ import json
 import math
 
 import pytest
-import torch
 
 from fledge.checkpoints.coverage import recorded_coverage
 from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
+from fledge.speculation.coverage import LEAST, VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.outside import LEAST, OutsideShare
-from tests.oracle import CPU, engine_with, run
+from tests.oracle import CPU, engine_with, record_drafts, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
@@ -21,56 +20,56 @@ PROMPTS = [[5, 9, 23, 4], [100, 3, 7]]
 
 
 def test_a_full_vocabulary_leaves_confidence_exactly_alone():
-    outside = OutsideShare(None, coverage=0.5)
-    outside.saw(list(range(1000)))
-    assert outside.covered == outside.covered_at_first == 1.0
+    outside = VocabularyCoverage(None, coverage=0.5)
+    outside.record(list(range(1000)))
+    assert outside.covered == 1.0
     assert outside.share == 0.0
     assert outside.holds(123456)
 
 
 def test_the_share_follows_what_is_said():
-    outside = OutsideShare(range(10), coverage=0.99)
+    outside = VocabularyCoverage(range(10), coverage=0.99)
     assert outside.share == pytest.approx(0.01)
-    assert outside.covered == outside.covered_at_first == pytest.approx(0.99)
-    outside.saw([1, 2, 3, 50] * 1500)
+    assert outside.covered == pytest.approx(0.99)
+    outside.record([1, 2, 3, 50] * 1500)
     assert outside.share == pytest.approx(0.25, abs=0.01)
-    assert outside.covered_at_first == pytest.approx(0.99)
     assert outside.holds(3)
     assert not outside.holds(50)
-    outside.saw([1] * 10_000)
+    outside.record([1] * 10_000)
     assert outside.share < 1e-3
 
 
 def test_every_token_outside():
-    outside = OutsideShare([7])
-    outside.saw([3] * 100_000)
+    outside = VocabularyCoverage([7])
+    outside.record([3] * 100_000)
     assert outside.share == pytest.approx(1.0)
     assert outside.covered == LEAST
     assert math.isfinite(math.log(outside.covered))
 
 
 def speculator(drafter, depth: DepthPolicy, tree: TreeShape | None = None):
-    engine = build_engine(tiny_decoder(), Speculation(drafter, depth.limit, tree).as_asked(), CPU)
+    engine = build_engine(tiny_decoder(), Speculation(drafter, depth.limit, tree).fixed_depth(), CPU)
     engine.drafter.depth = depth
     return engine
 
 
 @pytest.mark.parametrize("tree", [None, TreeShape(3, 8)], ids=["chain", "tree"])
 def test_confidence_is_scaled_and_drafted_tokens_are_not_touched(tree):
-    """The same drafts with and without outside mass: tokens and q are the same, confidences are lower by the factor."""
+    """The same drafts with and without outside mass: tokens are the same, confidences are lower by the factor."""
     drafts = []
     for share in (0.0, 0.5):
         engine = speculator(tiny_drafter(tiny_drafter_config(draft_vocab_size=64)), DepthPolicy(3), tree)
-        engine.drafter.outside = OutsideShare(engine.drafter.target_id_list, coverage=1 - share)
-        engine.drafter.outside.saw = lambda tokens: None
+        engine.drafter.coverage = VocabularyCoverage(engine.drafter.target_id_list, coverage=1 - share)
+        engine.drafter.coverage.record = lambda tokens: None
         temperature = {} if tree else {"temperature": 0.8, "seed": 5}
-        request = engine.add_request(PROMPTS[0], SamplingParams(**{"max_tokens": 8, "temperature": 0} | temperature))
+        engine.add_request(PROMPTS[0], SamplingParams(**{"max_tokens": 8, "temperature": 0} | temperature))
+        recorded = record_drafts(engine)
         engine.step()
-        drafts.append(request.draft)
+        engine.step()
+        drafts.append(recorded[-1][2])
     whole, half = drafts
     if tree is None:
         assert half.tokens == whole.tokens
-        assert all(torch.equal(a, b) for a, b in zip(half.probs, whole.probs, strict=True))
         assert half.confidences == pytest.approx([0.5 * sure for sure in whole.confidences])
     else:  # which nodes are kept may change with the factor: what lies deep is worth less
         common = [index for index, parent in enumerate(half.parents) if parent < 0]
@@ -89,15 +88,17 @@ def test_any_vocabulary_is_lossless_and_stops_early_where_it_must(size, tree):
     said = [token for answer in plain for token in answer]
     inside = set(engine.drafter.target_id_list)
     if size == 128:
-        assert engine.drafter.outside.covered == 1.0
+        assert engine.drafter.coverage.covered == 1.0
         return
-    alike = OutsideShare(inside)
-    alike.saw(said)
-    assert engine.drafter.outside.share == pytest.approx(alike.share, abs=0.02)  # the order of what was said differs
-    engine.drafter.outside.saw([next(token for token in range(128) if token not in inside)] * 20_000)
-    request = engine.add_request(PROMPTS[0], GREEDY)
+    alike = VocabularyCoverage(inside)
+    alike.record(said)
+    assert engine.drafter.coverage.share == pytest.approx(alike.share, abs=0.02)  # the order of what was said differs
+    engine.drafter.coverage.record([next(token for token in range(128) if token not in inside)] * 20_000)
+    engine.add_request(PROMPTS[0], GREEDY)
+    drafts = record_drafts(engine)
     engine.step()
-    assert request.draft.depth == 1, "hopeless drafts are cut at once, but there is one to learn from"
+    engine.step()
+    assert drafts[-1][2].depth == 1, "hopeless drafts are cut at once, but there is one to learn from"
 
 
 def test_a_seeded_request_does_not_depend_on_what_others_said():
@@ -106,7 +107,7 @@ def test_a_seeded_request_does_not_depend_on_what_others_said():
     for others in (0, 20_000):
         engine = speculator(drafter, DepthPolicy(5, 0.05))
         outsider = next(token for token in range(128) if token not in engine.drafter.target_id_list)
-        engine.drafter.outside.saw([outsider] * others)
+        engine.drafter.coverage.record([outsider] * others)
         answers.append(run(engine, PROMPTS, SamplingParams(max_tokens=30, temperature=1.0, seed=4)))
     assert answers[0] == answers[1]
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from fledge.engine.load_depth import LoadDepth
-from fledge.engine.step_costs import LIFETIME, CostTable
+from fledge.speculation.acceptance import AcceptanceModel
+from fledge.speculation.costs import LIFETIME, CostTable
 
 
 def costs(step: float, each: float):
@@ -15,7 +15,7 @@ def costs(step: float, each: float):
 
 
 def test_cheap_verification_drafts_deep_and_dear_verification_not_at_all():
-    depths = LoadDepth(5)
+    depths = AcceptanceModel(5)
     assert depths.choose(1.0, costs(1.0, 0.05)) == 5
     assert depths.choose(1.0, costs(1.0, 0.4)) == 2
     assert depths.choose(1.0, costs(1.0, 0.6)) == 1
@@ -23,42 +23,42 @@ def test_cheap_verification_drafts_deep_and_dear_verification_not_at_all():
 
 
 def test_acceptance_moves_the_choice():
-    good, bad = LoadDepth(5), LoadDepth(5)
+    good, bad = AcceptanceModel(5), AcceptanceModel(5)
     for _ in range(2000):
-        good.saw(5, 5)
-        bad.saw(5, 0)
+        good.record(5, 5)
+        bad.record(5, 0)
     cost = costs(1.0, 0.3)
     assert good.choose(1.0, cost) == 5
     assert bad.choose(1.0, cost) == 0
     assert good.tokens(5) > 5
     assert bad.tokens(5) < 1.2
     for _ in range(5000):
-        bad.saw(3, 3)
+        bad.record(3, 3)
     assert bad.choose(1.0, cost) in (3, 4)  # of the fourth place it knows little
 
 
 def test_requests_that_cannot_be_drafted_for_count_against_it():
-    depths = LoadDepth(3)
+    depths = AcceptanceModel(3)
     assert depths.choose(1.0, costs(1.0, 0.3)) > 0
     assert depths.choose(0.1, costs(1.0, 0.3)) == 0
     assert depths.choose(0.0, costs(1.0, 0.0)) == 0
 
 
 def test_without_a_table_the_limit_holds_and_without_a_drafter_there_is_none():
-    assert LoadDepth(4).choose(1.0, lambda depth: None) == 4
-    assert LoadDepth(0).choose(1.0, lambda depth: 1.0) == 0
+    assert AcceptanceModel(4).choose(1.0, lambda depth: None) == 4
+    assert AcceptanceModel(0).choose(1.0, lambda depth: 1.0) == 0
 
 
 def test_what_many_rows_saw_counts_as_often():
-    one, many = LoadDepth(3), LoadDepth(3)
+    one, many = AcceptanceModel(3), AcceptanceModel(3)
     for _ in range(5):
-        one.saw(3, 1)
-    many.saw(3, 1, times=5)
+        one.record(3, 1)
+    many.record(3, 1, times=5)
     assert abs(one.tokens(3) - many.tokens(3)) < 0.01
 
 
 def test_rows_that_may_not_be_drafted_for_so_deep_gain_nothing_from_depth():
-    depths, cost = LoadDepth(7), costs(1.0, 0.02)
+    depths, cost = AcceptanceModel(7), costs(1.0, 0.02)
     assert depths.choose(1.0, cost) == 7
     assert depths.choose(1.0, cost, [7, 7, 7, 7]) == 7
     assert depths.choose(1.0, cost, [1, 1, 1, 7]) < 7
@@ -69,10 +69,10 @@ def test_rows_that_may_not_be_drafted_for_so_deep_gain_nothing_from_depth():
 
 
 def test_drafts_that_stop_early_are_expected_to():
-    depths = LoadDepth(4)
+    depths = AcceptanceModel(4)
     assert depths.nodes(4) == 4
     for number in range(4000):
-        depths.saw(4, min(number % 2, 1), drafted=1 + number % 2)
+        depths.record(4, min(number % 2, 1), drafted=1 + number % 2)
     assert depths.nodes(4) == pytest.approx(1.5, abs=0.1)
     assert depths.tokens(4) == pytest.approx(1.5, abs=0.1)
 
@@ -90,29 +90,29 @@ def test_costs_are_learnt_from_few_noisy_passes():
     for _ in range(40):
         for rows in (1, 6, 16, 40, 96):
             slow = 20.0 if rng.random() < 0.05 else 1.0  # something else had the machine
-            table.saw(rows, true_cost(rows) * rng.uniform(0.9, 1.1) * slow)
+            table.record(rows, true_cost(rows) * rng.uniform(0.9, 1.1) * slow)
     for rows in (1, 6, 10, 16, 30, 40, 70, 96, 128):
         assert table.seconds(rows) == pytest.approx(true_cost(rows), rel=0.2)
 
 
 def test_what_is_not_known_is_taken_to_be_cheap():
     table = CostTable()
-    table.saw(24, 60.0)
+    table.record(24, 60.0)
     assert table.seconds(4) <= 10.0
     assert table.seconds(24) == table.seconds(48) < 60.0
-    table.saw(4, 20.0)
+    table.record(4, 20.0)
     assert 20.0 < table.seconds(14) < 60.0
     assert table.seconds(44) == pytest.approx(table.seconds(24) + 40.0)
     for _ in range(100):
-        table.saw(24, 60.0)
+        table.record(24, 60.0)
     assert table.seconds(24) == pytest.approx(60.0, rel=0.01)
 
 
 def test_a_cost_that_has_not_come_up_for_long_is_forgotten():
     table = CostTable()
-    table.saw(64, 1e9)
+    table.record(64, 1e9)
     for _ in range(LIFETIME + 64):
-        table.saw(1, 10.0)
+        table.record(1, 10.0)
     assert table.seconds(64) == pytest.approx(10.0, rel=0.01)
 
 
@@ -120,7 +120,7 @@ def test_a_few_disturbed_passes_hardly_count():
     """A pass that looks dear may not be run again, and so would never be seen to be cheap."""
     table = CostTable()
     for seconds in [10.0] * 20 + [40.0] * 4:
-        table.saw(8, seconds)
+        table.record(8, seconds)
     assert table.seconds(8) < 11.5
 
 
@@ -128,16 +128,16 @@ def test_a_machine_that_becomes_slower_is_followed():
     table = CostTable()
     for seconds in (10.0, 40.0):
         for _ in range(80):
-            table.saw(4, seconds)
+            table.record(4, seconds)
         assert table.seconds(4) == pytest.approx(seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_depth_is_found_from_real_steps_alone(seed):
     """Steps are measured as they are run: after a few dozen the choice is within a few hundredths of the best there is."""
-    rng, depths, table = random.Random(seed), LoadDepth(5, margin=1.0), CostTable()
+    rng, depths, table = random.Random(seed), AcceptanceModel(5, margin=1.0), CostTable()
     for _ in range(300):
-        depths.saw(5, sum(1 for _ in range(5) if rng.random() < 0.6))
+        depths.record(5, sum(1 for _ in range(5) if rng.random() < 0.6))
 
     def seconds(batch: int, depth: int, of) -> float | None:
         cost = of(batch * (1 + depth))
@@ -149,21 +149,21 @@ def test_the_best_depth_is_found_from_real_steps_alone(seed):
         for _ in range(100):
             chosen = depths.choose(1.0, lambda depth, batch=batch: seconds(batch, depth, table.seconds))
             rows = batch * (1 + chosen)
-            table.saw(rows, true_cost(rows) * rng.uniform(0.95, 1.05))
+            table.record(rows, true_cost(rows) * rng.uniform(0.95, 1.05))
             lost += 1 - speeds[chosen] / max(speeds.values())
         assert lost / 100 < 0.05, batch
 
 
 def test_drafts_that_were_poor_once_are_tried_again_after_a_while_without():
-    load = LoadDepth(5)
+    load = AcceptanceModel(5)
     costs = {0: 1.0, 1: 1.2, 2: 1.3, 3: 1.4, 4: 1.5, 5: 1.6}
     assert load.choose(1.0, costs.get) > 0
     for _ in range(600):
-        load.saw(5, 0)
+        load.record(5, 0)
     assert load.choose(1.0, costs.get) == 0
     for _ in range(100):
-        load.fade()
+        load.decay()
     assert load.choose(1.0, costs.get) == 0, "not at once"
     for _ in range(5000):
-        load.fade()
+        load.decay()
     assert load.choose(1.0, costs.get) > 0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from fledge.engine.gathering import PATIENCE, Gathering
+from fledge.engine.admission import LONGEST_WAIT, ArrivalBatching
 
 
 def sizes_of_groups(rows: int, gap: float, pass_seconds: float, cycle: float = 0.001, seconds: float = 2.0) -> list[int]:
     """One comes every `gap`; the engine asks every `cycle`."""
-    gathering, groups, entered = Gathering(), [], 0
+    gathering, groups, entered = ArrivalBatching(), [], 0
     for step in range(1, int(seconds / cycle)):
         now = 1.0 + step * cycle
         waiting = int(step * cycle / gap) - entered
-        if waiting and not gathering.goes_on(waiting=waiting, rows=rows, pass_seconds=pass_seconds, now=now):
+        if waiting and not gathering.holds_back(waiting=waiting, running=rows, prefill_seconds=pass_seconds, now=now):
             groups.append(waiting)
             entered += waiting
-            gathering.entered(0, now)
+            gathering.admitted(0, now)
     return groups[len(groups) // 2 :]
 
 
@@ -33,31 +33,31 @@ def test_with_many_rows_as_many_enter_together_as_lose_least():
 
 
 def test_nobody_waits_for_long_nor_where_a_pass_costs_nothing():
-    gathering = Gathering()
-    asked = {"waiting": 1, "rows": 500, "pass_seconds": 1.0}
-    assert gathering.goes_on(**asked, now=1.0)
-    assert gathering.goes_on(**asked, now=1.0 + PATIENCE / 2)
-    assert not gathering.goes_on(**asked, now=1.001 + PATIENCE)
+    gathering = ArrivalBatching()
+    asked = {"waiting": 1, "running": 500, "prefill_seconds": 1.0}
+    assert gathering.holds_back(**asked, now=1.0)
+    assert gathering.holds_back(**asked, now=1.0 + LONGEST_WAIT / 2)
+    assert not gathering.holds_back(**asked, now=1.001 + LONGEST_WAIT)
     for nothing in ("pass_seconds", "rows", "waiting"):
-        gathering = Gathering()
-        gathering.goes_on(**asked, now=1.0)
-        assert not gathering.goes_on(**(asked | {nothing: 0}), now=1.001)
+        gathering = ArrivalBatching()
+        gathering.holds_back(**asked, now=1.0)
+        assert not gathering.holds_back(**(asked | {nothing: 0}), now=1.001)
 
 
 def test_after_a_burst_the_rest_is_not_waited_for():
     """Sixty at once make the mean gap tiny; that none has come since counts more."""
-    gathering = Gathering()
-    gathering.goes_on(waiting=1, rows=0, pass_seconds=0.0015, now=1.0)
-    gathering.entered(0, 1.0)
+    gathering = ArrivalBatching()
+    gathering.holds_back(waiting=1, running=0, prefill_seconds=0.0015, now=1.0)
+    gathering.admitted(0, 1.0)
     for number in range(60):
-        gathering.goes_on(waiting=number + 1, rows=1, pass_seconds=0.0015, now=1.0 + number * 1e-5)
-    assert not gathering.goes_on(waiting=60, rows=64, pass_seconds=0.0015, now=1.002)
+        gathering.holds_back(waiting=number + 1, running=1, prefill_seconds=0.0015, now=1.0 + number * 1e-5)
+    assert not gathering.holds_back(waiting=60, running=64, prefill_seconds=0.0015, now=1.002)
 
 
 def test_who_waited_and_went_away_is_not_counted_as_waiting():
     """The next one to come begins to wait when it comes."""
-    gathering = Gathering()
-    asked = {"rows": 500, "pass_seconds": 1.0}
-    assert gathering.goes_on(waiting=1, **asked, now=1.0)
-    assert not gathering.goes_on(waiting=0, **asked, now=1.0 + PATIENCE / 2)
-    assert gathering.goes_on(waiting=1, **asked, now=1.0 + 2 * PATIENCE)
+    gathering = ArrivalBatching()
+    asked = {"running": 500, "prefill_seconds": 1.0}
+    assert gathering.holds_back(waiting=1, **asked, now=1.0)
+    assert not gathering.holds_back(waiting=0, **asked, now=1.0 + LONGEST_WAIT / 2)
+    assert gathering.holds_back(waiting=1, **asked, now=1.0 + 2 * LONGEST_WAIT)

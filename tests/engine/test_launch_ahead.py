@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from fledge.engine.pace import MOST_TOGETHER, QUIET_LAUNCHES, TOO_OFTEN, Pace
+from fledge.engine.executors.launch_ahead import CALM_LAUNCHES, MAX_CYCLES, TOO_OFTEN, LaunchAhead
 
 
 def test_one_at_a_time_while_the_host_keeps_up():
-    pace = Pace()
+    pace = LaunchAhead()
     for _ in range(1000):
-        pace.saw(False)
+        pace.record(device_was_idle=False)
     assert pace.cycles == 1
 
 
 def test_more_while_the_device_runs_out_of_work_and_fewer_again_afterwards():
-    pace, seen = Pace(), []
-    for _ in range(MOST_TOGETHER * TOO_OFTEN):
-        pace.saw(True)
+    pace, seen = LaunchAhead(), []
+    for _ in range(MAX_CYCLES * TOO_OFTEN):
+        pace.record(device_was_idle=True)
         seen.append(pace.cycles)
     assert seen == sorted(seen)
-    assert (seen[0], seen[-1]) == (1, MOST_TOGETHER)
-    for _ in range(MOST_TOGETHER * QUIET_LAUNCHES):
-        pace.saw(False)
+    assert (seen[0], seen[-1]) == (1, MAX_CYCLES)
+    for _ in range(MAX_CYCLES * CALM_LAUNCHES):
+        pace.record(device_was_idle=False)
     assert pace.cycles == 1
 
 
 def test_a_rare_pause_changes_nothing():
-    pace = Pace()
+    pace = LaunchAhead()
     for _ in range(10):
-        pace.saw(True)
-        for _ in range(QUIET_LAUNCHES):
-            pace.saw(False)
+        pace.record(device_was_idle=True)
+        for _ in range(CALM_LAUNCHES):
+            pace.record(device_was_idle=False)
     assert pace.cycles == 1
 
 
 def test_it_settles_where_the_host_just_keeps_up():
     """A host that needs two cycles' time for what it does besides launching."""
-    pace, launches = Pace(), []
+    pace, launches = LaunchAhead(), []
     for _ in range(1000):
         launches.append(pace.cycles)
-        pace.saw(pace.cycles < 3)
+        pace.record(device_was_idle=pace.cycles < 3)
     assert sum(launches[50:]) / len(launches[50:]) > 2.9

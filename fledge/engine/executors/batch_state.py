@@ -35,7 +35,9 @@ class NewRows:
 
 
 class Slots:
-    def __init__(self, num_rows: int, max_answer: int, max_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_answer: int, max_pages: int, device: torch.device, max_depth: int = MAX_DEPTH
+    ) -> None:
         # One row more than requests: what has to be written somewhere and belongs to nobody goes there.
         self.nobody = num_rows
         num_rows += 1
@@ -51,7 +53,7 @@ class Slots:
             answered=zeros(num_rows),
             answers=zeros(num_rows, max_answer),
             status=zeros(num_rows),
-            report=zeros(num_rows, 2 + MAX_DEPTH),
+            report=zeros(num_rows, 2 + max_depth),
             limit=zeros(num_rows),
             depth_limit=zeros(num_rows),
             stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, device=device),
@@ -62,7 +64,7 @@ class Slots:
         self.cuts = Cuts(zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32))
         self.page_table = zeros(num_rows, max_pages)
         # Set by drafting; lives within one step.
-        self.drafts = zeros(num_rows, MAX_DEPTH, dtype=torch.int64)
+        self.drafts = zeros(num_rows, max(max_depth, 1), dtype=torch.int64)
         # The drafter's output for the last settled token, before its final norm; set by synchronising.
         self.draft_state: Tensor | None = None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fledge.engine.load_depth import LoadDepth
-from fledge.engine.starting_over import LAUNCHES, StartingOver
+from fledge.engine.recompute import STEPS, RecomputePolicy
+from fledge.speculation.acceptance import AcceptanceModel
 
-OVER = StartingOver(LoadDepth(3))  # 2.5 tokens a cycle are expected
+OVER = RecomputePolicy(AcceptanceModel(3))  # 2.5 tokens a cycle are expected
 
 
 def cheap(depth: int) -> float:
@@ -39,13 +39,13 @@ def test_company_that_is_not_drafted_for_and_shortened_requests_count():
 
 def test_nothing_is_done_where_nothing_is_known_or_asked_for():
     assert not pays(lambda depth: None, [1000], pass_seconds=0.0)
-    assert not StartingOver(LoadDepth(0)).pays(cheap, 1.0, (), [1000], 0.0)
-    assert not any(OVER.is_due(cheap, 1.0, (), [1000], None) for _ in range(2 * LAUNCHES))
+    assert not RecomputePolicy(AcceptanceModel(0)).pays(cheap, 1.0, (), [1000], 0.0)
+    assert not any(OVER.is_due(cheap, 1.0, (), [1000], None) for _ in range(2 * STEPS))
 
 
 def test_the_load_must_have_been_low_for_a_while():
-    over = StartingOver(LoadDepth(3))
-    found = [over.is_due(cheap, 1.0, (), [1000], 1.0) for _ in range(LAUNCHES)]
-    assert found == [False] * (LAUNCHES - 1) + [True]
+    over = RecomputePolicy(AcceptanceModel(3))
+    found = [over.is_due(cheap, 1.0, (), [1000], 1.0) for _ in range(STEPS)]
+    assert found == [False] * (STEPS - 1) + [True]
     assert not over.is_due(lambda depth: 1.0 + depth, 1.0, (), [1000], 1.0)
     assert not over.is_due(cheap, 1.0, (), [1000], 1.0)

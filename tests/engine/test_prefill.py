@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.engine import prompt_pass
-from fledge.engine.device_batch import GREEDY
-from fledge.engine.prompt_pass import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
+from fledge.engine.executors import prefill as prompt_pass
+from fledge.engine.executors.device_batch import GREEDY
+from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 

@@ -9,20 +9,21 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fledge.engine import backlog as backlog_module
-from fledge.engine import depth_control
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.depth_control import PLAIN_AGAIN, DepthControl
 from fledge.engine.engine import Engine
+from fledge.engine.executors import sync_queue
 from fledge.engine.request import Request
-from fledge.engine.step_costs import CostTable
 from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
+from fledge.speculation import controller as controller_module
+from fledge.speculation.acceptance import AcceptanceModel
+from fledge.speculation.controller import PLAIN_EVERY, SpeculationController
+from fledge.speculation.costs import CostTable, RowCosts
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.guard import DriftGuard
-from tests.engine.test_device_engine import device_engine, drafter
+from tests.engine.test_cuda_graph import device_engine, drafter
 from tests.engine.test_lossless import drafted_from_scratch, random_prompts
-from tests.oracle import CPU, OracleSpeculator, engine_with, run
+from tests.oracle import CPU, OracleSpeculator, eager_engine, engine_with, record_drafts, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
@@ -44,8 +45,8 @@ class DriftingOracle(OracleSpeculator):
         self.drifting = tuple(drifting)
 
     def draft_one(self, item):
-        length = len(item.sequence.tokens)
-        is_bad = tuple(item.sequence.prompt) == self.drifting and length in BAD
+        length = len(item.request.tokens)
+        is_bad = tuple(item.request.prompt) == self.drifting and length in BAD
         self.reach = lambda _: 0 if is_bad else usual_reach(length)
         return super().draft_one(item)
 
@@ -68,7 +69,7 @@ def watch_depths(engine, requests) -> dict:
         engine.check_integrity()
         for request in requests:
             if not request.finished:
-                depths[request].append((len(request.tokens), engine.depth_control.guard.depth(request)))
+                depths[request].append((len(request.tokens), engine.controller.guard.depth(request)))
     return depths
 
 
@@ -91,10 +92,9 @@ def check_drift(depths: dict, drifting, counts, limit: int) -> None:
 def test_the_request_whose_drafts_collapse_is_shortened_and_recovers(texts, plain, tree):
     answers = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
     oracle = DriftingOracle(answers, texts[1], tree=tree)
-    control = DepthControl(oracle, guard=True)
+    control = SpeculationController(DEPTH, guard=True)
     control.guard = DriftGuard(DEPTH, calibration_steps=60)
-    decoder = tiny_decoder()
-    engine = Engine(decoder, ROOMY.resolve(decoder.config), drafter=oracle, depth_control=control)
+    engine = eager_engine(tiny_decoder(), oracle, control, ROOMY)
     requests = [engine.add_request(text, LONG) for text in texts]
     depths = watch_depths(engine, requests)
     assert [request.answer for request in requests] == plain
@@ -105,14 +105,15 @@ def test_the_request_whose_drafts_collapse_is_shortened_and_recovers(texts, plai
 def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(texts, plain):
     """The same in the rows. All rows of a cycle are drafted for equally deep, so that it is shortened for its last one."""
     engine = device_engine(tiny_decoder(), Speculation(drafter(), DEPTH), max_model_len=480, kv_cache_tokens=8192)
-    engine.depth_control.guard = DriftGuard(DEPTH, calibration_steps=60)
+    engine.controller.guard = DriftGuard(DEPTH, calibration_steps=60)
     truth = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
     cycles: list[tuple[int, int]] = []
 
     def oracle(pages: torch.Tensor, depth: int, *, sampled: bool) -> Choice:
-        state, drafts = engine.rows.slots.state, engine.rows.slots.drafts
+        slots = engine.executor.batch.slots
+        state, drafts = slots.state, slots.drafts
         cycles.append((int(state.active.sum()), depth))
-        for row, request in engine.scheduler.owners.items():
+        for request, row in engine.executor.row_of.items():
             said = int(state.answered[row])
             right = 0 if request is requests[1] and len(request.prompt) + said in BAD else usual_reach(said)
             coming = truth[tuple(request.prompt)][said : said + depth]
@@ -120,12 +121,12 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
                 drafts[row, place] = token if place < right else (token + 1) % 128
         return Choice(torch.zeros(len(pages), 1), drafts[: len(pages), depth - 1 : depth].int())
 
-    engine.rows.drafter.draft = oracle
+    engine.executor.batch.drafter.draft = oracle
     others = [replace(LONG, max_tokens=90), LONG, replace(LONG, max_tokens=120), replace(LONG, max_tokens=130)]
     requests = [engine.add_request(text, params) for text, params in zip(texts, others, strict=True)]
     depths = watch_depths(engine, requests)
     assert [request.answer for request in requests] == [plain[0][:90], plain[1], plain[2][:120], plain[3][:130]]
-    check_drift(depths, requests[1], engine.depth_control.guard.counts, DEPTH)
+    check_drift(depths, requests[1], engine.controller.guard.counts, DEPTH)
     assert {depth for rows, depth in cycles if rows > 1} == {DEPTH}
     assert {depth for rows, depth in cycles if rows == 1} == {1, 2, DEPTH}
 
@@ -143,7 +144,7 @@ class Costs:
         return self.now
 
     def attach(self, engine: Engine) -> None:
-        verify, draft = engine.runner.verify, engine.drafter.draft
+        verify, draft = engine.executor.run_target, engine.drafter.draft
 
         def timed_verify(batch):
             rows = sum(item.num_rows for item in batch)
@@ -155,84 +156,84 @@ class Costs:
             self.now += 0.1 * max([draft.depth for draft in drafts], default=0)
             return drafts
 
-        engine.runner.verify, engine.drafter.draft = timed_verify, timed_draft
+        engine.executor.run_target, engine.drafter.draft = timed_verify, timed_draft
 
 
 def adaptive_engine(oracle, costs: Costs, config=CPU) -> Engine:
-    control = DepthControl(oracle, by_load=True, clock=costs)
-    decoder = tiny_decoder()
-    engine = Engine(decoder, config.resolve(decoder.config), drafter=oracle, depth_control=control)
+    engine = eager_engine(tiny_decoder(), oracle, SpeculationController(oracle.depth.limit, adaptive=True), config, clock=costs)
     costs.attach(engine)
     return engine
 
 
 def test_prompts_show_what_many_rows_cost():
     """A pass over a prompt is as dear as a verification of as many rows: a crowd need not try that first."""
-    oracle = OracleSpeculator({}, 4)
-    known, unknown = (DepthControl(oracle, by_load=True) for _ in range(2))
-    for control in (known, unknown):
+    known, unknown = (RowCosts(AcceptanceModel(4)) for _ in range(2))
+    for costs in (known, unknown):
         for rows in range(1, 9):
-            control.verifying.saw(rows, 1.0)
-        control.drafting[4].saw(1, 0.1)
-    known.reading.saw(40, 18.0)
+            costs.verify.record(rows, 1.0)
+        costs.draft[4].record(1, 0.1)
+    known.prefill.record(40, 18.0)
     assert known.seconds(1, 1, 4) == unknown.seconds(1, 1, 4), "what was verified is known"
     assert unknown.seconds(16, 16, 4) < 2
     assert known.seconds(16, 16, 4) > 15
 
 
 def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
-    control = DepthControl(OracleSpeculator({}, 4), by_load=True)
+    control, costs = adaptive_controller()
     for _ in range(100):
         for rows in range(1, 9):
-            control.verifying.saw(rows, 1.0 + 0.1 * rows)
-        control.reading.saw(100, 10.0)
-        control.reading.saw(500, 50.0)
-        control.drafting[1].saw(1, 0.2)
-    assert control._choose(1, 1, 0, [4]) > 0
-    assert control._choose(1, 1, 100, [4]) > 0
-    assert control._choose(1, 1, 10_000, [4]) == 0
+            costs.verify.record(rows, 1.0 + 0.1 * rows)
+        costs.prefill.record(100, 10.0)
+        costs.prefill.record(500, 50.0)
+        costs.draft[1].record(1, 0.2)
+    request = Request("one", [1, 2, 3], LONG, frozenset())
+    for pending, drafts in ((0, True), (100, True), (10_000, False)):
+        control.pending_tokens = lambda _, pending=pending: pending
+        control.depth = 1  # chooses anew
+        assert bool(control.choose([request])) == drafts
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_now_and_then_one_step_goes_without_drafts(seed):
-    """What a plain step takes may have been learnt in a bad moment. Seeded requests have drafts anyway: no plain step."""
-    control = DepthControl(OracleSpeculator({}, 4), by_load=True)
+def adaptive_controller(limit: int = 4) -> tuple[SpeculationController, RowCosts]:
+    control = SpeculationController(limit, adaptive=True)
+    costs = RowCosts(control.acceptance)
+    control.use_costs(costs)
+    return control, costs
+
+
+def test_now_and_then_one_step_goes_without_drafts():
+    """What a plain step takes may have been learnt in a bad moment."""
+    control, costs = adaptive_controller()
     for _ in range(20):
         for rows in range(1, 13):
-            control.verifying.saw(rows, 1.0)
-        control.drafting[4].saw(2, 0.05)
-    params = SamplingParams(temperature=0 if seed is None else 0.9, seed=seed)
-    pair = [Request(str(number), [1, 2, 3], params, frozenset()) for number in range(2)]
-    chosen = []
-    for _ in range(5 * PLAIN_AGAIN):
-        control.plan(pair)
-        control.num_steps += 1
-        chosen.append(control.now)
+            costs.verify.record(rows, 1.0)
+        costs.draft[4].record(2, 0.05)
+    pair = [Request(str(number), [1, 2, 3], LONG, frozenset()) for number in range(2)]
+    chosen = [control.choose(pair) for _ in range(5 * PLAIN_EVERY)]
     plain = [step for step, depth in enumerate(chosen) if not depth]
-    assert len(plain) == (0 if seed else 4), plain
-    assert all(later - earlier == PLAIN_AGAIN + 1 for earlier, later in pairwise(plain))
+    assert len(plain) == 4, plain
+    assert all(later - earlier == PLAIN_EVERY + 1 for earlier, later in pairwise(plain))
 
 
 def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
     table = CostTable()
     for _ in range(20):
-        table.saw(8, 40.0)
-        table.saw(20, 35.0)
+        table.record(8, 40.0)
+        table.record(20, 35.0)
     assert table.seconds(8) == table.seconds(14) == table.seconds(20)
     for _ in range(5):
-        table.saw(8, 16.0)
+        table.record(8, 16.0)
     assert table.seconds(8) < 25, "a lower figure is believed sooner than a higher one"
 
 
 def test_costs_that_were_not_seen_for_long_are_tried_again():
     table = CostTable()
     for _ in range(50):
-        table.saw(4, 1.0)
+        table.record(4, 1.0)
     known = table.seconds(4)
     for _ in range(6):
-        table.fade()
+        table.decay()
     assert table.seconds(4) < 0.9 < known
-    table.saw(4, 0.6)
+    table.record(4, 0.6)
     assert table.costs[4].seconds <= 0.8, "the next measurement weighs much"
 
 
@@ -249,10 +250,11 @@ def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
         for _ in range(count):
             if engine.has_unfinished():
                 engine.step()
-                seen.append(engine.depth_control.now)
+                seen.append(engine.controller.depth)
         return seen
 
     first = engine.add_request(prompts[0], long)
+    engine.step()  # prefill
     alone = steps(12)
     assert alone[0] == 0, "what a plain step costs is learnt first"
     assert alone.count(0) <= 2
@@ -275,18 +277,18 @@ def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
 def test_a_poor_stretch_is_not_held_against_speculation_for_ever(monkeypatch):
     """Nothing is accepted at first, so that nothing is drafted; now and then one draft looks whether that has changed."""
     look_again = 128
-    monkeypatch.setattr(depth_control, "LOOK_AGAIN", look_again)
+    monkeypatch.setattr(controller_module, "EXPLORE_EVERY", look_again)
     prompt = random_prompts(1, longest=20)[0]
     params = replace(LONG, max_tokens=440)
     wanted = run(engine_with(tiny_decoder(), Speculation("none"), ROOMY), [prompt], params)[0]
     oracle = OracleSpeculator({tuple(prompt): wanted}, 4, reach=lambda length: 0 if length < 150 else 4)
     engine = adaptive_engine(oracle, Costs(each=0.5, free=1), ROOMY)
-    engine.depth_control.load.saw(4, 0, times=3000)
+    engine.controller.acceptance.record(4, 0, times=3000)
     request = engine.add_request(prompt, params)
-    drafts = []
+    recorded = record_drafts(engine)
     while not request.finished:
-        drafts.append((len(request.tokens), request.draft.depth))
         engine.step()
+    drafts = [(len(tokens), draft.depth) for _, tokens, draft in recorded]
     assert request.answer == wanted
     early = [depth for length, depth in drafts if length < 150]
     assert 1 <= sum(depth > 0 for depth in early) <= 1 + 2 * len(early) // look_again + 4
@@ -306,104 +308,117 @@ def test_a_drafter_that_lagged_behind_drafts_as_if_it_had_not(num_states, tree, 
     wanted = run(engine_with(decoder, Speculation("none")), prompts, params)
     config = replace(CPU, kv_cache_tokens=320, max_batched_tokens=32, page_size=8, prefix_caching=prefix_caching)
     engine = build_engine(decoder, Speculation(network, 3, tree, drift_guard=False), config)
-    control, count = engine.depth_control, 0
-    control.verifying.saw(1, 1.0)
+    control, count = engine.controller, 0
+    engine.executor.costs.verify.record(1, 1.0)
 
-    def plan(running):
+    def choose(running):
         nonlocal count
         count += 1
-        control.now = 3 if count % 40 < 8 else (1 if count % 40 == 20 else 0)
+        control.depth = 3 if count % 40 < 8 else (1 if count % 40 == 20 else 0)
+        return control.depth
 
-    control.plan = plan
+    control.choose = choose
     requests = [engine.add_request(prompt, params) for prompt in prompts]
-    checked = plain_steps = 0
+    recorded = record_drafts(engine)
     while engine.has_unfinished():
         engine.step()
         engine.check_integrity()
-        for request in engine.scheduler.running:
-            plain_steps += not len(request.draft)
-            if len(request.draft) and tree is None:
-                drafted = drafted_from_scratch(decoder, network, request.tokens, len(request.draft))
-                assert request.draft.tokens == drafted
-                checked += 1
+    checked, plain_steps = 0, sum(not len(draft) for _, _, draft in recorded)
+    for _, tokens, draft in recorded:
+        if len(draft) and tree is None:
+            assert draft.tokens == drafted_from_scratch(decoder, network, tokens, len(draft))
+            checked += 1
     assert [request.answer for request in requests] == wanted
     assert engine.scheduler.num_preemptions > 0
     assert plain_steps > 50
     assert checked > 20 or tree is not None
-    assert_nothing_left(control)
-    assert not control.given
+    assert_nothing_left(engine)
 
 
 def let_wait(monkeypatch, num_states: int) -> None:
     """So many states of the tiny decoder have room."""
     width = len(tiny_drafter_config().aux_layer_ids) * tiny_decoder().config.hidden_size
-    monkeypatch.setattr(backlog_module, "LARGEST_STORE", 4 * width * num_states)
+    monkeypatch.setattr(sync_queue, "MAX_BYTES", 4 * width * num_states)
 
 
-def assert_nothing_left(control: DepthControl) -> None:
-    backlog = control.backlog
-    assert not any((backlog.lags, backlog.left, backlog.reach, backlog.apart))
-    assert backlog.num_bytes == 0
+def assert_nothing_left(engine: Engine) -> None:
+    queue = engine.executor.queue
+    assert not any((queue.pending, queue.ends, engine.executor.spans))
+    assert queue.num_bytes == 0
+
+
+def hold(control: SpeculationController, depth: int) -> None:
+    """The depth that is chosen from now on."""
+
+    def choose(running):
+        control.depth = depth
+        return depth
+
+    control.choose = choose
 
 
 def lagging_engine(monkeypatch, num_states: int) -> Engine:
-    """Nothing is drafted until `depth_control.now` says so."""
+    """Nothing is drafted until `hold` says so."""
     let_wait(monkeypatch, num_states)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
-    engine.depth_control.plan, engine.depth_control.now = lambda running: None, 0
+    hold(engine.controller, 0)
     return engine
 
 
 def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
     engine = lagging_engine(monkeypatch, 5)
-    control = engine.depth_control
+    control = engine.controller
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    assert engine.executor.queue.num_tokens(request) == 3, "the prompt is processed at once"
     for _ in range(4):
         engine.step()
-    assert control.backlog.lag(request) == 3, "the prompt is taken in at once"
-    for _ in range(4):
-        engine.step()
-    assert request in control.backlog.left
-    control.now = 3
+    assert request.drafter_stale
+    hold(control, 3)
+    drafts = record_drafts(engine)
     while not request.finished:
         engine.step()
-        assert not len(request.draft)
-    assert_nothing_left(control)
+    assert not any(len(draft) for _, _, draft in drafts)
+    assert_nothing_left(engine)
 
 
 def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
     """A pass is kept whole for as long as anyone lags behind in it. Where memory ends, each request keeps its own rows."""
     engine = lagging_engine(monkeypatch, 40)
-    control = engine.depth_control
+    control = engine.controller
     brief, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (6, 40))
     stays = engine.add_request([1, 2, 3], long)
     for prompt in random_prompts(5, longest=6):
         engine.add_request(prompt, brief)
     while len(engine.requests) > 1:
         engine.step()
-    states = control.backlog.num_bytes // (backlog_module.LARGEST_STORE // 40)
-    assert states > control.backlog.lag(stays), "others' rows of the same passes"
-    while control.backlog.lag(stays) < 30:
+    queue = engine.executor.queue
+    states = queue.num_bytes // (sync_queue.MAX_BYTES // 40)
+    assert states > queue.num_tokens(stays), "others' rows of the same passes"
+    while queue.num_tokens(stays) < 30:
         engine.step()
-        assert control.backlog.num_bytes <= backlog_module.LARGEST_STORE
-    control.now = 3
+        assert queue.num_bytes <= sync_queue.MAX_BYTES
+    hold(control, 3)
+    drafts = record_drafts(engine)
     engine.step()
-    assert stays.draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, stays.tokens, 3)
+    _, tokens, draft = drafts[-1]
+    assert draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, tokens, 3)
     while engine.has_unfinished():
         engine.step()
-    assert_nothing_left(control)
+    assert_nothing_left(engine)
 
 
 def crowded_engine(prefix_caching: bool = True, num_rows: int = 512) -> Engine:
-    """Where speculation is known to lose, until `depth_control.plan` says otherwise."""
+    """Where speculation is known to lose, until `hold` says otherwise."""
     config = replace(CPU, page_size=8, prefix_caching=prefix_caching, max_batched_tokens=num_rows)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3, drift_guard=False), config)
-    control = engine.depth_control
+    executor = engine.executor
     for rows in range(1, 9):
-        control.verifying.saw(rows, float(rows**3))
-    control.plan, control.took, control.now = lambda running: None, lambda *_: None, 0
-    may_wait = control.may_wait
-    control.may_wait = lambda request, _: may_wait(request, 8)
+        executor.costs.verify.record(rows, float(rows**3))
+    hold(engine.controller, 0)
+    executor._record_costs = lambda *_: None
+    executor._expects_load = lambda num_requests: not engine.controller.pays_with(8)
     return engine
 
 
@@ -411,34 +426,34 @@ def crowded_engine(prefix_caching: bool = True, num_rows: int = 512) -> Engine:
 @pytest.mark.parametrize("num_rows", [512, 7], ids=["whole", "in chunks"])
 def test_a_prompt_waits_in_a_crowd_and_is_read_when_it_has_gone(prefix_caching, num_rows):
     engine, prompt = crowded_engine(prefix_caching, num_rows), random_prompts(1, longest=30)[0]
-    control, reads = engine.depth_control, []
-    draft = engine.drafter.draft
-    engine.drafter.draft = lambda settled, taps: reads.append(settled) or draft(settled, taps)
+    control, queue, reads = engine.controller, engine.executor.queue, []
+    make_drafts = engine.drafter.draft
+    engine.drafter.draft = lambda spans, taps: reads.append(spans) or make_drafts(spans, taps)
     request = engine.add_request(prompt, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
     while request.num_answer < 4:
         engine.step()
     assert not reads
-    assert control.backlog.lag(request) == request.num_computed == len(prompt) + 3
-    control.now = 3
+    assert queue.num_tokens(request) == len(prompt) + 2
+    hold(control, 3)
+    drafts = record_drafts(engine)
     engine.step()
-    assert [(item.start, len(item.rows)) for item in reads[0]] == [(0, len(prompt) + 4)]
-    assert request.draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, request.tokens, 3)
+    assert [(item.start, len(item.rows)) for item in reads[0]] == [(0, len(prompt) + 3)]
+    _, tokens, draft = drafts[-1]
+    assert draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, tokens, 3)
     while not request.finished:
         engine.step()
     assert request.stats.steps > 0
-    assert_nothing_left(control)
+    assert_nothing_left(engine)
 
 
-def test_prompts_do_not_wait_while_there_is_room_for_drafts_nor_those_of_seeded_requests():
-    for seed, now in ((None, 3), (5, 0)):
-        engine = crowded_engine(prefix_caching=False, num_rows=7)
-        engine.depth_control.now = now
-        params = SamplingParams(max_tokens=10, temperature=0.9, seed=seed, ignore_eos=True)
-        request = engine.add_request(list(range(1, 31)), params)
-        while engine.has_unfinished():
-            engine.step()
-            assert not engine.depth_control.backlog.lags
-        assert request.stats.steps > 0
+def test_prompts_do_not_wait_while_there_is_room_for_drafts():
+    engine = crowded_engine(prefix_caching=False, num_rows=7)
+    hold(engine.controller, 3)
+    request = engine.add_request(list(range(1, 31)), SamplingParams(max_tokens=10, temperature=0.9, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+        assert not engine.executor.queue.pending
+    assert request.stats.steps > 0
 
 
 def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter():
@@ -446,17 +461,18 @@ def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter
     prompt, params = list(range(1, 41)), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     wanted = run(engine_with(tiny_decoder(), Speculation("none")), [prompt], params)[0]
     engine = crowded_engine()
-    control, network = engine.depth_control, engine.drafter.network
+    executor, network = engine.executor, engine.drafter.network
+    drafts = record_drafts(engine)
 
-    def answered(now: int):
-        control.now = now
+    def answered(depth: int):
+        hold(engine.controller, depth)
         request = engine.add_request(prompt, params)
         while not request.finished:
             engine.step()
             engine.check_integrity()
-            if len(request.draft):
-                drafted = drafted_from_scratch(tiny_decoder(), network, request.tokens, len(request.draft))
-                assert request.draft.tokens == drafted
+        for _, tokens, draft in drafts:
+            assert draft.tokens == (drafted_from_scratch(tiny_decoder(), network, tokens, len(draft)) if len(draft) else [])
+        drafts.clear()
         assert request.answer == wanted
         return request
 
@@ -464,18 +480,18 @@ def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter
     assert answered(0).num_cached == 32, "found without the drafter's pairs"
     left_behind = answered(3)
     assert (left_behind.num_cached, left_behind.stats.steps) == (32, 0)
-    let_wait, control.may_wait = control.may_wait, lambda request, num_requests: False
+    expects_load, executor._expects_load = executor._expects_load, lambda num_requests: False
     alone = answered(3)
     assert alone.num_cached == 0
     assert alone.stats.steps > 0
     again = answered(3)
     assert again.num_cached == 32
     assert again.stats.steps > 0
-    control.may_wait = let_wait
+    executor._expects_load = expects_load
     in_a_crowd = answered(3)
     assert in_a_crowd.num_cached == 32
     assert in_a_crowd.stats.steps > 0, "pages that the drafter has read are preferred"
-    assert_nothing_left(control)
+    assert_nothing_left(engine)
 
 
 def test_a_seeded_answer_does_not_depend_on_load_or_guard():
@@ -484,8 +500,6 @@ def test_a_seeded_answer_does_not_depend_on_load_or_guard():
     results = []
     for adaptive in (False, True):
         engine = build_engine(tiny_decoder(), Speculation(network, 3, None, adaptive, adaptive), CPU)
-        engine.depth_control.plan = lambda running: None
-        engine.depth_control.now = 0 if adaptive else 3
+        hold(engine.controller, 0 if adaptive else 3)
         results.append(run(engine, prompts, params))
-        assert engine.stats.steps > 0
     assert results[0] == results[1]

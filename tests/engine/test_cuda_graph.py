@@ -1,4 +1,4 @@
-"""Serving by the captured cycle (run eagerly): the eager engine's answers, whoever joins, leaves or is cancelled."""
+"""The captured executor (without graphs) gives the eager one's answers, whatever joins, leaves or is cancelled."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from fledge.engine import device_batch, gathering, starting_over
-from fledge.engine import device_engine as device_engine_module
+from fledge.engine import admission, recompute
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.captured import can_capture
 from fledge.engine.config import EngineConfig
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.pace import Pace
-from fledge.engine.prompt_pass import PromptPass
+from fledge.engine.engine import Engine
+from fledge.engine.executors import cuda_graph, device_batch
+from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
-from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import prompts
 from tests.engine.test_request import Letters
 from tests.oracle import engine_with
@@ -30,11 +27,17 @@ def drafter(target=None):
     return tiny_drafter(tiny_drafter_config(target, fc_norm=True, norm_output=True))
 
 
-def device_engine(decoder, speculation=None, **settings) -> DeviceEngine:
+def device_engine(decoder, speculation=None, **settings) -> Engine:
     config = EngineConfig(
         **({"device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "kv_cache_tokens": 2048} | settings)
     )
-    return DeviceEngine(build_engine(decoder, speculation or Speculation(drafter(), 3), config), capture=False)
+    return build_engine(decoder, speculation or Speculation(drafter(), 3), config, capture=False)
+
+
+def with_costs(engine: Engine, seconds) -> None:
+    """Cycles cost `seconds(batch size, depth)`."""
+    costs = engine.executor.costs
+    costs.seconds = lambda num_running, num_drafted, depth: seconds(costs.batch[0], depth) if costs.batch else None
 
 
 def finish(engine) -> list:
@@ -48,9 +51,9 @@ def finish(engine) -> list:
 @pytest.fixture(params=[1, 4], ids=["single cycles", "several together"])
 def cycles(request, monkeypatch):
     """How many cycles are launched and read together, however few rows there are."""
-    monkeypatch.setattr(Pace, "saw", lambda *_: None)
-    monkeypatch.setattr(Pace, "cycles", property(lambda _: request.param, lambda *_: None), raising=False)
-    monkeypatch.setattr(device_engine_module, "MOST_BEFORE_ENTRY", request.param)
+    monkeypatch.setattr(LaunchAhead, "record", lambda *_, **__: None)
+    monkeypatch.setattr(LaunchAhead, "cycles", property(lambda _: request.param, lambda *_: None), raising=False)
+    monkeypatch.setattr(cuda_graph, "MAX_CYCLES_BEFORE_PREFILL", request.param)
     return request.param
 
 
@@ -62,49 +65,16 @@ def test_answers_equal_the_eager_engines(speculation, cycles):
     finish(plain)
     engine = device_engine(decoder, speculation)
     found = [engine.add_request(text, GREEDY, speculate=index % 3 > 0) for index, text in enumerate(texts)]
-    assert not engine.engine.scheduler.waiting, "the eager engine has none of them"
     deltas = finish(engine)
     assert [request.answer for request in found] == [request.answer for request in wanted]
     assert [request.finish_reason for request in found] == [request.finish_reason for request in wanted]
     for request in found:
         assert [token for delta in deltas if delta.request is request for token in delta.tokens] == request.answer
-    assert not engine.row_of
+    assert not engine.executor.row_of
     assert engine.pool.num_free == engine.pool.num_pages
     if speculation.drafter != "none":
         assert engine.stats.steps == sum(request.stats.steps for request in found) > 0
         assert not found[0].stats.steps
-
-
-def test_what_the_cycle_does_not_do_goes_the_eager_way():
-    decoder, texts = tiny_decoder(3), prompts(6, seed=2)
-    unusual = [
-        {"repetition_penalty": 1.3},
-        {"logit_bias": {3: 5.0}},
-        {"logprobs": 2},
-        {"min_tokens": 4},
-        {"presence_penalty": 0.4},
-        {},
-    ]
-    params = [SamplingParams(**({"max_tokens": 12, "temperature": 0} | options)) for options in unusual]
-    eager = engine_with(decoder, Speculation(drafter(), 3))
-    wanted = [eager.add_request(text, one) for text, one in zip(texts, params, strict=True)]
-    finish(eager)
-    engine = device_engine(decoder)
-    found = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
-    assert len(engine.scheduler.waiting_rows) == 1
-    finish(engine)
-    assert [request.answer for request in found] == [request.answer for request in wanted]
-    for mine, theirs in zip(found[2].logprobs, wanted[2].logprobs, strict=True):  # other company, other rounding
-        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-
-
-def test_which_ways_of_drafting_are_captured():
-    decoder = tiny_decoder()
-    assert can_capture(None)
-    assert can_capture(engine_with(decoder, Speculation(drafter(), 3)).drafter)
-    assert not can_capture(engine_with(decoder, Speculation(drafter(), 3, TreeShape(2, 4))).drafter)
-    assert not can_capture(engine_with(decoder, Speculation("ngram", 3)).drafter)
 
 
 def test_a_crowd_in_a_small_cache_with_cancellations(cycles):
@@ -241,9 +211,11 @@ def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
     for text in prompts(num_rows, seed=11):
         engine.add_request(text, GREEDY)
     engine.step()
-    assert len(engine.reports.snapshots) == cycles
+    assert not any(request.num_answer for request in engine.requests.values())
+    engine.step()
+    assert len(engine.executor.reader.copies) == cycles
     assert all(request.num_answer == 1 for request in engine.requests.values())
-    assert int(engine.rows.slots.state.answered.sum()) > num_rows
+    assert int(engine.executor.batch.slots.state.answered.sum()) > num_rows
     finish(engine)
 
 
@@ -254,32 +226,31 @@ def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
     wanted = [plain.add_request(text, GREEDY) for text in texts]
     finish(plain)
     engine = device_engine(decoder)
-    engine.seconds = lambda size, depth, how: 1.0 + (10.0 if size > 2 else 0.01) * depth
+    with_costs(engine, lambda size, depth: 1.0 + (10.0 if size > 2 else 0.01) * depth)
     found = [engine.add_request(text, GREEDY) for text in texts[:4]]
     for _ in range(3):
         engine.step()
-    assert engine.behind == {request.id for request in found}
+    assert all(request.drafter_stale for request in found)
     while any(not request.finished for request in found):
         engine.step()
     found += [engine.add_request(text, GREEDY) for text in texts[4:]]
     finish(engine)
     assert [request.answer for request in found] == [request.answer for request in wanted]
-    assert not engine.behind
     assert not any(request.stats.steps for request in found[:4])
     assert all(request.stats.steps for request in found[4:])
 
 
-def loaded_engine(decoder, **settings) -> DeviceEngine:
+def loaded_engine(decoder, **settings) -> Engine:
     """Speculation costs next to nothing for two rows and ten times as much as it brings for more."""
     engine = device_engine(decoder, **settings)
-    engine.seconds = lambda size, depth, how: 1.0 + (10.0 if size > 2 else 0.01) * depth
-    engine.rows.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.5
+    with_costs(engine, lambda size, depth: 1.0 + (10.0 if size > 2 else 0.01) * depth)
+    engine.executor.batch.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.5
     return engine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperature, cycles, monkeypatch):
-    monkeypatch.setattr(starting_over, "LAUNCHES", 3)
+    monkeypatch.setattr(recompute, "STEPS", 3)
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
     params = [SamplingParams(max_tokens=10 if index < 4 else 90, temperature=temperature, seed=index) for index in range(6)]
     unloaded = device_engine(decoder)
@@ -289,16 +260,15 @@ def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperatu
     found = [engine.add_request(text, one) for text, one in zip(texts, params, strict=True)]
     finish(engine)
     assert [request.answer for request in found] == [request.answer for request in wanted]
-    assert engine.num_started_over == 2
+    assert engine.scheduler.num_recomputed == 2
     assert not any(request.stats.steps for request in found[:4])
     assert all(request.stats.steps for request in found[4:])
     assert not engine.scheduler.num_preemptions
-    assert not engine.behind
-    assert not engine.starting_over.once
+    assert not engine.scheduler.recompute.done
 
 
 def test_each_starts_over_once_however_the_load_comes_and_goes(monkeypatch):
-    monkeypatch.setattr(starting_over, "LAUNCHES", 1)
+    monkeypatch.setattr(recompute, "STEPS", 1)
     decoder, texts = tiny_decoder(3), prompts(20, seed=12)
     engine = loaded_engine(decoder)
     long = engine.add_request(texts[0], SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
@@ -311,21 +281,21 @@ def test_each_starts_over_once_however_the_load_comes_and_goes(monkeypatch):
             engine.add_request(text, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
     finish(engine)
     assert long.finished
-    assert engine.num_started_over == 1
+    assert engine.scheduler.num_recomputed == 1
 
 
 def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypatch):
-    monkeypatch.setattr(starting_over, "LAUNCHES", 1)
+    monkeypatch.setattr(recompute, "STEPS", 1)
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     engine = device_engine(decoder)
-    engine.seconds = lambda size, depth, how: 1.0 + 0.25 * depth
-    engine.rows.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.1
+    with_costs(engine, lambda size, depth: 1.0 + 0.25 * depth)
+    engine.executor.batch.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.1
     for text in texts[1:]:
         engine.add_request(text, params, speculate=False)
     lonely = engine.add_request(texts[0], params)
     finish(engine)
-    assert not engine.num_started_over
+    assert not engine.scheduler.num_recomputed
     assert not lonely.stats.steps
     engine = loaded_engine(decoder)
     for index, text in enumerate(texts):
@@ -336,7 +306,7 @@ def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypa
         engine.step()
     for _ in range(5):
         engine.step()
-    assert not engine.num_started_over
+    assert not engine.scheduler.num_recomputed
 
 
 def test_what_was_not_drafted_for_counts_as_no_draft(cycles):
@@ -356,8 +326,8 @@ def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, c
     def run(few_keys: int) -> tuple[list, list]:
         monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
         engine, shapes = device_engine(decoder, max_model_len=512, kv_cache_tokens=4096, page_size=64), []
-        step = engine.rows.graphs.run
-        monkeypatch.setattr(engine.rows.graphs, "run", lambda *shape: (shapes.append(shape), step(*shape)))
+        step = engine.executor.batch.graphs.run
+        monkeypatch.setattr(engine.executor.batch.graphs, "run", lambda *shape: (shapes.append(shape), step(*shape)))
         requests = [engine.add_request(text, params) for text in texts[:3]]
         for _ in range(3):
             engine.step()
@@ -375,24 +345,26 @@ def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, c
 
 def test_a_reach_is_given_only_where_it_makes_a_difference(monkeypatch):
     monkeypatch.setattr(device_batch, "FEW_KEYS", 128)
-    rows = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).rows
+    rows = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor.batch
     assert (rows.reach_for(128), rows.reach_for(129)) == ((128,), ())
-    assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).rows.reach_for(10) == ()
-    assert device_engine(tiny_decoder(3), max_model_len=400, page_size=64, deterministic=True).rows.reach_for(10) == ()
+    assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).executor.batch.reach_for(10) == ()
+    assert (
+        device_engine(tiny_decoder(3), max_model_len=400, page_size=64, deterministic=True).executor.batch.reach_for(10) == ()
+    )
 
 
 def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
     """Where a pass over prompts takes long, and ten rows are under way, they wait for each other; nobody is forgotten."""
-    monkeypatch.setattr(PromptPass, "least_seconds", 10.0)
-    monkeypatch.setattr(gathering, "PATIENCE", 0.02)
+    monkeypatch.setattr(cuda_graph.CudaGraphExecutor, "prefill_seconds", 10.0)
+    monkeypatch.setattr(admission, "LONGEST_WAIT", 0.02)
     decoder, texts = tiny_decoder(3), prompts(40, seed=9)
     plain = engine_with(decoder, Speculation("none"))
     wanted = [plain.add_request(text, GREEDY) for text in texts]
     finish(plain)
     engine = device_engine(decoder, max_num_seqs=16, kv_cache_tokens=4096)
     groups = []
-    read = engine.rows.read_prompts
-    monkeypatch.setattr(engine.rows, "read_prompts", lambda entries: (groups.append(len(entries)), read(entries)))
+    read = engine.executor.batch.read_prompts
+    monkeypatch.setattr(engine.executor.batch, "read_prompts", lambda entries: (groups.append(len(entries)), read(entries)))
     found = []
     for text in texts:
         found.append(engine.add_request(text, GREEDY))
@@ -414,7 +386,7 @@ def test_512_rows_at_once():
     most = 0
     while engine.has_unfinished():
         engine.step()
-        most = max(most, len(engine.scheduler.owners))
+        most = max(most, len(engine.executor.row_of))
     engine.check_integrity()
     assert most == 512
     assert [request.answer for request in found] == [request.answer for request in wanted]
@@ -447,14 +419,14 @@ class Event:
 def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(monkeypatch):
     monkeypatch.setattr(device_batch, "PIECE", 16)
     engine, clock = device_engine(tiny_decoder(3), max_model_len=400, kv_cache_tokens=4096), Clock()
-    rows, cycle = engine.rows, 5e-4
+    rows, cycle = engine.executor.batch, 5e-4
     run, read_piece = rows.graphs.run, rows.read_piece
     monkeypatch.setattr(rows, "mark", lambda: Event(clock))
     monkeypatch.setattr(rows, "download", lambda tensor: (tensor.clone(), Event(clock)))
     monkeypatch.setattr(rows.graphs, "run", lambda *shape: (run(*shape), clock.work(cycle)))
     monkeypatch.setattr(rows, "read_piece", lambda *given: (clock.work(6 * cycle), read_piece(*given))[1])
     seen = []
-    monkeypatch.setattr(engine.times, "saw", lambda shape, seconds: seen.append(seconds))
+    monkeypatch.setattr(engine.executor.costs, "record", lambda shape, seconds: seen.append(seconds))
     engine.add_request(prompts(1, seed=3)[0], SamplingParams(max_tokens=120, temperature=0, ignore_eos=True))
     for _ in range(3):
         engine.step()
@@ -462,3 +434,23 @@ def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(mon
     finish(engine)
     assert len(seen) > 20
     assert seen == pytest.approx([cycle] * len(seen))
+
+
+@pytest.mark.parametrize("few_keys", [128, 10**6])
+def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_few_rows(few_keys, monkeypatch):
+    monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
+    executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor
+    batch, recorded = executor.batch, {}
+    monkeypatch.setattr(batch.graphs, "capture", True)
+    for name in ("graphs", "prompts", "pieces"):
+        monkeypatch.setattr(getattr(batch, name), "record", lambda shapes, name=name: recorded.update({name: list(shapes)}))
+    assert len(executor.warm_up()) == 1
+    cycles, reach = recorded["graphs"], () if few_keys > 400 else (128,)
+    assert len(set(cycles)) == len(cycles)
+    assert {shape for shape in cycles if shape[3:] == reach} == {
+        (size, depth, mode, *reach) for size in batch.sizes for depth in (0, 1, 2, 3) for mode in range(3)
+    }
+    assert {shape[0] for shape in cycles if shape[3:] != reach} == ({1, 2, cuda_graph.FEW_LONG_ROWS} if reach else set())
+    assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
+    assert recorded["prompts"]
+    assert "pieces" not in recorded  # no prompt is longer than one

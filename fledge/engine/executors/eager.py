@@ -1,0 +1,315 @@
+"""The eager executor: each step runs when it is submitted. The CPU's executor, and in tests the captured one's twin.
+
+    submit(plan)    sync and draft  →  one target pass over pending tokens, drafts and prefill chunks  →  accept
+
+One pass holds requests of all kinds: what each needs is its rows. The drafter processes the target's hidden states of a pass
+at the beginning of the next step, when it is known which requests go on and how deep they are drafted for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.engine.config import EngineConfig
+from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.sync_queue import SyncQueue
+from fledge.engine.invariant_decoder import InvariantDecoder, InvariantPass
+from fledge.engine.kv_pool import PageKeys, PagePool
+from fledge.engine.lean_decoder import lean
+from fledge.engine.request import Request, TokenLogprob
+from fledge.kernels.native import best_of
+from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.models.decoder import Decoder
+from fledge.speculation.controller import SpeculationController
+from fledge.speculation.costs import RowCosts
+from fledge.speculation.depth import TreeShape
+from fledge.speculation.distribution import adjust, draw
+from fledge.speculation.drafting import AcceptedSpan, Drafter
+from fledge.speculation.verification import Draft, LazyChoices, Verification, VerifiedPass, verify
+
+
+@dataclass
+class Rows:
+    """One request's rows in a pass: `num_tokens` of its text from `start`, then its draft."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    draft: Draft
+    offered: int = 0  # how deep it might have been drafted
+    completes: bool = True  # the pass reaches the end of the text, so that a token follows
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft)
+
+    def tokens(self) -> list[int]:
+        return self.request.tokens[self.start : self.start + self.num_tokens] + self.draft.tokens
+
+
+@dataclass
+class TargetPass:
+    """What the target computed for a batch."""
+
+    logits: Tensor  # [rows that need them, V]: the last token of each completed text and its draft
+    logits_start: list[int | None]  # per item: its first row in `logits`; None: its prompt is not complete
+    rows_start: list[int]  # per item: its first row in the auxiliary hidden states
+    aux_hidden_states: list[Tensor]
+
+
+class EagerExecutor:
+    is_ragged = True
+    max_unread_tokens = 0
+    prefill_seconds = 0.0
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        pool: PagePool,
+        cache: PagedKV,
+        controller: SpeculationController,
+        drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
+        self.controller, self.drafter, self.clock = controller, drafter, clock
+        self.device = cache.keys.device
+        self.lookahead = drafter.lookahead if drafter is not None else 1
+        self.taps = drafter.taps if drafter is not None else ()
+        invariant = None
+        if config.deterministic:
+            invariant = InvariantPass(InvariantDecoder(decoder, cache, config.max_model_len + self.lookahead))
+        self.forward = lean(decoder, cache) or invariant or decoder
+        self.logits = decoder.logits if invariant is None else invariant.logits
+        tree = getattr(drafter, "tree", None)
+        self.costs = RowCosts(controller.acceptance, tree.num_nodes if isinstance(tree, TreeShape) else None)
+        controller.use_costs(self.costs)
+        self.queue = SyncQueue() if controller.adaptive and self.taps else None
+        if self.queue is not None:
+            controller.pending_tokens = self.queue.num_tokens
+        self.spans: list[AcceptedSpan] = []  # of the last pass, and
+        self.aux_hidden_states: list[Tensor] = []  # its states: not seen by the drafter yet
+        self.outputs: list[Output] = []
+
+    # A step
+
+    def prepare(self, decoding: Sequence[Request], *, expects_requests: bool) -> None:
+        """Costs depend on the number of rows alone."""
+
+    def submit(self, plan: Plan) -> None:
+        if plan.is_empty:
+            return
+        began = self.clock()
+        drafts, num_synced = self._draft(plan)
+        drafted_at = self.clock()
+        batch = [
+            Rows(request, len(request.tokens) - 1, 1, drafts.get(request) or Draft(), depth)
+            for request, depth in plan.decodes.items()
+        ]
+        batch += [Rows(chunk.request, chunk.start, chunk.num_tokens, Draft(), 0, chunk.completes) for chunk in plan.prefills]
+        done = self.run_target(batch)
+        self.outputs = self._accept(batch, done)
+        self._record_costs(plan, batch, num_synced, drafted_at - began, self.clock() - drafted_at)
+
+    def collect(self) -> list[Output]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def resume(self) -> None:
+        """Nothing is left to do: a step is complete when it was submitted."""
+
+    def _draft(self, plan: Plan) -> tuple[dict[Request, Draft], int]:
+        """Drafts for the plan's requests, and how many tokens the drafter had to process for them."""
+        if self.drafter is None or not self.spans:
+            return {}, 0
+        spans, states = self.spans, self.aux_hidden_states
+        self.spans, self.aux_hidden_states = [], []
+        longest = self.config.max_model_len
+        for span in spans:
+            depth = plan.decodes.get(span.request, 0)
+            span.max_draft_tokens = max(0, min(depth, longest - len(span.request.tokens)))
+        due = spans
+        if self.queue is not None:
+            due, states = self.queue.due(spans, states, self._may_postpone)
+        if not due:
+            return {}, 0
+        drafts = self.drafter.draft(due, states)
+        if self.taps:
+            for span in due:
+                self.publish(span.request, span.start + len(span.rows))
+        return {span.request: draft for span, draft in zip(due, drafts, strict=True)}, sum(len(span.rows) for span in due)
+
+    def _may_postpone(self, request: Request) -> bool:
+        """Whether the drafter may process a prompt later. Others who find its pages rely on the drafter's part of them."""
+        is_private = request.page_keys is None or not request.page_keys.drafted
+        return is_private and not self.controller.depth and self.controller.is_measured
+
+    def run_target(self, batch: Sequence[Rows]) -> TargetPass:
+        tokens: list[int] = []
+        positions: list[int] = []
+        layouts: list[SequenceLayout] = []
+        rows_start: list[int] = []
+        logits_start: list[int | None] = []
+        wanted: list[int] = []
+        for item in batch:
+            first, text_end = len(tokens), item.start + item.num_tokens
+            rows_start.append(first)
+            tokens.extend(item.tokens())
+            positions.extend(range(item.start, text_end))
+            positions.extend(text_end - 1 + depth for depth in item.draft.depths())
+            mask = None if item.draft.is_chain else item.draft.tail_mask()
+            layouts.append(SequenceLayout(item.request.pages, item.num_rows, text_end + len(item.draft), mask))
+            logits_start.append(len(wanted) if item.completes else None)
+            if item.completes:
+                wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
+        tensors = torch.tensor([tokens, positions], device=self.device)
+        hidden, states = self.forward(tensors[0], tensors[1], PagedAttend(self.cache, layouts), self.taps, max(positions))
+        if len(wanted) < len(tokens):
+            hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
+        return TargetPass(self.logits(hidden), logits_start, rows_start, states)
+
+    # Acceptance
+
+    def _accept(self, batch: Sequence[Rows], done: TargetPass) -> list[Output]:
+        """What each request gains; what the drafter must process is kept for the next step."""
+        outputs: list[Output] = []
+        spans: list[AcceptedSpan] = []
+        best: list[int] | None = None
+        for index, item in enumerate(batch):
+            request, first, first_row = item.request, done.logits_start[index], done.rows_start[index]
+            rows = list(range(first_row, first_row + item.num_tokens))
+            if first is not None:
+                if request.params.greedy and not request.params.adjusts_logits:
+                    best = best_of(done.logits)[0] if best is None else best
+                    verified = verify(best[first : first + 1 + len(item.draft)], item.draft)
+                else:
+                    verified = verify(self._choices(request, item.draft, done.logits[first:]), item.draft)
+                outputs.append(self._output(item, verified, done.logits, first))
+                if not item.draft.is_chain:
+                    self._keep_path(item, verified.accepted)
+                rows += [first_row + item.num_tokens + node for node in verified.accepted]
+            if self.drafter is not None and request.speculate:
+                spans.append(AcceptedSpan(request, item.start, rows))
+            if not self._is_drafted(request):
+                self.publish(request, item.start + len(rows))
+        self.spans, self.aux_hidden_states = spans, done.aux_hidden_states
+        return outputs
+
+    def _choices(self, request: Request, draft: Draft, logits: Tensor) -> LazyChoices:
+        params, answer = request.params, request.answer
+        stop_ids = sorted(request.end_token_ids)
+
+        def choose(row: int, path: list[int]) -> int:
+            adjusted = logits[row].float()
+            if params.adjusts_logits:
+                adjusted = adjust(adjusted, params, request.prompt, answer + path, stop_ids)
+            return draw(adjusted, params, request.seed, len(answer) + len(path))
+
+        return LazyChoices(choose, draft)
+
+    def _output(self, item: Rows, verified: Verification, logits: Tensor, first: int) -> Output:
+        draft, accepted = item.draft, verified.accepted
+        tokens = [draft.tokens[node] for node in accepted] + [verified.next_token]
+        passes = [VerifiedPass(len(tokens), draft.depth, len(draft), max(item.offered, draft.depth) if len(draft) else 0)]
+        output = Output(item.request, tokens, [True] * len(accepted) + [False], passes)
+        count = item.request.params.logprobs
+        if count is not None:
+            rows = logits[[first + 1 + node for node in (-1, *accepted)]].float().log_softmax(-1)
+            output.logprobs = [_logprob(row, token, count) for row, token in zip(rows, tokens, strict=True)]
+        return output
+
+    def _keep_path(self, item: Rows, accepted: Sequence[int]) -> None:
+        """Moves the accepted nodes of a tree to where they would lie had they been a chain."""
+        size, base, pages = self.cache.page_size, item.start + item.num_tokens, item.request.pages
+        slots = [
+            [pages[(base + offset) // size] * size + (base + offset) % size for offset in offsets]
+            for offsets in (accepted, range(len(accepted)))
+        ]
+        if slots[0] != slots[1]:
+            self.cache.move(*slots)
+
+    # Prefix cache
+
+    def page_keys(self, request: Request, num_requests: int) -> PageKeys:
+        """Under load, where nothing will be drafted, pages without the drafter's part serve too, if they hold more."""
+        size, drafted = self.pool.page_size, self._is_drafted(request)
+        keys = PageKeys(request.tokens, size, drafted=drafted)
+        if drafted and self.queue is not None and self._expects_load(num_requests + 1):
+            target_only = PageKeys(request.tokens, size, drafted=False)
+            found, found_target_only = len(self.pool.find(keys)), len(self.pool.find(target_only))
+            if found_target_only > found or not found:
+                return target_only
+        return keys
+
+    def _expects_load(self, num_requests: int) -> bool:
+        return num_requests > 1 and self.costs.is_known and not self.controller.pays_with(num_requests)
+
+    def _is_drafted(self, request: Request) -> bool:
+        """Whether the request's pages hold the drafter's part too."""
+        keys = request.page_keys
+        return bool(self.taps) and request.speculate and (keys is None or keys.drafted)
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Others can find the request's pages as far as these tokens."""
+        self.pool.share(request.pages, request.page_keys, num_tokens)
+
+    def release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.is_prefilled and request.num_answer and not self._is_drafted(request):
+                self.publish(request, len(request.tokens) - 1)
+            if self.queue is not None:
+                self.queue.forget(request)
+            if self.drafter is not None:
+                self.drafter.forget(request)
+        if requests:
+            self.spans = [span for span in self.spans if span.request not in requests]
+
+    # Policy
+
+    def chunk_tokens(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> int:
+        return min(remaining, budget)
+
+    def admits(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> bool:
+        return budget > 0
+
+    def prefill_budget(self, num_decode_rows: int) -> int:
+        return self.config.max_batched_tokens - num_decode_rows
+
+    def least_reuse(self, num_tokens: int) -> int:
+        return 0
+
+    def recompute_seconds(self, num_tokens: int) -> float | None:
+        return None
+
+    def cycles_ahead(self, *, expects_requests: bool) -> int:
+        return 1
+
+    def _record_costs(self, plan: Plan, batch: Sequence[Rows], num_synced: int, drafting: float, verifying: float) -> None:
+        """Steps that prefill, sync a backlog or explore do not count as ordinary ones."""
+        num_rows = sum(item.num_rows for item in batch)
+        if plan.prefills:
+            self.costs.prefill.record(num_rows, verifying)
+            return
+        self.costs.verify.record(num_rows, verifying)
+        num_drafted, depth = sum(len(item.draft) > 0 for item in batch), self.controller.depth
+        is_ordinary = self.controller.explorer is None and num_synced <= num_rows
+        if num_drafted and is_ordinary and depth in self.costs.draft:
+            self.costs.draft[depth].record(num_drafted, drafting)
+
+    def warm_up(self) -> list[str]:
+        return []
+
+    def check_integrity(self, running: Sequence[Request]) -> None:
+        assert {span.request for span in self.spans} <= set(running), "hidden states are kept for a request that left"
+
+
+def _logprob(row: Tensor, token: int, count: int) -> TokenLogprob:
+    top = row.topk(count) if count else None
+    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else []
+    return TokenLogprob(token, float(row[token]), pairs)

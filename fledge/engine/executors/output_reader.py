@@ -1,0 +1,87 @@
+"""The output of captured passes on its way to the host: copied behind each launch, read when it is there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fledge.engine.executors.base import Output
+from fledge.engine.executors.device_batch import DeviceBatch
+from fledge.engine.request import Request
+from fledge.kernels.accept import DRAFTED
+from fledge.speculation.costs import GraphShape
+from fledge.speculation.verification import VerifiedPass
+
+
+@dataclass
+class _Copy:
+    """What rows emitted in one pass."""
+
+    rows: dict[int, Request]
+    depth: int
+    drafted_rows: frozenset[int]
+    report: Tensor
+    event: torch.cuda.Event | None
+    shape: GraphShape | None  # of a cycle; None: a prefill
+    before: torch.cuda.Event | None  # behind the launch before it, if the device went on from there without a pause
+
+
+class OutputReader:
+    def __init__(self, batch: DeviceBatch) -> None:
+        self.batch = batch
+        self.copies: deque[_Copy] = deque()
+        self.last_launch: torch.cuda.Event | None = None  # behind everything that was launched
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self.copies)
+
+    @property
+    def max_unread_tokens(self) -> int:
+        """Tokens that a row may have emitted since the last reading."""
+        return sum(copy.depth + 1 for copy in self.copies)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether the device has finished everything that was launched. A CPU, which is the host, never counts as done."""
+        return self.last_launch is not None and self.last_launch.query()
+
+    def mark(self) -> None:
+        """Something was launched that has no output."""
+        self.last_launch = self.batch.mark()
+
+    def enqueue_copy(
+        self, rows: dict[int, Request], depth: int = 0, shape: GraphShape | None = None, drafted_rows: Collection[int] = ()
+    ) -> None:
+        """Copies what the last launch emitted for these rows, without waiting for it."""
+        before = None if self.all_done else self.last_launch
+        report, self.last_launch = self.batch.download(self.batch.slots.state.report[: max(rows) + 1])
+        self.copies.append(_Copy(rows, depth, frozenset(drafted_rows), report, self.last_launch, shape, before))
+
+    def read(self, *, but_last: int, record: Callable[[GraphShape, float], None]) -> list[Output]:
+        """The output of all launches but the last so many; waits for them. `record(shape, seconds)`: of each cycle."""
+        outputs: dict[Request, Output] = {}
+        for _ in range(len(self.copies) - but_last):
+            copy = self.copies.popleft()
+            if copy.event is not None:
+                copy.event.synchronize()
+                if copy.shape is not None and copy.before is not None:
+                    record(copy.shape, copy.before.elapsed_time(copy.event) / 1e3)
+            lines = copy.report.tolist()
+            for row, request in copy.rows.items():
+                count, *emitted = lines[row]
+                if not count:
+                    continue
+                depth = copy.depth if row in copy.drafted_rows else 0
+                output = outputs.get(request)
+                if output is None:
+                    output = outputs[request] = Output(request, [], [], [])
+                emitted = emitted[:count]
+                output.tokens += [token % DRAFTED for token in emitted]
+                output.drafted += [token >= DRAFTED for token in emitted]
+                output.passes.append(VerifiedPass(count, depth, depth, depth))
+        return list(outputs.values())

@@ -1,0 +1,80 @@
+"""The acceptance model: how many tokens a cycle of each depth is expected to emit, learnt from what was accepted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+# Depths that are compared, besides the limit itself. In captured cycles each is a graph per batch size.
+COMPARED_DEPTHS = (1, 2, 3, 4, 5)
+# A plain captured cycle leaves the drafter stale, so speculation is given up only where it clearly loses.
+MARGIN = 1.02
+PRIOR_RATE, PRIOR_TRIALS = 0.7, 50.0
+DECAY = 0.999  # of the counts, per step of one request
+
+
+class AcceptanceModel:
+    """Decayed acceptance counts by draft position, and the depth they make fastest at a given step cost."""
+
+    def __init__(self, limit: int, margin: float = MARGIN) -> None:
+        """`limit`: the deepest that was asked for; 0: speculation is off."""
+        self.limit, self.margin = limit, margin
+        self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
+        self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps accepted up to this position
+        self.accepted = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and at it
+        self.offered = [PRIOR_TRIALS] * limit  # steps that might have drafted this deep
+        self.drafted = [PRIOR_TRIALS] * limit  # … and did
+
+    def record(self, depth: int, accepted: int, times: int = 1, drafted: int | None = None) -> None:
+        """`depth`: how deep it might have been drafted; `drafted`: how deep it was, if the drafter stopped earlier."""
+        kept = DECAY**times
+        for place in range(min(depth, accepted + 1)):
+            self.tried[place] = self.tried[place] * kept + times
+            self.accepted[place] = self.accepted[place] * kept + times * (accepted > place)
+        if drafted is not None:
+            for place in range(depth):
+                self.offered[place] = self.offered[place] * kept + times
+                self.drafted[place] = self.drafted[place] * kept + times * (drafted > place)
+
+    def decay(self) -> None:
+        """Moves the counts towards the prior after a plain step: poor drafts must be tried again some day."""
+        for place in range(self.limit):
+            usual = PRIOR_TRIALS * PRIOR_RATE**place
+            self.tried[place] += (usual - self.tried[place]) * (1 - DECAY)
+            self.accepted[place] += (usual * PRIOR_RATE - self.accepted[place]) * (1 - DECAY)
+
+    def tokens(self, depth: int) -> float:
+        """Expected tokens a cycle for a request that is drafted for."""
+        total = reached = 1.0
+        for place in range(depth):
+            reached *= self.accepted[place] / self.tried[place]
+            total += reached
+        return total
+
+    def nodes(self, depth: int) -> float:
+        """Expected draft tokens of a draft that may be so deep."""
+        return sum(self.drafted[place] / self.offered[place] for place in range(depth))
+
+    def mean_tokens(self, depth: int, share: float, allowed: Sequence[int] = ()) -> float:
+        """Expected tokens a cycle for any request; `share` and `allowed` as in `choose`."""
+        counts = Counter(min(limit, depth) for limit in allowed) or Counter({depth: 1})
+        tokens = sum(count * self.tokens(limit) for limit, count in counts.items()) / counts.total()
+        return 1 - share + share * tokens
+
+    def choose(self, share: float, seconds: Callable[[int], float | None], allowed: Sequence[int] = ()) -> int:
+        """The depth with the most expected tokens/s.
+
+        `share`: of the running requests, those that can be drafted for. `seconds(depth)`: a cycle's cost; None: not known.
+        `allowed`: how deep each of them may be drafted for; what one drafts beyond that is not expected to be accepted.
+        """
+        if not (self.limit and share):
+            return 0
+        deepest = min(max(allowed, default=self.limit), self.limit)
+        depths = [depth for depth in self.depths if depth <= next(cover for cover in self.depths if cover >= deepest)]
+        plain = seconds(0)
+        costs = {depth: cost for depth in depths if (cost := seconds(depth)) is not None}
+        if plain is None or not costs:
+            return depths[-1]
+        speeds = {depth: self.mean_tokens(depth, share, allowed) / cost for depth, cost in costs.items()}
+        best = max(speeds, key=speeds.__getitem__)
+        return best if speeds[best] * self.margin >= 1 / plain else 0
