@@ -1,10 +1,8 @@
 """Moves the keys and values of an accepted tree path to where a chain's would lie, in all layers at once.
 
-    slots from `start`   | pending | node 0 | node 1 | node 2 | node 3 |      verified as a tree, in index order
-    path  0 2 4          |    0    |        |    2   |        |    4   |      rows of the accepted nodes, the pending token's first
-    afterwards           | pending | node 1 | node 3 | ...             |      the text again lies in consecutive places
-
-Rows of a path ascend, so row path[t] moves to place t <= path[t].
+slots from `start`   | pending | node 0 | node 1 | node 2 | node 3 |    verified as a tree, in index order
+path  0 2 4          |    0    |        |    2   |        |    4   |    rows: the pending token's, then the accepted nodes'
+afterwards           | pending | node 1 | node 3 | …               |    the text again lies in consecutive places
 """
 
 from __future__ import annotations
