@@ -1,4 +1,4 @@
-"""Draft trees in fixed shapes: against the host's trees and its verification, and a whole cycle against plain decoding."""
+"""Draft trees in fixed shapes, against the host's trees and its verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fledge.kernels.accept import DRAFTED, RowState, accept
 from fledge.kernels.ngram import append_tokens, ngram_drafts_reference
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.sample import Choice
-from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.drafting import EagleSpeculator, Settled
@@ -34,8 +33,8 @@ from fledge.speculation.methods.tree import (
     verify_attention,
 )
 from fledge.speculation.verification import Draft, verify_greedy
-from tests.speculation.methods.trees import TreeCycle, draft_step
-from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config, tiny_model_config
+from tests.speculation.methods.cycle import draft_step
+from tests.tiny import tiny_drafter, tiny_drafter_config
 
 PAGE = 4
 LENGTHS = [1, 6, 11, 4]  # settled pairs of each sequence
@@ -186,32 +185,6 @@ def test_a_collapsed_path_is_accepted_like_a_chain():
     assert accepted.counts_B.tolist() == [3, 0, 0]  # the second one ended at its stop id
     assert state.report[:, 0].tolist() == [3, 2, 0]
     assert path.counts_B.tolist() == [2, 3, 0]
-
-
-@pytest.mark.parametrize("norm_output", [False, True])
-def test_a_whole_cycle_says_what_plain_decoding_says(norm_output):
-    """Eight tokens to choose from: a random drafter is often right, in all branches."""
-    model = tiny_model_config(vocab_size=8, num_layers=3)
-    decoder = tiny_decoder(5, vocab_size=8, num_layers=3)
-    drafter = tiny_drafter(tiny_drafter_config(model, norm_output=norm_output, aux_layer_ids=(0, 1, 3)))
-    prompts = [[3, 1, 4, 1, 5], [2], [7, 1, 0, 2, 6, 3, 5, 4, 4, 1], [6, 6]]
-    limit = 40
-    with torch.inference_mode():
-        cycle = TreeCycle(decoder, drafter, TreeShape(4, 14), 3, prompts, limit)
-        cycle.state.limit[1] = 7  # one ends before the others, and its row stays empty
-        num_steps = 0
-        while bool(cycle.state.active.any()):
-            cycle.step()
-            num_steps += 1
-    assert num_steps < 0.75 * limit
-    rows = torch.cat([path.rows_BT for path in cycle.paths])
-    assert (rows[:, 1] > 1).any(), "paths that are no chains already"
-    for prompt, answer, length in zip(prompts, cycle.state.answers.tolist(), cycle.state.status.tolist(), strict=True):
-        answer = [token % DRAFTED for token in answer[:length]]
-        assert length == (7 if prompt == [2] else limit)
-        tokens = torch.tensor(prompt + answer[:-1])
-        hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())
-        assert decoder.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == answer
 
 
 def test_empty_rows_are_stored_nowhere_and_see_nothing():
