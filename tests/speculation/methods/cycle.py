@@ -64,7 +64,7 @@ def chain_attention(starts_B: Tensor, active_B: Tensor, num_new: int, page_table
     """`num_new` consecutive tokens a row."""
     bits = (1 << torch.arange(1, num_new + 1)) - 1
     return tree_attention(
-        starts_B, active_B, torch.arange(num_new), bits.expand(len(starts_B), -1), num_new, page_table_BP, page_size
+        starts_B, active_B, torch.arange(num_new), bits.repeat(len(starts_B), 1), num_new, page_table_BP, page_size
     )
 
 

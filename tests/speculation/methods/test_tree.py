@@ -13,7 +13,8 @@ import torch
 from fledge.config import MLAConfig
 from fledge.errors import UserError
 from fledge.kernels.accept import DRAFTED, RowState, accept
-from fledge.kernels.ngram import append_tokens, ngram_drafts_reference
+from fledge.kernels.compact_path import compact_path
+from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
@@ -228,3 +229,45 @@ def test_nothing_depends_on_values():
         texts = torch.empty(batch, 100, dtype=torch.int32)
         assert ngram_drafts_reference(texts, starts, active, batch, depth).shape == (batch, depth)
         append_tokens(texts, chosen, starts, active)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_recorded_graph_gives_what_eager_calls_give():
+    batch, width, depth, vocab, size = 3, 4, 3, 50, 8
+    shape, count = TreeShape(width, 10), num_nodes(TreeShape(width, 10), depth, vocab)
+    generator = torch.Generator("cuda").manual_seed(1)
+    logits, h, head = (
+        torch.randn(*x, device="cuda", generator=generator) for x in ((batch, vocab), (batch, size), (size, vocab))
+    )
+    chosen = torch.randint(0, vocab, (batch, 1 + count), device="cuda", generator=generator)
+    starts = torch.tensor([5, 9, 2], dtype=torch.int32, device="cuda")
+    active = torch.tensor([1, 0, 1], dtype=torch.int32, device="cuda")
+    pages = torch.randperm(batch * 8, device="cuda", generator=generator).view(batch, 8).int()
+    keys, values = (torch.randn(2, 2, batch * 8 * PAGE, 8, device="cuda", generator=generator) for _ in range(2))
+    texts = torch.randint(0, 3, (batch, 60), dtype=torch.int32, device="cuda", generator=generator)
+
+    def step(frontier):
+        h = torch.tanh(frontier.h_BWD + frontier.tokens_BW[..., None] / vocab)
+        return h @ head, h
+
+    def run():
+        tree = grow_tree(logits, h, step, shape, depth)
+        meta = verify_attention(tree, starts, active, pages, PAGE)
+        path = accept_tree(torch.where(chosen % 2 == 0, tree.tokens_BN[:, :1], chosen), tree, depth, active)
+        chain, drafts = collapse(chosen, tree, path)
+        moved = [keys.clone(), values.clone()]
+        compact_path(*moved, pages, PAGE, starts, path.rows_BT, path.counts_B)
+        append_tokens(texts, chain, starts, path.counts_B)
+        return [*tree, *meta[:4], *path, chain, drafts, *moved, ngram_drafts(texts, starts, active, batch, depth)]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run()
+    for _ in range(3):
+        logits.normal_(generator=generator)
+        chosen.random_(0, vocab, generator=generator)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(recorded, run(), strict=True))
