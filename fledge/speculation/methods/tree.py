@@ -100,7 +100,7 @@ def grow_tree(
     rank_W = torch.arange(width, device=device)
     # The nodes expanded last, F of them (the root, then W): their numbers, scores, states, and the drafter's keys they see.
     expanded_BF = torch.full((batch, 1), -1, device=device)
-    # The sum of float32 log-probabilities is exact enough in float64 that equal scores are ties on every device.
+    # Summed in float64 as on the host, where scores are Python numbers: both must rank nodes alike.
     expanded_scores_BF = torch.zeros((batch, 1), dtype=torch.float64, device=device)
     seen_BF = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     logits_BFV, h_BFD = logits_BV[:, None], h_BD[:, None]
