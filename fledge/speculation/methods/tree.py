@@ -1,0 +1,233 @@
+"""EAGLE-2's dynamic draft tree in fixed shapes, for a captured cycle; the same trees as `speculation.drafting.grow_trees`.
+
+B rows, W nodes expanded a level, N nodes verified, T = 1 + N rows of a verification pass (the pending token's first).
+
+    grow_tree     the W likeliest tokens; then the W best nodes of each level get W children each; of all the best N are kept
+    (verify)      the target reads T tokens a row; `verify_attention` says where they lie and what they see
+    accept_tree   from the root, as long as a child is the token that the target chose
+    collapse      the walked path as a chain: the rest of the cycle (`kernels.accept`, stop ids, limits) knows no trees
+
+The text of a row is settled up to `starts` = its length - 1; the pending token is verified there. Behind it lie the nodes:
+
+    target's cache    | settled | pending | node 0 | … | node N - 1 |
+    drafter's cache   | settled | W nodes of level 1 | W nodes of level 2 | …       only nodes that are expanded
+
+Nothing here waits for the device or looks at a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.errors import UserError
+from fledge.kernels.decode_attention import MAX_TAIL
+from fledge.speculation.depth import TreeShape
+
+
+class TreeDraft(NamedTuple):
+    """Draft trees of B rows. Nodes are in the order of their levels, so that a parent comes before its children."""
+
+    tokens_BN: Tensor  # int64
+    parents_BN: Tensor  # int64: index of the node before; -1: follows the pending token
+    depths_BN: Tensor  # int64, from 1: a node's position is `starts` + depth
+    tail_bits_BT: Tensor  # int64: which of the T new tokens each of them sees; see `kernels.decode_attention`
+
+
+class Frontier(NamedTuple):
+    """The nodes that a level expands, as the drafter reads them."""
+
+    tokens_BW: Tensor
+    h_BWD: Tensor  # the states that they are paired with
+    offset: int  # their position is `starts` + offset
+    tail_bits_BW: Tensor  # which of the last `tail` keys each of them sees
+    tail: int  # keys behind the settled text, the frontier's own included, which are the last
+
+
+# One pass of the drafter over a frontier: logits [B, W, V] over the draft vocabulary, and the states [B, W, D] to be fed back.
+DraftStep = Callable[[Frontier], tuple[Tensor, Tensor]]
+
+
+class TreeAttention(NamedTuple):
+    """Where new tokens of a tree lie and what they see, in the target's or the drafter's cache."""
+
+    positions_BT: Tensor  # int64
+    slots_BT: Tensor  # int64; -1: not stored
+    kv_lens_B: Tensor  # int32; 0: the row is empty
+    tail_bits_BT: Tensor
+    tail: int
+
+
+class TreePath(NamedTuple):
+    rows_BT: Tensor  # int64 [B, depth + 1], of the verification pass: 0, then 1 + node; after the end the last again
+    counts_B: Tensor  # int32: nodes on the path; 0 where the row is empty
+
+
+def num_nodes(shape: TreeShape, depth: int, vocab_size: int) -> int:
+    """Nodes of a tree that are verified: fewer than asked for where a shallow tree has no more."""
+    width = min(shape.width, vocab_size)
+    return min(shape.nodes, width + (depth - 1) * width * width)
+
+
+def check_shape(shape: TreeShape, max_depth: int) -> None:
+    """Refuses a tree whose expanded nodes are more than the attention kernel's mask has bits."""
+    if shape.width * (max_depth - 1) > MAX_TAIL:
+        raise UserError(
+            f"a draft tree of width {shape.width} and depth {max_depth} expands {shape.width * (max_depth - 1)} nodes; "
+            f"at most {MAX_TAIL} are supported on a GPU: lower the width or the depth"
+        )
+
+
+def grow_tree(
+    logits_BV: Tensor,
+    h_BD: Tensor,
+    step: DraftStep,
+    shape: TreeShape,
+    depth: int,
+    *,
+    target_ids_V: Tensor | None = None,
+    log_covered: Tensor | float = 0.0,
+) -> TreeDraft:
+    """Drafts a tree of `depth` levels a row. `logits_BV`, `h_BD`: the drafter's output for the last settled pair.
+
+    `target_ids_V`: what a draft vocabulary's ids stand for. `log_covered`: logarithm of the share of the target's probability
+    that lies on tokens which can be drafted, a number or [B, 1].
+    """
+    batch, width, device = len(logits_BV), min(shape.width, logits_BV.shape[-1]), logits_BV.device
+    rank_W = torch.arange(width, device=device)
+    # The nodes expanded last, F of them (the root, then W): their numbers, scores, states, and the drafter's keys they see.
+    expanded_BF = torch.full((batch, 1), -1, device=device)
+    # Summed in float64 as on the host, where scores are Python numbers: both must rank nodes alike.
+    expanded_scores_BF = torch.zeros((batch, 1), dtype=torch.float64, device=device)
+    seen_BF = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+    logits_BFV, h_BFD = logits_BV[:, None], h_BD[:, None]
+    tokens, parents, scores, depths = [], [], [], []
+    num_grown = 0
+    for level in range(1, depth + 1):
+        log_probs_BFW, ids_BFW = logits_BFV.float().log_softmax(-1).topk(width, -1)
+        tokens.append((ids_BFW if target_ids_V is None else target_ids_V[ids_BFW]).flatten(1))
+        parents.append(expanded_BF.repeat_interleave(width, 1))
+        scores.append(((expanded_scores_BF + log_covered)[..., None] + log_probs_BFW).flatten(1))
+        depths.append(torch.full_like(parents[-1], level))
+        if level == depth:
+            break
+        chosen_BW = _best(scores[-1], width)
+        parent_rank_BW = chosen_BW // width
+        expanded_BF = num_grown + chosen_BW
+        expanded_scores_BF = scores[-1].gather(1, chosen_BW)
+        seen_BF = seen_BF.gather(1, parent_rank_BW) | _bit(rank_W + width * (level - 1))
+        h_BFD = _take(h_BFD, parent_rank_BW)
+        num_grown += scores[-1].shape[1]
+        frontier = Frontier(tokens[-1].gather(1, chosen_BW), h_BFD, level - 1, seen_BF, width * level)
+        logits_BFV, h_BFD = step(frontier)
+    return _kept(*(torch.cat(x, 1) for x in (tokens, parents, scores, depths)), shape.nodes, depth)
+
+
+def _best(scores_BM: Tensor, count: int) -> Tensor:
+    """The indexes of the highest scores, best first; of equal ones the first. `topk` promises no order of ties."""
+    return scores_BM.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _kept(tokens_BM: Tensor, parents_BM: Tensor, scores_BM: Tensor, depths_BM: Tensor, nodes: int, depth: int) -> TreeDraft:
+    # A child's score is never above its parent's and ties go to the first, so every kept node's parent is kept too.
+    best_BN = _best(scores_BM, nodes).sort(dim=1).values
+    place_N = torch.arange(best_BN.shape[1], device=best_BN.device)
+    places_BM = torch.full_like(parents_BM, -1).scatter_(1, best_BN, place_N.expand_as(best_BN))
+    old_parents_BN = parents_BM.gather(1, best_BN)
+    parents_BN = torch.where(old_parents_BN < 0, -1, places_BM.gather(1, old_parents_BN.clamp(min=0)))
+    return TreeDraft(tokens_BM.gather(1, best_BN), parents_BN, depths_BM.gather(1, best_BN), tail_bits(parents_BN, depth))
+
+
+def tail_bits(parents_BN: Tensor, depth: int) -> Tensor:
+    """int64 [B, 1 + N]: bit j of a row says whether it sees row j, that is itself, its ancestors and the pending token."""
+    batch, count = parents_BN.shape
+    assert count < MAX_TAIL
+    # Row numbers from here on; the pending token is its own parent.
+    above_BT = torch.cat([parents_BN.new_zeros(batch, 1), parents_BN + 1], 1)
+    bits_BT = _bit(torch.arange(1 + count, device=parents_BN.device)).expand(batch, -1)
+    for _ in range(depth.bit_length()):  # each round doubles the number of generations seen
+        bits_BT = bits_BT | bits_BT.gather(1, above_BT)
+        above_BT = above_BT.gather(1, above_BT)
+    return bits_BT
+
+
+def tree_attention(
+    starts_B: Tensor,
+    active_B: Tensor,
+    offsets_BT: Tensor | int,
+    tail_bits_BT: Tensor,
+    tail: int,
+    page_table_BP: Tensor,
+    page_size: int,
+) -> TreeAttention:
+    """Places for T new tokens a row: the last T of the `tail` behind `starts`. `offsets_BT`: their positions from `starts`."""
+    is_active_B1, starts_B1 = active_B[:, None] != 0, starts_B[:, None].long()
+    num_new = tail_bits_BT.shape[1]
+    places_BT = starts_B1 + torch.arange(tail - num_new, tail, device=starts_B.device)
+    # The page table may be cut to the pages of the rows that run: an empty row's places are read nowhere but must be in it.
+    pages_BT = page_table_BP.gather(1, (places_BT // page_size).clamp(0, page_table_BP.shape[1] - 1)).long()
+    slots_BT = torch.where(is_active_B1, pages_BT * page_size + places_BT % page_size, -1)
+    positions_BT = torch.where(is_active_B1, starts_B1 + offsets_BT, 0).expand(-1, num_new).contiguous()
+    kv_lens_B = torch.where(active_B != 0, starts_B + tail, 0).int()
+    return TreeAttention(positions_BT, slots_BT, kv_lens_B, tail_bits_BT, tail)
+
+
+def verify_attention(
+    tree: TreeDraft, starts_B: Tensor, active_B: Tensor, page_table_BP: Tensor, page_size: int
+) -> TreeAttention:
+    """Of the target's pass over the pending token and the tree."""
+    bits_BT = tree.tail_bits_BT
+    return tree_attention(starts_B, active_B, row_depths(tree), bits_BT, bits_BT.shape[1], page_table_BP, page_size)
+
+
+def row_depths(tree: TreeDraft) -> Tensor:
+    """int64 [B, 1 + N]: tokens between the settled text and each verified row; a sampled row draws its token that far ahead."""
+    return torch.cat([torch.zeros_like(tree.depths_BN[:, :1]), tree.depths_BN], 1)
+
+
+def accept_tree(chosen_BT: Tensor, tree: TreeDraft, depth: int, active_B: Tensor) -> TreePath:
+    """The accepted path. `chosen_BT`: the target's choice after the pending token and after each node.
+
+    Of several children with the chosen token it is the first; as `verification.verify_greedy`.
+    """
+    count = tree.tokens_BN.shape[1]
+    node_N = torch.arange(count, device=chosen_BT.device)
+    goes_on_B1 = active_B[:, None] != 0
+    row_B1 = torch.zeros_like(chosen_BT[:, :1])
+    rows, counts_B1 = [row_B1], torch.zeros_like(row_B1)
+    for _ in range(depth):
+        fits_BN = (tree.parents_BN + 1 == row_B1) & (tree.tokens_BN == chosen_BT.gather(1, row_B1)) & goes_on_B1
+        first_B1 = torch.where(fits_BN, node_N, count).amin(1, keepdim=True)
+        goes_on_B1 = first_B1 < count
+        row_B1 = torch.where(goes_on_B1, first_B1 + 1, row_B1)
+        counts_B1 = counts_B1 + goes_on_B1
+        rows.append(row_B1)
+    return TreePath(torch.cat(rows, 1), counts_B1[:, 0].int())
+
+
+def collapse(chosen_BT: Tensor, tree: TreeDraft, path: TreePath) -> tuple[Tensor, Tensor]:
+    """The path as a chain: the target's choices [B, depth + 1] along it and the drafts [B, depth], -1 behind its end.
+
+    No choice equals -1, so that `kernels.accept` stops where the path does.
+    """
+    nodes_BD = path.rows_BT[:, 1:] - 1
+    is_on_path = torch.arange(nodes_BD.shape[1], device=nodes_BD.device) < path.counts_B[:, None]
+    drafts_BD = torch.where(is_on_path, tree.tokens_BN.gather(1, nodes_BD.clamp(min=0)), -1)
+    return chosen_BT.gather(1, path.rows_BT), drafts_BD
+
+
+def along_path(x_ND: Tensor, path: TreePath) -> Tensor:
+    """Rows of a verification pass [B * T, D] on each path, [B * (depth + 1), D]: what a chain's pass would have given."""
+    batch = len(path.rows_BT)
+    return _take(x_ND.view(batch, -1, x_ND.shape[-1]), path.rows_BT).flatten(0, 1)
+
+
+def _take(x_BND: Tensor, index_BM: Tensor) -> Tensor:
+    return x_BND.gather(1, index_BM[..., None].expand(-1, -1, x_BND.shape[-1]))
+
+
+def _bit(place: Tensor) -> Tensor:
+    return torch.ones_like(place) << place
