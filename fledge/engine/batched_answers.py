@@ -3,7 +3,7 @@
     host     | fill | launch chunk 1 | read 0 | fill | launch chunk 2 | read 1 | …
     device          |   chunk 0  | prompts |   chunk 1    | prompts |   chunk 2  …
 
-A chunk is a few replays of the decode step. The host reads a chunk's `status` while the next one runs, so the device never
+A chunk is a few replays of the decode step. The host reads what a chunk finished while the next one runs, so the device never
 waits. A request's pages (prompt and longest answer) are reserved when it enters: nothing is allocated or preempted on the
 way, and rows can change places by moving their page table, which lets a shrinking batch use a smaller graph.
 """
@@ -25,7 +25,6 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.cuda_graphs import size_for
 from fledge.engine.device_batch import DeviceBatch, Entry
 from fledge.engine.device_timer import DeviceTimer
-from fledge.kernels.accept import DRAFTED
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 
@@ -63,13 +62,6 @@ class Progress:
     answer_tokens: int = 0
     prompt_tokens: int = 0
     prompt_passes: int = 0
-    drafted: int = 0  # tokens of the answers that the drafter proposed
-    cycles: int = 0  # steps of single answers
-
-    @property
-    def acceptance_length(self) -> float:
-        """Micro: 1 + accepted / steps."""
-        return 1 + self.drafted / self.cycles if self.cycles else 1.0
 
     @property
     def occupancy(self) -> float:
@@ -163,7 +155,9 @@ class _Run:
                 self.rows.graphs.run(size, *self.step)
         self.batch.progress.steps += STEPS_PER_CHUNK
         self.batch.progress.row_steps += STEPS_PER_CHUNK * size
-        self.snapshots.append((self.chunk, *self.rows.download(self.rows.slots.state.status)))
+        state = self.rows.slots.state
+        finished = torch.where(state.active == 0, state.answered, 0)  # length of the answer where it is finished
+        self.snapshots.append((self.chunk, *self.rows.download(finished)))
         self.chunk += 1
 
     def read_status(self) -> None:
@@ -177,7 +171,9 @@ class _Run:
             return
         done = [(self.owners[row].index, int(status[row])) for row in rows]
         longest = max(count for _, count in done)
-        answers = self.rows.slots.state.answers[:, :longest].index_select(0, self.rows.upload(np.array(rows)))
+        state, taken = self.rows.slots.state, self.rows.upload(np.array(rows))
+        places = (state.length - state.answered)[taken, None] + torch.arange(longest, device=taken.device)
+        answers = state.tokens[taken].gather(1, places.clamp(max=state.tokens.shape[1] - 1).long())
         self.finished.append((done, *self.rows.download(answers)))
         for row in rows:
             self.free_pages.extend(self.owners.pop(row).pages)
@@ -191,11 +187,7 @@ class _Run:
         self.batch.progress.answer_tokens += sum(count for _, count in done)
         ready = []
         for (index, count), row in zip(done, answers.numpy(), strict=True):
-            drafted = row[:count] >= DRAFTED
-            self.batch.progress.drafted += int(drafted.sum())
-            # A cycle ends with a token of the target's own, or with the answer.
-            self.batch.progress.cycles += int((~drafted[1:]).sum()) + int(drafted[-1])
-            tokens = (row[:count] % DRAFTED).tolist()
+            tokens = row[:count].tolist()
             ready.append(Answer(index, tokens, "stop" if tokens[-1] in self.task.stop_ids else "length"))
         return ready
 

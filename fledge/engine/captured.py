@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fledge.engine.device_batch import Entry, how_chosen, why_not_captured
 from fledge.engine.request import Request
-from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS
+from fledge.engine.slots import MAX_DEPTH
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 
 LEAST_TOP_P = 1e-6  # smaller ones keep the likeliest token alone too, and may be 0 in fp32
 
 
-def runs_captured(params: SamplingParams, num_stop_ids: int) -> bool:
+def runs_captured(params: SamplingParams) -> bool:
     """Whether the captured cycle can serve a request; else the eager engine does."""
-    return not params.adjusts_logits and params.logprobs is None and num_stop_ids <= MAX_STOP_IDS
+    return not params.adjusts_logits and params.logprobs is None
 
 
 def how_of(params: SamplingParams) -> int:

@@ -89,7 +89,7 @@ class DeviceEngine:
     ) -> Request:
         request = self.engine.add_request(prompt, params, request_id=request_id, speculate=speculate)
         fits = self.rows.pages_for(len(prompt), self.limit(request)) <= self.pool.num_pages
-        if fits and runs_captured(params, len(request.end_token_ids)):
+        if fits and runs_captured(params):
             self.engine.scheduler.waiting.remove(request)
             self.scheduler.waiting_rows.append(request)
             if request.page_keys is not None:  # in rows the drafter reads every prompt

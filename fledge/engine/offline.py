@@ -19,7 +19,6 @@ from fledge.engine.build import Speculation, build_engine, fit
 from fledge.engine.config import EngineConfig
 from fledge.engine.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.engine import Engine
-from fledge.engine.slots import MAX_STOP_IDS
 from fledge.errors import RequestError, UserError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -132,8 +131,6 @@ class DeviceAnswers:
     ) -> Iterator[Answer]:
         SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)  # refuses what makes no sense
         ends = tuple(self.model.eos_token_ids if stop_ids is None else stop_ids)
-        if len(ends) > MAX_STOP_IDS:
-            raise RequestError(f"{len(ends)} stop ids were given and at most {MAX_STOP_IDS} are watched for; give fewer")
         task = Task(max_tokens, temperature, top_p, seed_function(seed), ends)
         return self.batch.run(checked(prompts, self.model.vocab_size, self.max_model_len), task)
 
