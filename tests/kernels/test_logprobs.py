@@ -24,7 +24,7 @@ def test_equals_a_sort(kernel, vocab_size, count, dtype):
     tokens = torch.randint(0, vocab_size, (5,))
     chosen, values, ids = (part.cpu() for part in run(logits.to(device), tokens.to(device), count))
     expected = logits.double().log_softmax(-1)
-    order = logits.float().sort(-1, descending=True, stable=True).indices[:, :count]
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]
     assert ids.dtype == torch.int32
     assert ids.tolist() == order.tolist()
     torch.testing.assert_close(values.double(), expected.gather(1, order), rtol=2e-6, atol=2e-6)
