@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample_cpu import QUARTER, draw, lowest_kept
+from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
@@ -152,14 +152,16 @@ def sample_cpu(
     ids_V: Tensor | None = None,
 ) -> Tensor:
     """`sample_reference`, fast."""
-    scaled, sampled = _scaled(logits_BV, temperatures_B), temperatures_B > 0
+    scaled, floors = _scaled(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
     if cuts is not None:
-        cut = ~_keeps_all(temperatures_B, cuts)
-        floors = torch.full_like(temperatures_B, -torch.inf)
-        if bool(cut.any()):
-            floors[cut] = lowest_kept(scaled[cut], *(part[cut] for part in cuts))
-        scaled = scaled.masked_fill_(scaled < floors[:, None], -torch.inf)
-    return draw(scaled, sampled.tolist(), seeds_B.tolist(), counters_B.tolist(), ids_V)
+        settings = zip(
+            _keeps_all(temperatures_B, cuts).tolist(), *(x.tolist() for x in (*cuts[:2], cuts.min_ps_B.log())), strict=True
+        )
+        floors = [
+            -math.inf if all_kept else lowest_kept(row, *cut) for row, (all_kept, *cut) in zip(scaled, settings, strict=True)
+        ]
+    rows = zip(scaled, seeds_B.tolist(), counters_B.tolist(), floors, (temperatures_B > 0).tolist(), strict=True)
+    return torch.tensor([draw_row(*row, ids_V) if sampled else int(row[0].argmax()) for *row, sampled in rows])
 
 
 def _keeps_all(temperatures_B: Tensor, cuts: Cuts) -> Tensor:

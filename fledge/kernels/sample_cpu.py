@@ -2,7 +2,8 @@
 
 Noise lies between LEAST_NOISE and MOST_NOISE, so an id whose logit is far below the best one's score cannot win and needs none.
 Where most ids are near the best, one Philox call serves four of them. Top-k and top-p look at the largest logits only.
-Measured on one core at 49,152 ids: 5 ms a row before; now 0.5 ms where all ids are near, 0.1 ms where few are.
+Measured on one core at 49,152 ids, where the reference takes 8 ms a row: 0.7 ms where all ids are near, 0.2 ms where few are,
+0.45 ms with top-k. Top-p alone over flat logits sorts them all: 2.5 ms instead of 16.
 """
 
 from __future__ import annotations
@@ -17,27 +18,19 @@ LEAST_NOISE, MOST_NOISE = -2.8116, 16.6356
 NEAR_TOP = 256  # logits in which top-p looks first for its cut
 
 
-def draw(scaled_BV: Tensor, sampled: list[bool], seeds: list[int], counters: list[int], ids_V: Tensor | None = None) -> Tensor:
-    """Columns, int64 [B]: the largest of logits / temperature, and noise where `sampled`. `ids_V`: ids of the columns."""
-    scaled = scaled_BV.numpy()
-    ids = None if ids_V is None else ids_V.numpy()
-    columns = [
-        _draw_row(row, seed, counter, ids) if with_noise else row.argmax()
-        for row, with_noise, seed, counter in zip(scaled, sampled, seeds, counters, strict=True)
-    ]
-    return torch.tensor(columns, dtype=torch.int64)
-
-
-def _draw_row(scaled: np.ndarray, seed: int, counter: int, ids: np.ndarray | None) -> int:
+def draw_row(scaled_V: Tensor, seed: int, counter: int, floor: float = -torch.inf, ids_V: Tensor | None = None) -> int:
+    """The column with the largest logit / temperature plus noise, of those not below `floor`. `ids_V`: ids of the columns."""
+    scaled, ids = scaled_V.numpy(), None if ids_V is None else ids_V.numpy()
     likeliest = int(scaled.argmax())
     best = float(scaled[likeliest])
     # The likeliest id's own score is to be beaten. Beyond the bound, what rounding of the sums may add.
     noise = float(_gumbel(np.uint32([_word(seed, counter, likeliest if ids is None else int(ids[likeliest]))]))[0])
-    near = np.flatnonzero(scaled >= best + noise - MOST_NOISE - 1e-6 * (abs(best) + 20))
+    bound = best + noise - MOST_NOISE - 1e-6 * (abs(best) + 20)
+    near = np.flatnonzero(scaled >= max(bound, floor))
     if len(near) == 0:  # not a number
         return likeliest
     if ids is None and 4 * len(near) > len(scaled):
-        return int((scaled + _noise_of_all(seed, counter, len(scaled))).argmax())
+        return int(near[(scaled + _noise_of_all(seed, counter, len(scaled)))[near].argmax()])
     scores = scaled[near] + _noise_of(seed, counter, near if ids is None else ids[near])
     return int(near[scores.argmax()])
 
@@ -77,21 +70,17 @@ def philox_words(seed: int, lanes, counter: int) -> tuple:
     return c0, c1, c2, c3
 
 
-def lowest_kept(scaled_BV: Tensor, top_ps_B: Tensor, top_ks_B: Tensor, min_ps_B: Tensor) -> Tensor:
-    """The lowest logits / temperature that top-k, min-p and then top-p keep, float32 [B]; ties with it are kept too."""
-    rows = zip(scaled_BV, top_ps_B, top_ks_B.tolist(), min_ps_B.log(), strict=True)
-    return torch.stack([_lowest_kept_of_row(*row) for row in rows])
-
-
-def _lowest_kept_of_row(scaled: Tensor, top_p: Tensor, top_k: int, log_min_p: Tensor) -> Tensor:
+def lowest_kept(scaled: Tensor, top_p: float, top_k: int, log_min_p: float) -> float:
+    """The lowest logit / temperature of a row that top-k, min-p and then top-p keep; ties with it are kept too."""
     kept = scaled.numpy()  # its selection by a mask takes a fifth of torch's time
     if 0 < top_k < len(kept):
         kept = kept[kept >= float(scaled.topk(top_k).values[-1])]
-    if log_min_p > -torch.inf:
-        kept = kept[kept - kept.max() >= float(log_min_p)]
-    if len(kept) == 0:  # all logits are -inf
-        return scaled.max()
-    if len(kept) > 4 * NEAR_TOP and (found := _lowest_near_top(torch.from_numpy(kept), float(top_p))) is not None:
+    best = kept.max()
+    if best == -np.inf:
+        return -np.inf
+    if log_min_p > -np.inf:
+        kept = kept[kept - best >= np.float32(log_min_p)]
+    if len(kept) > 4 * NEAR_TOP and (found := _lowest_near_top(torch.from_numpy(kept), top_p)) is not None:
         return found
     ordered = torch.from_numpy(np.sort(kept)[::-1].copy())  # 1 ms at 49,152 ids; torch's takes 7
     # To whole vectors, so that the sum of exponentials adds what the reference adds, in its order.
@@ -99,10 +88,10 @@ def _lowest_kept_of_row(scaled: Tensor, top_p: Tensor, top_k: int, log_min_p: Te
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     num_kept = int(((before < top_p) & (ordered > -torch.inf)).sum())
-    return ordered[max(num_kept, 1) - 1]
+    return float(ordered[max(num_kept, 1) - 1])
 
 
-def _lowest_near_top(scaled: Tensor, top_p: float) -> Tensor | None:
+def _lowest_near_top(scaled: Tensor, top_p: float) -> float | None:
     """None: not among the largest, or so near the cut that the reference's rounding decides."""
     largest = scaled.topk(NEAR_TOP).values
     total = np.exp((scaled - largest[0]).numpy()).sum(dtype=np.float64)
@@ -112,4 +101,4 @@ def _lowest_near_top(scaled: Tensor, top_p: float) -> Tensor | None:
     unsure = (len(scaled) / 8 + 16) * 2.0**-24
     if before[-1] < top_p + unsure or np.abs(before - top_p).min() < unsure:
         return None
-    return largest[int((before < top_p).sum()) - 1] if top_p > 0 else largest[0]
+    return float(largest[max(int((before < top_p).sum()), 1) - 1])

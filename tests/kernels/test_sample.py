@@ -116,8 +116,8 @@ def test_the_fast_way_on_a_cpu_changes_nothing(cut, spread, vocab_size, mapped):
     if cuts is not None and cut != "nothing":
         scaled = logits.float() * torch.where(temperatures > 0, 1.0 / temperatures, 1.0)[:, None]
         drawn = [0, *range(4, count)]  # where logits are -inf the cut may be, or the lowest above: nobody draws between
-        found = lowest_kept(scaled[drawn], *(part[drawn] for part in cuts))
-        assert found.tolist() == floor_reference(logits, temperatures, cuts)[drawn].tolist()
+        found = [lowest_kept(scaled[row], *(x[row].item() for x in (cuts[0], cuts[1], cuts[2].log()))) for row in drawn]
+        assert found == floor_reference(logits, temperatures, cuts)[drawn].tolist()
 
 
 def test_the_bounds_of_the_noise():
