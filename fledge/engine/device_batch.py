@@ -24,9 +24,10 @@ from fledge.engine.fused_drafter import FusedDrafter
 from fledge.engine.invariant_decoder import InvariantDecoder
 from fledge.engine.piece_pass import MIDDLE, Piece, PiecePass
 from fledge.engine.prompt_pass import PromptPass, Prompts, Rests
-from fledge.engine.slots import KEEP_STOP_BITS, MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
+from fledge.engine.slots import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
+from fledge.kernels.bits import KEEP
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.rope_attention import FEW_KEYS
 from fledge.kernels.sample import Choice
@@ -216,7 +217,7 @@ class DeviceBatch:
         stop_ids = list(entry.stop_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             self.slots.set_stop_ids(entry.row, stop_ids)
-            stop_ids = [KEEP_STOP_BITS]
+            stop_ids = [KEEP]
         return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from fledge.kernels.sample import Cuts, Draws
 MAX_STOP_IDS = 16  # that come among the numbers of `NewRows`; `Slots.set_stop_ids` takes any number
 MAX_DEPTH = 16
 FIRST_STOP_ID = 9  # among the numbers of `NewRows`
-KEEP_STOP_BITS = -2  # as the first stop id: `set_stop_ids` has set the row's bits already
 
 
 @dataclass
@@ -83,9 +82,7 @@ class Slots:
         """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
         state = self.state
         rows, active, lengths, answered, limits, least, depth_limits, seeds, top_ks = new.numbers[:, :FIRST_STOP_ID].unbind(1)
-        stop_ids = new.numbers[:, FIRST_STOP_ID:]
-        kept_bits = torch.where(stop_ids[:, :1] == KEEP_STOP_BITS, state.stop_bits[rows], 0)
-        set_bits_(state.stop_bits, rows, stop_ids)
+        set_bits_(state.stop_bits, rows, new.numbers[:, FIRST_STOP_ID:])
         temperatures, top_ps, min_ps = new.fractions.unbind(1)
         for tensor, values in (
             (state.active, active),
@@ -94,7 +91,6 @@ class Slots:
             (state.limit, limits),
             (state.min_answer, least),
             (state.depth_limit, depth_limits),
-            (state.stop_bits, state.stop_bits[rows] | kept_bits),
             (self.seed, seeds),
             (self.temperature, temperatures),
             *zip(self.cuts, Cuts(top_ps, top_ks, min_ps), strict=True),
@@ -103,7 +99,7 @@ class Slots:
             tensor.index_copy_(0, rows, values.to(tensor.dtype))
 
     def set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
-        """Any number of stop ids, before `fill` with KEEP_STOP_BITS. Does not wait for the device."""
+        """Any number of stop ids, before `fill` with KEEP as the first. Does not wait for the device."""
         bits = torch.from_numpy(pack_bits(stop_ids, self.state.stop_bits.shape[1]))
         self.state.stop_bits[row].copy_(bits.pin_memory() if self.seed.is_cuda else bits, non_blocking=True)
 

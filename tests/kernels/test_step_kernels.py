@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from fledge.kernels.accept import DRAFTED, RowState, accept_reference, accept_triton
-from fledge.kernels.bits import has_bit, num_words, pack_bits, set_bits_, unpack_bits
+from fledge.kernels.bits import (
+    KEEP,
+    has_bit,
+    num_words,
+    pack_bits,
+    set_bits_,
+    set_bits_reference_,
+    set_bits_triton_,
+    unpack_bits,
+)
 from fledge.kernels.fused_linear import Norm
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import (
@@ -104,13 +113,17 @@ def test_accept(kernel, num_new, num_blocks, indexed, keeps_text):
         assert one is other is None or torch.equal(one, other)
 
 
-def test_bits():
-    """Both ways of setting bits give the set, whatever it held before; repeated ids count once."""
-    ids = [[0, 31, 31, 499], [32, 63, 64, -1], [-1, -1, -1, -1]]
-    bits = torch.full((5, num_words(VOCAB)), -1, dtype=torch.int32)
-    set_bits_(bits, torch.tensor([3, 0, 4]), torch.tensor(ids))
-    sets = [set(unpack_bits(bits[row : row + 1], VOCAB)[0].nonzero()[:, 0].tolist()) for row in (3, 0, 4, 1)]
-    assert sets == [{0, 31, 499}, {32, 63, 64}, set(), set(range(VOCAB))]
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=runs_triton)])
+def test_bits(kernel):
+    """Both ways of setting bits give the set, whatever it held before; ids may repeat."""
+    run, device = (set_bits_reference_, "cpu") if kernel == "reference" else (set_bits_triton_, device_of_kernels())
+    ids = [[0, 31, 31, 499], [32, 63, 64, -1], [-1, -1, -1, -1], [KEEP, -1, -1, -1]]
+    bits = torch.full((5, num_words(VOCAB)), -1, dtype=torch.int32, device=device)
+    numbers = torch.tensor([[row, 7, *of_row] for row, of_row in zip([3, 0, 4, 2], ids, strict=True)], device=device)
+    run(bits, numbers[:, 0], numbers[:, 2:])  # columns, as the engine has them
+    bits = bits.cpu()
+    sets = [set(unpack_bits(bits[row : row + 1], VOCAB)[0].nonzero()[:, 0].tolist()) for row in (3, 0, 4, 1, 2)]
+    assert sets == [{0, 31, 499}, {32, 63, 64}, set(), set(range(VOCAB)), set(range(VOCAB))]
     assert has_bit(bits[[3]], torch.tensor([[31, 32, 499]])).tolist() == [[True, False, True]]
     many = torch.randint(0, VOCAB, (2000,)).tolist()[:300]
     packed = torch.from_numpy(pack_bits(many, num_words(VOCAB)))
