@@ -25,6 +25,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()  # that the answer must not hold
+    bad_word_ids: Sequence[Sequence[int]] = ()  # the same as tokens; set by the engine, see `tokenizer.bad_word_token_ids`
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -38,7 +40,13 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()) if not isinstance(self.bad_words, str) else None)
+        object.__setattr__(self, "bad_word_ids", tuple(tuple(word) for word in self.bad_word_ids or ()))
         checks = {
+            "stop_token_ids must be token ids": all(_is_token(token) for token in self.stop_token_ids),
+            "bad_words must be a list of texts that are not empty": self.bad_words is not None
+            and all(isinstance(word, str) and word.strip() for word in self.bad_words),
+            "bad_word_ids must be lists of token ids": all(word and all(map(_is_token, word)) for word in self.bad_word_ids),
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "min_tokens must lie between 0 and max_tokens": 0 <= self.min_tokens <= self.max_tokens,
             "temperature must be 0 (greedy) or positive": 0 <= self.temperature < float("inf"),
@@ -74,6 +82,12 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
+            or self.bad_words
+            or self.bad_word_ids
             or self.min_tokens
             or self.logits_processors
         )
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

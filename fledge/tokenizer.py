@@ -142,3 +142,18 @@ class IncrementalDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens) if ids else ""
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """The tokens of each word, at the beginning of a text and after a space, as vLLM has them.
+
+    After a space they may be the same, but for a token that is the space alone: then they are not listed again.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+            found.append(spaced)
+    return [word for word in found if word]

@@ -24,6 +24,13 @@ from fledge.errors import RequestError
         ("logit_bias", {3: float("inf")}),
         ("logprobs", 21),
         ("stop", ["", "x"]),
+        ("stop_token_ids", [3, -1]),
+        ("stop_token_ids", ["x"]),
+        ("bad_words", "one text"),
+        ("bad_words", ["x", " "]),
+        ("bad_words", [3]),
+        ("bad_word_ids", [[3], []]),
+        ("bad_word_ids", [[3.0]]),
     ],
 )
 def test_refused_by_name(name, value):

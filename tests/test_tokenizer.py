@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from fledge.checkpoints.gguf import convert
 from fledge.errors import ModelError, RequestError
-from fledge.tokenizer import IncrementalDecoder, Tokenizer
+from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.test_gguf import sentencepiece_metadata
 from tests.tiny import tiny_decoder
@@ -98,3 +99,19 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer cannot be loaded") as error:
         Tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+class WordTokenizer:
+    """A word after a space is another token than the word alone; long words are two tokens."""
+
+    ids = MappingProxyType({"cat": [1], " cat": [2], "zebra": [3, 4], " zebra": [5, 4], "12": [6, 7], " 12": [8, 6, 7]})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return self.ids[text]
+
+
+def test_bad_words_with_and_without_a_space() -> None:
+    words = bad_word_token_ids(WordTokenizer(), ["cat", " zebra", "12"])
+    # A space that is a token of its own changes nothing: what follows it is banned already.
+    assert words == [[1], [2], [3, 4], [5, 4], [6, 7]]

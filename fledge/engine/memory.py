@@ -3,7 +3,7 @@
     weights   every number of target and drafter, shared ones once
     cache     2 (keys and values) x layers x key/value heads x head size x bytes of a number, for each token
     tables    cosines and sines of every position, target and drafter (captured cycles only)
-    rows      answers and page tables of the requests under way (captured cycles only)
+    rows      texts, stop ids and page tables of the running requests (captured cycles only)
 Beside it stands what a step works with: about 50 bytes x hidden size x tokens a step, given back after it.
 """
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.kernels.bits import num_words
 from fledge.kernels.packed_linear import PackedLinear
 from fledge.speculation.drafting import EagleSpeculator
 
@@ -66,7 +67,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
         longest = max(config.max_model_len + engine.executor.lookahead, 512)  # the least that `Rotary` takes
         tables = sum(2 * longest * head_dim * 4 for head_dim in head_dims)
         num_rows = config.max_num_seqs + 1  # one is the dummy row
-        rows = num_rows * 4 * (config.max_model_len + engine.executor.batch.max_pages)
+        rows = num_rows * 4 * (config.max_model_len + num_words(model.vocab_size) + engine.executor.batch.max_pages)
     return MemoryPlan(
         weights,
         drafter_weights,

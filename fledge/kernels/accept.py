@@ -1,7 +1,7 @@
-"""Verification on the device: which drafted tokens stand, what is said next, and whether that ends the answer.
+"""Verification on the device: which drafted tokens are accepted, which tokens are emitted, and whether they end the answer.
 
 Row t of a sequence's T = depth + 1 verified rows gives the target's own choice after the pending token and t drafted ones. The
-choice is always what is said; the next row's counts too if the drafted token was just that. So a step says 1 … T tokens.
+choice is always what is emitted; the next row's is emitted too if the drafted token equals it. So a step emits 1 … T tokens.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels.bits import has_bit
 from fledge.kernels.sample import Choice, pick, picked
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
-DRAFTED = 1 << 30  # set in `answers` and `report` where the token came from the drafter
+DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
 
 
 class RowState(NamedTuple):
-    """One entry per row of the running batch; all but the last three settings change here."""
+    """One entry per row of the running batch. `accept` changes the first five and `tokens`."""
 
     active: Tensor  # int32: 1 while the row runs
     token: Tensor  # int64: the last of the text; its key is not in the cache yet
     length: Tensor  # int32: of the text, that token included
     answered: Tensor  # int32: tokens of the answer so far
-    answers: Tensor  # int32 [R, A]
-    status: Tensor  # int32: 0 running or empty; else the finished answer's length
-    report: Tensor  # int32 [R, 1 + T…]: how many tokens the last step said, then the tokens
+    report: Tensor  # int32 [R, 1 + T…]: how many tokens the last step emitted, then the tokens
     limit: Tensor  # int32: most tokens of the answer
-    depth_limit: Tensor  # int32: most drafted tokens a step that may stand
-    stop_ids: Tensor  # int64 [R, S], -1: none
+    min_answer: Tensor  # int32: a stop token before this many tokens does not end the answer
+    depth_limit: Tensor  # int32: most drafted tokens a step that may be accepted
+    stop_bits: Tensor  # int32 [R, W]: bit v % 32 of word v // 32 is set where token v is a stop token
+    tokens: Tensor | None = None  # int32 [R, L]: the text by position; None: not kept
 
 
 class Accepted(NamedTuple):
-    tokens_BT: Tensor  # int64: the target's choices, said or not
+    tokens_BT: Tensor  # int64: the target's choices, emitted or not
     starts_B: Tensor  # int32: position of the first verified row
-    counts_B: Tensor  # int32: tokens said; 0 where the row is empty or has ended
+    counts_B: Tensor  # int32: tokens emitted; 0 where the row is empty or has ended
 
 
 def accept(
@@ -52,6 +53,7 @@ def accept_reference(
     chosen_BT = picked(choice, vocab_size).view(-1, num_new)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
     going, answered, limit = state.active[rows] != 0, state.answered[rows], state.limit[rows]
+    least = state.min_answer[rows].clamp(min=1)
     starts, counts = state.length[rows] - 1, torch.zeros_like(answered)
     ended, last = torch.zeros_like(going), state.token[rows]
     for t in range(num_new):
@@ -59,17 +61,19 @@ def accept_reference(
         drafted = torch.zeros_like(going)
         if t < num_new - 1:
             drafted = going & (drafts_RD[rows, t] == chosen) & (state.depth_limit[rows] > t)
-        said = (chosen + drafted * DRAFTED).int()
-        state.answers[rows[going], (answered + t)[going].long()] = said[going]
-        state.report[rows, 1 + t] = said
-        ends = going & ((chosen[:, None] == state.stop_ids[rows]).any(-1) | (answered + t + 1 >= limit))
+        state.report[rows, 1 + t] = (chosen + drafted * DRAFTED).int()
+        if state.tokens is not None:
+            at = (starts + 1 + t).long()
+            kept = going & (at < state.tokens.shape[1])
+            state.tokens[rows[kept], at[kept]] = chosen[kept].int()
+        stopped = has_bit(state.stop_bits[rows], chosen[:, None])[:, 0] & (answered + t + 1 >= least)
+        ends = going & (stopped | (answered + t + 1 >= limit))
         counts += going
         last = torch.where(going, chosen, last)
         ended |= ends
         going = drafted & ~ends
     state.token[rows], state.length[rows], state.answered[rows] = last, starts + 1 + counts, answered + counts
     state.report[rows, 0] = counts
-    state.status[rows] = torch.where(ended, answered + counts, state.status[rows])
     state.active[rows] = state.active[rows] * ~ended
     return Accepted(chosen_BT, starts, counts * ~ended)
 
@@ -82,7 +86,8 @@ def accept_triton(
     tokens = torch.empty((batch, num_new), dtype=torch.int64, device=device)
     starts, counts = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
     _accept[(batch,)](
-        *state,
+        *state[:-1],
+        state.tokens if state.tokens is not None else state.report,
         *choice,
         drafts_RD,
         rows_B if rows_B is not None else tokens,
@@ -90,10 +95,10 @@ def accept_triton(
         starts,
         counts,
         NEW=num_new,
-        ANSWER=state.answers.shape[1],
+        NEW_PADDED=next_power_of_2(num_new),
         REPORT=state.report.shape[1],
-        STOPS=state.stop_ids.shape[1],
-        STOPS_BLOCK=next_power_of_2(state.stop_ids.shape[1]),
+        WORDS=state.stop_bits.shape[1],
+        TEXT=0 if state.tokens is None else state.tokens.shape[1],
         DRAFT=drafts_RD.shape[1],
         VOCAB=vocab_size,
         BLOCKS=num_blocks,
@@ -111,12 +116,12 @@ def _accept(
     token_ptr,
     length_ptr,
     answered_ptr,
-    answers_ptr,
-    status_ptr,
     report_ptr,
     limit_ptr,
+    min_answer_ptr,
     depth_limit_ptr,
-    stop_ids_ptr,
+    stop_bits_ptr,
+    text_ptr,
     best_ptr,
     ids_ptr,
     drafts_ptr,
@@ -125,10 +130,10 @@ def _accept(
     starts_ptr,
     counts_ptr,
     NEW: tl.constexpr,
-    ANSWER: tl.constexpr,
+    NEW_PADDED: tl.constexpr,
     REPORT: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    TEXT: tl.constexpr,  # length of the kept text; 0: none is kept
     DRAFT: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -146,33 +151,35 @@ def _accept(
     answered = tl.load(answered_ptr + row)
     length = tl.load(length_ptr + row)
     limit = tl.load(limit_ptr + row)
+    least = tl.maximum(tl.load(min_answer_ptr + row), 1)
     depth_limit = tl.load(depth_limit_ptr + row)
     last = tl.load(token_ptr + row)
-    stop = tl.arange(0, STOPS_BLOCK)
-    stops = tl.load(stop_ids_ptr + row * STOPS + stop, mask=stop < STOPS, other=-1)
-    going = active != 0
-    ended = active < 0
-    count = active * 0
+    # All loads come before the first store, so that they are under way together: the compiler moves none above a store.
+    at = tl.arange(0, NEW_PADDED)
+    chosen = tl.full([NEW_PADDED], VOCAB - 1, tl.int32)
     for t in tl.static_range(NEW):
-        chosen = pick(best_ptr, ids_ptr, index * NEW + t, VOCAB, BLOCKS, PADDED)
-        drafted = active < 0
-        if t < NEW - 1:
-            drafted = going & (tl.load(drafts_ptr + row * DRAFT + t) == chosen) & (depth_limit > t)
-        said = chosen + tl.where(drafted, 1073741824, 0)
-        tl.store(answers_ptr + row * ANSWER + answered + t, said, mask=going)
-        tl.store(report_ptr + row * REPORT + 1 + t, said)
-        tl.store(tokens_ptr + index * NEW + t, chosen.to(tl.int64))
-        stopped = tl.max((stops == chosen).to(tl.int32), axis=0) > 0
-        ends = going & (stopped | (answered + t + 1 >= limit))
-        count += going.to(tl.int32)
-        last = tl.where(going, chosen.to(tl.int64), last)
-        ended = ended | ends
-        going = drafted & (ends == 0)
-    tl.store(token_ptr + row, last)
+        chosen = tl.where(at == t, pick(best_ptr, ids_ptr, index * NEW + t, VOCAB, BLOCKS, PADDED), chosen)
+    drafts = tl.load(drafts_ptr + row * DRAFT + at, mask=at < NEW - 1, other=-1)
+    words = tl.load(stop_bits_ptr + row * WORDS + chosen // 32)
+    number = answered + at + 1
+    ends = (((words >> (chosen % 32)) & 1) != 0) & (number >= least) | (number >= limit)
+    drafted = (drafts == chosen) & (depth_limit > at) & (at < NEW - 1)
+    goes_on = drafted & (ends == 0)
+    # Emitted: up to the first token that is not followed by another.
+    count = tl.min(tl.where(goes_on, NEW, at + 1), axis=0)
+    count = tl.where(active != 0, count, 0)
+    emitted = at < count
+    ended = tl.max((emitted & ends).to(tl.int32), axis=0) > 0
+    final = tl.sum(tl.where(at == count - 1, chosen, 0), axis=0).to(tl.int64)
+    reported = chosen + tl.where(emitted & drafted, 1073741824, 0)
+    tl.store(report_ptr + row * REPORT + 1 + at, reported, mask=at < NEW)
+    tl.store(tokens_ptr + index * NEW + at, chosen.to(tl.int64), mask=at < NEW)
+    if TEXT:
+        tl.store(text_ptr + row * TEXT + length + at, chosen, mask=emitted & (length + at < TEXT))
+    tl.store(token_ptr + row, tl.where(count > 0, final, last))
     tl.store(length_ptr + row, length + count)
     tl.store(answered_ptr + row, answered + count)
     tl.store(report_ptr + row * REPORT, count)
-    tl.store(status_ptr + row, answered + count, mask=ended)
     tl.store(active_ptr + row, active * 0, mask=ended)
     tl.store(starts_ptr + index, length - 1)
     tl.store(counts_ptr + index, tl.where(ended, 0, count))

@@ -15,14 +15,15 @@ A `Choice` is a draw in the making: the best of each block of the vocabulary. Wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
-QUARTER = 1024
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
 
 
@@ -58,26 +59,28 @@ def choose(
 
     `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
     """
-    return (choose_triton if use_triton(logits_NV) else choose_reference)(logits_NV, draws, num_new, ahead, ids_V)
+    if use_triton(logits_NV):
+        return choose_triton(logits_NV, draws, num_new, ahead, ids_V)
+    return choose_reference(logits_NV, draws, num_new, ahead, ids_V, sample=sample_cpu if logits_NV.is_cpu else None)
 
 
 def choose_reference(
-    logits_NV: Tensor, draws: Draws | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
+    logits_NV: Tensor,
+    draws: Draws | None = None,
+    num_new: int = 1,
+    ahead: int = 0,
+    ids_V: Tensor | None = None,
+    *,
+    sample: Callable[..., Tensor] | None = None,
 ) -> Choice:
+    """`sample`: draws columns; None: by the reference."""
     if draws is None:
         column = logits_NV.argmax(-1)
     else:
         temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
         counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
-        floors = None
-        if draws.cuts is not None:
-            floors = floor_reference(logits_NV, temperatures, draws.cuts.repeated(num_new))
-        if ids_V is None:
-            column = sample_reference(logits_NV, temperatures, seeds, counters, floors)
-        else:
-            noise = gumbel_noise(seeds, counters, int(ids_V[-1]) + 1)[:, ids_V]
-            scaled = _scaled(logits_NV, temperatures)
-            column = torch.where(temperatures[:, None] > 0, scaled + noise, scaled).argmax(-1)
+        cuts = None if draws.cuts is None else draws.cuts.repeated(num_new)
+        column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, cuts=cuts, ids_V=ids_V)
     ids = column if ids_V is None else ids_V[column]
     return Choice(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
 
@@ -102,12 +105,12 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_
     if use_triton(logits_BV):
         floors = None if cuts is None else floor_triton(logits_BV, temperatures_B, cuts)
         return sample_triton(logits_BV, temperatures_B, seeds_B, counters_B, floors)
-    floors = None if cuts is None else floor_reference(logits_BV, temperatures_B, cuts)
-    return sample_reference(logits_BV, temperatures_B, seeds_B, counters_B, floors)
+    run = sample_cpu if logits_BV.is_cpu else sample_reference
+    return run(logits_BV, temperatures_B, seeds_B, counters_B, cuts=cuts)
 
 
 def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, cuts: Cuts) -> Tensor:
-    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where temperature is 0."""
+    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
     ordered = _scaled(logits_BV, temperatures_B).sort(-1, descending=True).values
     place = torch.arange(ordered.shape[-1], device=ordered.device)
     last_of_k = torch.where(cuts.top_ks_B > 0, cuts.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
@@ -115,19 +118,55 @@ def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, cuts: Cuts) -> Te
     probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     num_kept = (kept & (before < cuts.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(temperatures_B <= 0, -torch.inf)
+    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(_keeps_all(temperatures_B, cuts), -torch.inf)
 
 
 def sample_reference(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, floors_B: Tensor | None = None
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    seeds_B: Tensor,
+    counters_B: Tensor,
+    floors_B: Tensor | None = None,
+    cuts: Cuts | None = None,
+    ids_V: Tensor | None = None,
 ) -> Tensor:
+    """Columns. `floors_B`: instead of `cuts`. `ids_V`: the ids that the columns stand for."""
     scaled = _scaled(logits_BV, temperatures_B)
+    if cuts is not None:
+        floors_B = floor_reference(logits_BV, temperatures_B, cuts)
     if floors_B is not None:
         scaled = scaled.masked_fill(scaled < floors_B[:, None], -torch.inf)
     if bool((temperatures_B > 0).any()):
-        noise = gumbel_noise(seeds_B, counters_B, logits_BV.shape[1])
+        noise = gumbel_noise(seeds_B, counters_B, logits_BV.shape[1] if ids_V is None else int(ids_V[-1]) + 1)
+        noise = noise if ids_V is None else noise[:, ids_V]
         scaled = torch.where(temperatures_B[:, None] > 0, scaled + noise, scaled)
     return scaled.argmax(-1)
+
+
+def sample_cpu(
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    seeds_B: Tensor,
+    counters_B: Tensor,
+    cuts: Cuts | None = None,
+    ids_V: Tensor | None = None,
+) -> Tensor:
+    """`sample_reference`, fast."""
+    scaled, floors = _scaled(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
+    if cuts is not None:
+        settings = zip(
+            _keeps_all(temperatures_B, cuts).tolist(), *(x.tolist() for x in (*cuts[:2], cuts.min_ps_B.log())), strict=True
+        )
+        floors = [
+            -math.inf if all_kept else lowest_kept(row, *cut) for row, (all_kept, *cut) in zip(scaled, settings, strict=True)
+        ]
+    rows = zip(scaled, seeds_B.tolist(), counters_B.tolist(), floors, (temperatures_B > 0).tolist(), strict=True)
+    return torch.tensor([draw_row(*row, ids_V) if sampled else int(row[0].argmax()) for *row, sampled in rows])
+
+
+def _keeps_all(temperatures_B: Tensor, cuts: Cuts) -> Tensor:
+    cuts_nothing = (cuts.top_ps_B >= 1) & (cuts.top_ks_B <= 0) & (cuts.min_ps_B <= 0)
+    return cuts_nothing | (temperatures_B <= 0)
 
 
 def _scaled(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from fledge.sampling import SamplingParams
 def adjust(
     logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], banned: Sequence[int] = ()
 ) -> Tensor:
-    """Penalties, bias, bans and processors for the token that follows `prompt + answer`.
+    """Penalties, bias, bans and processors for the token that follows `prompt + answer`; `kernels.adjust` is its twin.
 
-    `banned`: ids that may not come yet (end tokens before `min_tokens`).
+    `banned`: stop tokens, which may not come before `min_tokens`. Where nothing else is left, they come.
     """
     logits = logits_V.float().clone()
     device = logits.device
@@ -32,8 +32,13 @@ def adjust(
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=device, dtype=logits.dtype)
     if banned and len(answer) < params.min_tokens:
         logits[torch.tensor(list(banned), device=device)] = -torch.inf
+    for *start, last in params.bad_word_ids:
+        if [*prompt[-len(start) :], *answer[-len(start) :]][-len(start) :] == start or not start:
+            logits[last] = -torch.inf
     for process in params.logits_processors:
         logits = process(answer, logits)
+    if banned and logits.max() == -torch.inf:
+        logits[torch.tensor(list(banned), device=device)] = 0
     return logits
 
 

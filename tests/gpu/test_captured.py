@@ -14,9 +14,8 @@ from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
 from fledge.kernels import rope_attention
-from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
-from tests.engine.test_device_batch import VERSIONS, entries, prompts
+from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
 from tests.oracle import captured_answers, engine_with
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -61,7 +60,7 @@ def test_captured_equals_eager_and_the_cpu(version):
         for _ in range(5):
             batch.graphs.run(32, depth, GREEDY)
             found.append(batch.slots.drafts[:24, :depth].tolist())
-        found.append((batch.slots.state.answers[:24, :5] % DRAFTED).tolist())
+        found.append([answer_of(batch, row)[:5] for row in range(24)])
         results.append(found)
     assert results[1] == results[2]
     assert results[0] == results[1]
@@ -221,7 +220,7 @@ def test_cycles_of_less_reach_say_the_same(monkeypatch):
         assert reach == ((64,) if num_keys == 64 else ())
         for _ in range(4):
             batch.graphs.run(4, 3, GREEDY, *reach)
-        found.append(((batch.slots.state.answers[:4, :5] % DRAFTED).tolist(), batch.slots.drafts[:4, :3].tolist()))
+        found.append(([answer_of(batch, row)[:5] for row in range(4)], batch.slots.drafts[:4, :3].tolist()))
         assert set(forms) == {rope_attention.FEW if reach else rope_attention.SOME}
     assert found[0] == found[1]
 
@@ -241,6 +240,5 @@ def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
         assert bool(batch.pieces.graphs.graphs) == capture
         for _ in range(4):
             batch.graphs.run(2, 3, GREEDY)
-        state = batch.slots.state
-        found.append(((state.answers[:2, :5] % DRAFTED).tolist(), batch.slots.drafts[:2, :3].tolist()))
+        found.append(([answer_of(batch, row)[:5] for row in range(2)], batch.slots.drafts[:2, :3].tolist()))
     assert found[0] == found[1]

@@ -9,10 +9,9 @@ import torch
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
-from fledge.kernels.accept import DRAFTED
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import causal_attend
-from tests.engine.test_device_batch import entries
+from tests.engine.test_device_batch import answer_of, entries
 from tests.kernels.support import INTERPRETED
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -43,7 +42,7 @@ def test_says_what_the_network_says(deterministic, quantization, depth):
     batch.read_prompts(entries(batch, TEXTS, limit=8))
     for _ in range(STEPS):
         batch.step(len(TEXTS), depth, GREEDY)
-    answers = (batch.slots.state.answers[: len(TEXTS), : STEPS + 1] % DRAFTED).tolist()
+    answers = [answer_of(batch, row)[: STEPS + 1] for row in range(len(TEXTS))]
     for text, answer in zip(TEXTS, answers, strict=True):
         tokens = torch.tensor(text + answer[:-1])
         hidden, _ = decoder(tokens, torch.arange(len(tokens)), causal_attend())

@@ -18,18 +18,22 @@ from fledge.kernels.sample import (
     gumbel_noise,
     philox,
     picked,
+    sample_cpu,
     sample_reference,
     sample_triton,
 )
+from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, lowest_kept
 from fledge.sampling import SamplingParams
 from fledge.speculation.distribution import probabilities
 from tests.kernels.support import device_of_kernels, runs_triton
 
 KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+SAMPLERS = ["cpu", *KERNELS]
 
 
 def sampler(kernel):
-    return (sample_reference, "cpu") if kernel == "reference" else (sample_triton, device_of_kernels())
+    run = {"cpu": sample_cpu, "reference": sample_reference, "triton": sample_triton}[kernel]
+    return run, device_of_kernels() if kernel == "triton" else "cpu"
 
 
 def test_philox_is_the_published_one():
@@ -38,7 +42,7 @@ def test_philox_is_the_published_one():
     assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SAMPLERS)
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_greedy_is_argmax_and_ties_go_to_the_lower_id(kernel, vocab_size):
     run, device = sampler(kernel)
@@ -51,7 +55,7 @@ def test_greedy_is_argmax_and_ties_go_to_the_lower_id(kernel, vocab_size):
     assert chosen.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SAMPLERS)
 def test_draws_depend_on_seed_and_count_alone(kernel):
     run, device = sampler(kernel)
     logits = torch.randn(1, 5000, device=device).repeat(8, 1)
@@ -66,10 +70,10 @@ def test_draws_depend_on_seed_and_count_alone(kernel):
     assert chosen == (logits.cpu() * 0.1 / 0.7 + noise).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", SAMPLERS)
 def test_frequencies_follow_the_distribution(kernel):
     run, device = sampler(kernel)
-    draws = 4000 if kernel == "reference" else 400
+    draws = 400 if kernel == "triton" else 4000
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0], device=device)
     chosen = run(
         logits.repeat(draws, 1),
@@ -80,6 +84,47 @@ def test_frequencies_follow_the_distribution(kernel):
     shares = torch.bincount(chosen.cpu(), minlength=5) / draws
     torch.testing.assert_close(shares, (logits.cpu() / 0.8).softmax(-1), atol=1.5 / draws**0.5, rtol=0)
     assert shares[4] == 0
+
+
+PEAKED, FLAT = 8.0, 0.5
+CUTS = {
+    "none": None,
+    "top_p": (0.9, 0, 0.0),
+    "top_k": (1.0, 50, 0.0),
+    "min_p": (1.0, 0, 0.02),
+    "all": (0.95, 300, 0.001),
+    "nothing": (1.0, 0, 0.0),
+    "tiny top_p": (1e-6, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("spread", [PEAKED, 3.0, FLAT, 0.0])
+@pytest.mark.parametrize("vocab_size", [40, 5003, 49152])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_fast_way_on_a_cpu_changes_nothing(cut, spread, vocab_size, mapped):
+    count = 6 if vocab_size > 10000 else 24
+    logits = (spread * torch.randn(count, vocab_size)).to(torch.bfloat16 if vocab_size == 5003 else torch.float32)
+    logits[2], logits[3, 7:] = -torch.inf, -torch.inf
+    temperatures = torch.rand(count) * 1.5 + 0.2
+    temperatures[1] = 0.0
+    seeds, counters = torch.randint(-(2**62), 2**62, (count,)), torch.randint(0, 100000, (count,))
+    cuts = CUTS[cut] and Cuts(*(torch.tensor([part] * count) for part in CUTS[cut]))
+    ids = torch.randperm(2 * vocab_size)[:vocab_size].sort().values if mapped else None
+    expected = sample_reference(logits, temperatures, seeds, counters, cuts=cuts, ids_V=ids)
+    assert sample_cpu(logits, temperatures, seeds, counters, cuts, ids).tolist() == expected.tolist()
+    if cuts is not None and cut != "nothing":
+        scaled = logits.float() * torch.where(temperatures > 0, 1.0 / temperatures, 1.0)[:, None]
+        drawn = [0, *range(4, count)]  # where logits are -inf the cut may be, or the lowest above: nobody draws between
+        found = [lowest_kept(scaled[row], *(x[row].item() for x in (cuts[0], cuts[1], cuts[2].log()))) for row in drawn]
+        assert found == floor_reference(logits, temperatures, cuts)[drawn].tolist()
+
+
+def test_the_bounds_of_the_noise():
+    extremes = torch.tensor([0.5 * 2.0**-23, 1 - 0.5 * 2.0**-23])
+    least, most = (-torch.log(-torch.log(extremes))).tolist()
+    assert LEAST_NOISE < least < LEAST_NOISE + 1e-4
+    assert MOST_NOISE - 1e-4 < most < MOST_NOISE
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -6,6 +6,16 @@ import pytest
 import torch
 
 from fledge.kernels.accept import DRAFTED, RowState, accept_reference, accept_triton
+from fledge.kernels.bits import (
+    KEEP,
+    has_bit,
+    num_words,
+    pack_bits,
+    set_bits_,
+    set_bits_reference_,
+    set_bits_triton_,
+    unpack_bits,
+)
 from fledge.kernels.fused_linear import Norm
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import (
@@ -36,12 +46,12 @@ def rows(num_rows: int, device: str) -> RowState:
         token=torch.randint(0, VOCAB, (num_rows,)),
         length=torch.randint(5, 40, (num_rows,), dtype=torch.int32),
         answered=torch.randint(0, 10, (num_rows,), dtype=torch.int32),
-        answers=torch.zeros(num_rows, 32, dtype=torch.int32),
-        status=torch.zeros(num_rows, dtype=torch.int32),
         report=torch.zeros(num_rows, 9, dtype=torch.int32),
         limit=torch.full((num_rows,), 14, dtype=torch.int32),
+        min_answer=torch.tensor([0, 3, 12] * num_rows)[:num_rows].int(),
         depth_limit=torch.tensor([9, 9, 1, 9, 0, 2] * num_rows)[:num_rows].int(),
-        stop_ids=torch.full((num_rows, 3), -1),
+        stop_bits=torch.zeros(num_rows, num_words(VOCAB), dtype=torch.int32),
+        tokens=torch.zeros(num_rows, 42, dtype=torch.int32),
     )
     return RowState(*(tensor.to(device) for tensor in state))
 
@@ -60,10 +70,12 @@ def drafts_near(choice: Choice, num_new: int, device: str) -> torch.Tensor:
 
 def test_acceptance_by_hand():
     state = rows(4, "cpu")
+    state.length.clamp_(max=30)
     state = state._replace(
         answered=torch.tensor([3, 3, 12, 3], dtype=torch.int32), depth_limit=torch.full((4,), 9, dtype=torch.int32)
     )
-    state.stop_ids[1, 0] = 21
+    state.min_answer.copy_(torch.tensor([0, 5, 0, 0]))
+    set_bits_(state.stop_bits, torch.tensor([1]), torch.tensor([[20, 21, -1]]))  # 20 comes too early to end the answer
     chosen = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]], dtype=torch.int32)
     drafts = torch.tensor([[10, 99], [20, 21], [30, 31], [40, 41]])
     lengths = state.length.clone()
@@ -72,10 +84,9 @@ def test_acceptance_by_hand():
     assert accepted.counts_B.tolist() == [2, 0, 0, 0]
     assert accepted.starts_B.tolist() == (lengths - 1).tolist()
     assert state.report[:, 0].tolist() == [2, 2, 2, 0]
-    assert state.answers[0, 3:6].tolist() == [10 + DRAFTED, 11, 0]
-    assert state.answers[1, 3:6].tolist() == [20 + DRAFTED, 21 + DRAFTED, 0]
-    assert state.answers[2, 12:15].tolist() == [30 + DRAFTED, 31 + DRAFTED, 0]
-    assert state.status.tolist() == [0, 5, 14, 0]
+    assert state.report[:3, 1:3].tolist() == [[10 + DRAFTED, 11], [20 + DRAFTED, 21 + DRAFTED], [30 + DRAFTED, 31 + DRAFTED]]
+    texts = [state.tokens[row, length : length + 3].tolist() for row, length in enumerate(lengths.tolist())]
+    assert texts == [[10, 11, 0], [20, 21, 0], [30, 31, 0], [0, 0, 0]]
     assert state.active.tolist() == [1, 0, 0, 0]
     assert state.token[:3].tolist() == [11, 21, 31]
     assert (state.length - lengths).tolist() == [2, 2, 2, 0]
@@ -85,18 +96,38 @@ def test_acceptance_by_hand():
 @pytest.mark.parametrize("num_new", [1, 4])
 @pytest.mark.parametrize("num_blocks", [1, 7])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_accept(kernel, num_new, num_blocks, indexed):
+@pytest.mark.parametrize("keeps_text", [False, True])
+def test_accept(kernel, num_new, num_blocks, indexed, keeps_text):
     device = device_of_kernels()
     choice = random_choice(12 * num_new, num_blocks, device)
     drafts = drafts_near(choice, num_new, device)
     order = torch.randperm(12, device=device) if indexed else None
     state = rows(12, device)
-    state.stop_ids[5, 1] = state.stop_ids[6, 2] = drafts[6, 0]
-    twin = RowState(*(tensor.clone() for tensor in state))
+    state = state if keeps_text else state._replace(tokens=None)
+    likely = torch.stack([choice.ids_NC.view(-1)[torch.randperm(choice.ids_NC.numel(), device=device)[:3]] for _ in range(6)])
+    set_bits_(state.stop_bits, torch.arange(6, 12, device=device), likely.long())
+    twin = RowState(*(None if tensor is None else tensor.clone() for tensor in state))
     expected = accept_reference(twin, choice, drafts, num_new, VOCAB, order)
     found = accept_triton(state, choice, drafts, num_new, VOCAB, order)
     for one, other in zip((*found, *state), (*expected, *twin), strict=True):
-        assert torch.equal(one, other)
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=runs_triton)])
+def test_bits(kernel):
+    """Both ways of setting bits give the set, whatever it held before; ids may repeat."""
+    run, device = (set_bits_reference_, "cpu") if kernel == "reference" else (set_bits_triton_, device_of_kernels())
+    ids = [[0, 31, 31, 499], [32, 63, 64, -1], [-1, -1, -1, -1], [KEEP, -1, -1, -1]]
+    bits = torch.full((5, num_words(VOCAB)), -1, dtype=torch.int32, device=device)
+    numbers = torch.tensor([[row, 7, *of_row] for row, of_row in zip([3, 0, 4, 2], ids, strict=True)], device=device)
+    run(bits, numbers[:, 0], numbers[:, 2:])  # columns, as the engine has them
+    bits = bits.cpu()
+    sets = [set(unpack_bits(bits[row : row + 1], VOCAB)[0].nonzero()[:, 0].tolist()) for row in (3, 0, 4, 1, 2)]
+    assert sets == [{0, 31, 499}, {32, 63, 64}, set(), set(range(VOCAB)), set(range(VOCAB))]
+    assert has_bit(bits[[3]], torch.tensor([[31, 32, 499]])).tolist() == [[True, False, True]]
+    many = torch.randint(0, VOCAB, (2000,)).tolist()[:300]
+    packed = torch.from_numpy(pack_bits(many, num_words(VOCAB)))
+    assert unpack_bits(packed[None], VOCAB)[0].nonzero()[:, 0].tolist() == sorted(set(many))
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])

@@ -5,26 +5,28 @@ A row is one request. A step reads and writes rows in place; the host only fills
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fledge.kernels.accept import RowState
+from fledge.kernels.bits import num_words, pack_bits, set_bits_
 from fledge.kernels.sample import Cuts, Draws
 
-MAX_STOP_IDS = 16
+MAX_STOP_IDS = 16  # that come among the numbers of `NewRows`; `Slots.set_stop_ids` takes any number
 MAX_DEPTH = 16
-FIRST_STOP_ID = 8  # among the numbers of `NewRows`
+FIRST_STOP_ID = 9  # among the numbers of `NewRows`
 
 
 @dataclass
 class NewRows:
     """What the host knows of requests that enter, one entry each."""
 
-    # int64 [B, 8 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
-    # already (of a request that comes back); most tokens of the answer; most drafted tokens a step that may stand; the
-    # seed; top-k, 0: none; and the stop ids, -1: none
+    # int64 [B, 9 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
+    # already (of a request that comes back); most and fewest tokens of the answer; most drafted tokens a step that may
+    # be accepted; the seed; top-k, 0: none; and the stop ids, -1: none
     numbers: Tensor
     fractions: Tensor  # [B, 3]: temperature, top-p and min-p
     page_table: Tensor  # [B, P]
@@ -36,7 +38,13 @@ class NewRows:
 
 class Slots:
     def __init__(
-        self, num_rows: int, max_answer: int, max_pages: int, device: torch.device, max_depth: int = MAX_DEPTH
+        self,
+        num_rows: int,
+        max_length: int,
+        max_pages: int,
+        vocab_size: int,
+        device: torch.device,
+        max_depth: int = MAX_DEPTH,
     ) -> None:
         # One row more than requests: what has to be written somewhere and belongs to nobody goes there.
         self.nobody = num_rows
@@ -51,12 +59,12 @@ class Slots:
             token=zeros(num_rows, dtype=torch.int64),
             length=zeros(num_rows),
             answered=zeros(num_rows),
-            answers=zeros(num_rows, max_answer),
-            status=zeros(num_rows),
             report=zeros(num_rows, 2 + max_depth),
             limit=zeros(num_rows),
+            min_answer=zeros(num_rows),
             depth_limit=zeros(num_rows),
-            stop_ids=torch.full((num_rows, MAX_STOP_IDS), -1, device=device),
+            stop_bits=zeros(num_rows, num_words(vocab_size)),
+            tokens=zeros(num_rows, max_length),
         )
         # Set by `fill`.
         self.seed = zeros(num_rows, dtype=torch.int64)
@@ -81,22 +89,27 @@ class Slots:
     def fill(self, new: NewRows) -> None:
         """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
         state = self.state
-        rows, active, lengths, answered, limits, depth_limits, seeds, top_ks = new.numbers[:, :FIRST_STOP_ID].unbind(1)
+        rows, active, lengths, answered, limits, least, depth_limits, seeds, top_ks = new.numbers[:, :FIRST_STOP_ID].unbind(1)
+        set_bits_(state.stop_bits, rows, new.numbers[:, FIRST_STOP_ID:])
         temperatures, top_ps, min_ps = new.fractions.unbind(1)
         for tensor, values in (
             (state.active, active),
             (state.length, lengths),
             (state.answered, answered),
             (state.limit, limits),
+            (state.min_answer, least),
             (state.depth_limit, depth_limits),
-            (state.stop_ids, new.numbers[:, FIRST_STOP_ID:]),
             (self.seed, seeds),
             (self.temperature, temperatures),
             *zip(self.cuts, Cuts(top_ps, top_ks, min_ps), strict=True),
             (self.page_table, new.page_table),
         ):
             tensor.index_copy_(0, rows, values.to(tensor.dtype))
-        state.status.index_fill_(0, rows, 0)
+
+    def set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
+        """Any number of stop ids, before `fill` with KEEP as the first. Does not wait for the device."""
+        bits = torch.from_numpy(pack_bits(stop_ids, self.state.stop_bits.shape[1]))
+        self.state.stop_bits[row].copy_(bits.pin_memory() if self.seed.is_cuda else bits, non_blocking=True)
 
     def add_pages(self, rows: Tensor, places: Tensor, pages: Tensor) -> None:
         """Rows have grown: entries of their page tables."""
@@ -113,4 +126,3 @@ class Slots:
 
     def clear(self) -> None:
         self.state.active.zero_()
-        self.state.status.zero_()

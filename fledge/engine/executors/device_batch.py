@@ -27,6 +27,7 @@ from fledge.engine.fused_drafter import FusedDrafter
 from fledge.engine.invariant_decoder import InvariantDecoder
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
+from fledge.kernels.bits import KEEP
 from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.rope_attention import FEW_KEYS
 from fledge.kernels.sample import Choice
@@ -66,6 +67,7 @@ class Entry:
     answered: int = 0  # tokens at the prompt's end that are the answer's: it was interrupted
     top_k: int = 0  # 0: none
     min_p: float = 0.0
+    min_answer: int = 0  # fewest tokens of the answer
 
     @property
     def how(self) -> int:
@@ -95,7 +97,7 @@ class DeviceBatch:
         self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
         self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
         self.fused = (InvariantDecoder if config.deterministic else FusedDecoder)(decoder, self.cache, longest)
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, self.device, max_depth)
+        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, model.vocab_size, self.device, max_depth)
         self.drafter: FusedDrafter | None = None
         if drafter is not None:
             refuse_unsupported(drafter)
@@ -201,13 +203,23 @@ class DeviceBatch:
 
     def new_rows(self, entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""
-        numbers = [(e.row, 1, len(e.prompt), e.answered, e.limit, e.depth_limit, e.seed, e.top_k) for e in entries]
-        stops = [padded(entry.stop_ids) for entry in entries]
+        numbers = [
+            (e.row, 1, len(e.prompt), e.answered, e.limit, e.min_answer, e.depth_limit, e.seed, e.top_k) for e in entries
+        ]
+        stops = [self.stop_numbers(entry) for entry in entries]
         table = np.zeros((len(entries), self.max_pages), dtype=np.int64)
         for index, entry in enumerate(entries):
             table[index, : len(entry.pages)] = entry.pages
         fractions = np.array([[entry.temperature, entry.top_p, entry.min_p] for entry in entries], dtype=np.float64)
         return np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1), fractions, table
+
+    def stop_numbers(self, entry: Entry) -> list[int]:
+        """Stop ids as `NewRows` has them. More than fit there are set in the row's bits at once."""
+        stop_ids = list(entry.stop_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            self.slots.set_stop_ids(entry.row, stop_ids)
+            stop_ids = [KEEP]
+        return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = self.config.page_size
@@ -233,11 +245,6 @@ class DeviceBatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def padded(stop_ids: Sequence[int]) -> list[int]:
-    assert len(stop_ids) <= MAX_STOP_IDS
-    return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
 
 
 def refuse_unsupported(drafter: EagleDrafter) -> None:

@@ -1,0 +1,171 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, from raw logits.
+
+Two stages: each block of the vocabulary finds its largest logits, largest first, and its sum of exponentials; then each row
+merges its blocks. A logit and its id are one 64-bit key, so that one maximum gives both and ties go to the lower id.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+
+MAX_LOGPROBS = 20
+BLOCK = 2048
+
+
+class TokenLogprobs(NamedTuple):
+    chosen_N: Tensor  # float32
+    values_NC: Tensor  # float32, in descending order
+    ids_NC: Tensor  # int32
+
+
+def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
+    """`count`: how many of the likeliest; at most the vocabulary."""
+    return (token_logprobs_triton if use_triton(logits_NV) else token_logprobs_reference)(logits_NV, tokens_N, count)
+
+
+def token_logprobs_reference(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
+    logits = logits_NV.float()
+    count = min(count, logits.shape[1])
+    sums = logits.logsumexp(-1, keepdim=True)
+    smallest = logits.topk(count).values[:, -1:]
+    # `topk` may take any of several equal logits: all that reach its last one, in a stable order, decide.
+    ids = torch.stack([_largest(row, least, count) for row, least in zip(logits, smallest, strict=True)])
+    chosen = logits.gather(1, tokens_N.long()[:, None]) - sums
+    return TokenLogprobs(chosen[:, 0], logits.gather(1, ids) - sums, ids.int())
+
+
+def _largest(logits_V: Tensor, least: Tensor, count: int) -> Tensor:
+    ids = (logits_V >= least).nonzero()[:, 0]
+    return ids[logits_V[ids].sort(descending=True, stable=True).indices[:count]]
+
+
+def token_logprobs_triton(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
+    num_rows, vocab_size = logits_NV.shape
+    assert logits_NV.stride(1) == 1
+    assert tokens_N.is_contiguous()
+    device, count, blocks = logits_NV.device, min(count, vocab_size), -(-vocab_size // BLOCK)
+    # What a block lacks of `count` is smaller than any logit.
+    keys = torch.empty((num_rows, blocks, count), dtype=torch.int64, device=device)
+    sums = torch.empty((num_rows, blocks), dtype=torch.float32, device=device)
+    chosen = torch.empty(num_rows, dtype=torch.float32, device=device)
+    values = torch.empty((num_rows, count), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, count), dtype=torch.int32, device=device)
+    if num_rows:
+        _largest_of_block[(num_rows, blocks)](
+            logits_NV,
+            keys,
+            sums,
+            logits_NV.stride(0),
+            VOCAB=vocab_size,
+            COUNT=count,
+            BLOCK=BLOCK,
+            BLOCKS=blocks,
+            num_warps=4,
+            **overlap(logits_NV),
+        )
+        _merge_blocks[(num_rows,)](
+            logits_NV,
+            tokens_N,
+            keys,
+            sums,
+            chosen,
+            values,
+            ids,
+            logits_NV.stride(0),
+            COUNT=count,
+            BLOCKS=blocks,
+            PADDED=next_power_of_2(blocks),
+            KEYS_PADDED=next_power_of_2(blocks * count),
+            num_warps=4,
+            **overlap(logits_NV),
+        )
+    return TokenLogprobs(chosen, values, ids)
+
+
+@jit
+def _key(x, ids):
+    """Orders by x, then by the lower id. An IEEE number's bits order like an integer once a negative one's are flipped."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@jit
+def _value(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _largest_of_block(
+    logits_ptr,
+    keys_ptr,
+    sums_ptr,
+    logits_stride,
+    VOCAB: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < VOCAB
+    wait_for_inputs(PDL)
+    x = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    smallest: tl.constexpr = -0x8000000000000000
+    keys = tl.where(inside, _key(x, ids), smallest)
+    # A block's sum is relative to its largest logit, which the first key holds.
+    largest = tl.max(x, axis=0)
+    exponentials = tl.where(x > float("-inf"), tl.exp(x - largest), 0.0)
+    tl.store(sums_ptr + row * BLOCKS + block, tl.sum(exponentials, axis=0))
+    first = keys_ptr + (row * BLOCKS + block) * COUNT
+    for place in range(COUNT):
+        top = tl.max(keys, axis=0)
+        tl.store(first + place, top)
+        keys = tl.where(keys == top, smallest, keys)
+
+
+@jit
+def _merge_blocks(
+    logits_ptr,
+    tokens_ptr,
+    keys_ptr,
+    sums_ptr,
+    chosen_ptr,
+    values_ptr,
+    ids_ptr,
+    logits_stride,
+    COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    place = tl.arange(0, KEYS_PADDED)
+    smallest: tl.constexpr = -0x8000000000000000
+    wait_for_inputs(PDL)
+    sums = tl.load(sums_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+    firsts = tl.load(keys_ptr + (row * BLOCKS + block) * COUNT, mask=block < BLOCKS, other=smallest)
+    keys = tl.load(keys_ptr + row * BLOCKS * COUNT + place, mask=place < BLOCKS * COUNT, other=smallest)
+    token = tl.load(tokens_ptr + row)
+    logit = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
+    largest = _value(tl.max(firsts, axis=0))
+    scaled = tl.where(sums > 0, sums * tl.exp(_value(firsts) - largest), 0.0)
+    total = largest + tl.log(tl.sum(scaled, axis=0))
+    tl.store(chosen_ptr + row, logit - total)
+    for index in range(COUNT):
+        top = tl.max(keys, axis=0)
+        tl.store(values_ptr + row * COUNT + index, _value(top) - total)
+        tl.store(ids_ptr + row * COUNT + index, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32))
+        keys = tl.where(keys == top, smallest, keys)
