@@ -22,7 +22,7 @@ from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.engine import Engine, page_pool, paged_kv
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.packed_linear import pack_linears
+from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

@@ -11,8 +11,8 @@ from fledge.config import ModelConfig
 from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.packed_linear import packing_supported
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.linear.packed import packing_supported
 from fledge.kernels.quantization import check_name
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -11,15 +11,15 @@ from torch import Tensor
 from fledge.config import ModelConfig
 from fledge.engine.config import EngineConfig
 from fledge.engine.depth_control import DepthControl
-from fledge.engine.invariant_decoder import InvariantDecoder, InvariantPass
 from fledge.engine.kv_cache import PageKeys, PagePool
 from fledge.engine.request import Delta, Request, TokenLogprob
 from fledge.engine.runner import Runner, Verified
 from fledge.engine.scheduler import Scheduled, Scheduler
 from fledge.errors import RequestError
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.native import best_of
-from fledge.kernels.paged_attention import PagedKV
 from fledge.models.decoder import Decoder
+from fledge.ops.eager import eager_ops
 from fledge.sampling import SamplingParams
 from fledge.speculation.distribution import adjust, probabilities
 from fledge.speculation.drafting import Drafter, Settled
@@ -47,10 +47,9 @@ class Engine:
         self.pool = pool or page_pool(config)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batched_tokens, config.max_model_len, lookahead)
         self.cache = paged_kv(config, self.pool, self.model.num_layers, self.model.num_kv_heads, self.model.head_dim)
-        invariant = None
-        if config.deterministic:
-            invariant = InvariantPass(InvariantDecoder(decoder, self.cache, config.max_model_len + lookahead))
-        self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else (), invariant)
+        num_positions = config.max_model_len + lookahead
+        ops = eager_ops(decoder, self.cache, deterministic=config.deterministic, num_positions=num_positions)
+        self.runner = Runner(decoder, self.cache, drafter.taps if drafter is not None else (), ops)
         self.depth_control = depth_control or DepthControl(drafter)
         self.requests: dict[str, Request] = {}
         self.stats = AcceptanceStats()

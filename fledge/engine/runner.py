@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.engine.invariant_decoder import InvariantPass
-from fledge.engine.lean_decoder import lean
 from fledge.engine.scheduler import Scheduled
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.models.decoder import Decoder
+from fledge.ops.base import Ops
 
 
 class Verified(NamedTuple):
@@ -23,12 +23,9 @@ class Verified(NamedTuple):
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int], invariant: InvariantPass | None = None) -> None:
-        """`invariant`: where a row's numbers must not depend on the others. The native pass is such a one by itself."""
-        self.decoder, self.cache, self.taps = decoder, cache, tuple(taps)
+    def __init__(self, decoder: Decoder, cache: PagedKV, taps: Sequence[int], ops: Ops) -> None:
+        self.decoder, self.cache, self.taps, self.ops = decoder, cache, tuple(taps), ops
         self.device = cache.keys.device
-        self.lean = lean(decoder, cache) or invariant
-        self.logits = decoder.logits if invariant is None else invariant.logits
 
     def verify(self, batch: Sequence[Scheduled]) -> Verified:
         tokens: list[int] = []
@@ -48,11 +45,12 @@ class Runner:
             if item.completes:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
         tensors = torch.tensor([tokens, positions], device=self.device)
-        run = self.lean or self.decoder
-        hidden, taps = run(tensors[0], tensors[1], PagedAttend(self.cache, layouts), self.taps, max(positions))
+        meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
+        x, taps = self.decoder.run(self.decoder.embed(tensors[0]), meta, self.ops, self.taps)
+        hidden = self.ops.norm(self.decoder.norm, x)
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
-        return Verified(self.logits(hidden), logits_start, rows_start, taps)
+        return Verified(self.ops.linear(self.decoder.lm_head, hidden), logits_start, rows_start, taps)
 
     def keep_path(self, item: Scheduled, accepted: Sequence[int]) -> None:
         """Moves the accepted nodes of a tree to where they would lie had they been a chain."""

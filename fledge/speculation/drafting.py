@@ -16,15 +16,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.kernels.native import best_of
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.kernels.row_copy import take
 from fledge.models.drafter import EagleDrafter
+from fledge.ops.eager import eager_ops
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import probabilities
-from fledge.speculation.lean_drafter import lean
 from fledge.speculation.outside import OutsideShare
-from fledge.speculation.rows import take
 from fledge.speculation.verification import Draft
 
 
@@ -78,7 +79,7 @@ class EagleSpeculator:
         self.lookahead = lookahead(depth, tree)
         shape = f"tree of {tree.nodes}" if tree else "chain"
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
-        self.lean = lean(network, cache)
+        self.ops = eager_ops(network, cache)
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
@@ -112,12 +113,12 @@ class EagleSpeculator:
             tokens.extend(item.sequence.tokens[item.start + 1 : end + 1])
             positions.extend(range(item.start, end))
             layouts.append(SequenceLayout(item.sequence.pages, len(item.rows), end))
-        return self.step(tokens, (self.lean or self.network).fuse(taps), positions, layouts)
+        return self.step(tokens, self.network.fuse(taps, self.ops), positions, layouts)
 
     def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
         tensors = torch.tensor([tokens, positions], device=self.device)
-        run = self.lean or self.network
-        return run(tensors[0], h, tensors[1], PagedAttend(self.cache, layouts), max(positions))
+        meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
+        return self.network.step(tensors[0], h, meta, self.ops)
 
     def grow_chains(self, items: list[Settled], logits: Tensor, h: Tensor) -> list[Draft]:
         drafts = [Draft(probs=None if item.sequence.params.greedy else []) for item in items]

@@ -34,7 +34,7 @@ def test_weights_and_cache():
 def test_captured_cycles_have_tables_and_rows():
     engine = DeviceEngine(engine_with(tiny_decoder(), Speculation(tiny_drafter()), CPU), capture=False)
     plan, rows = memory_plan(engine), engine.rows
-    assert plan.tables == nbytes(rows.fused.rope_table, rows.drafter.rope_table)
+    assert plan.tables == nbytes(rows.ops.rope_table, rows.drafter.ops.rope_table)
     assert plan.rows == nbytes(rows.slots.state.answers, rows.slots.page_table)
 
 

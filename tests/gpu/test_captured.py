@@ -14,8 +14,8 @@ from fledge.engine.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.offline import DeviceAnswers
 from fledge.engine.prompt_pass import OVER_CACHE, RECORDED_AT
-from fledge.kernels import rope_attention
 from fledge.kernels.accept import DRAFTED
+from fledge.kernels.attention import rope_attention
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, entries, prompts
 from tests.oracle import engine_with

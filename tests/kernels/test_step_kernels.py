@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels.accept import DRAFTED, RowState, accept_reference, accept_triton
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import (
     draft_inputs_reference,

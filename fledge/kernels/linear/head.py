@@ -5,20 +5,22 @@ Each program gives the best of its block of the vocabulary; see `sample.Choice`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.direct_head import direct_head
-from fledge.kernels.direct_linear import can_be_direct
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.dispatch import linear
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.register_head import register_head
+from fledge.kernels.linear.register_mma import supports_registers
+from fledge.kernels.linear.shared_mma import MAX_INPUTS, TILE, two_parts, whole_products
+from fledge.kernels.linear.tiled import QUICK, parts_of, tiled_weights
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
-from fledge.kernels.tiled_linear import QUICK, parts_of, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
-from fledge.kernels.whole_linear import TILE, WHOLE_INPUTS, two_parts, whole_products
 
 BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
 WARPS = 4
@@ -34,19 +36,26 @@ def head_choice(
     ids_V: Tensor | None = None,
 ) -> Choice:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
+    if draws is None and use_triton(x_ND) and (few := choose_head(x_ND, weight_VD)) is not None:
+        return few(x_ND, norm, weight_VD, ids_V)
     if isinstance(weight_VD, QuantizedWeight):
-        if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE:
-            choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1], weight_VD) else quantized_head_choice_triton
-            return choose_few(x_ND, norm, weight_VD, ids_V)
-        return choose(quantized_linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
-    if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
-        choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1]) else head_choice_triton
-        return choose_few(x_ND, norm, weight_VD, ids_V)
+        return choose(linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if use_triton(x_ND):
         hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
     else:
         hidden = F.rms_norm(x_ND, norm.weight.shape, norm.weight, norm.eps)
     return choose(F.linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
+
+
+def choose_head(x_ND: Tensor, weight_VD: Tensor | QuantizedWeight) -> Callable[..., Choice] | None:
+    """The kernel that gives the likeliest tokens of few rows without writing logits; None: too many rows or inputs."""
+    num_rows, size = x_ND.shape
+    is_quantized = isinstance(weight_VD, QuantizedWeight)
+    if num_rows > TILE or (size > MAX_INPUTS and not is_quantized):
+        return None
+    if supports_registers(size, x_ND.dtype, x_ND.device, weight_VD.group_size if is_quantized else None):
+        return register_head
+    return quantized_head_choice_triton if is_quantized else head_choice_triton
 
 
 def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tensor | None = None) -> Choice:
