@@ -76,4 +76,4 @@ def test_the_table_for_people(monkeypatch):
         {"linear": "qkv", "K": 576, "N": 960, "format": "plain", "1 rows": "gemv", "256 rows": "cublas"},
         {"linear": "gate_up", "K": 576, "N": 3072, "format": "int8", "1 rows": "gemv", "256 rows": "dequantize_cublas"},
     ]
-    assert table(torch.device("cpu"), shapes[:1], rows=(1,))[0]["1 rows"] == "reference"
+    assert table(torch.device("cpu"), shapes[:1], rows=(1,))[0]["1 rows"] in ("native", "torch")

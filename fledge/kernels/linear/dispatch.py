@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels import native
 from fledge.kernels.linear.cublas import cublas_linear
 from fledge.kernels.linear.gemv import gemv
 from fledge.kernels.linear.quantized_gemv import dequantize_triton, quantized_gemv
@@ -139,11 +140,12 @@ ROWS = (1, 2, 4, 16, 64, 128, 256)
 def table(
     device: torch.device, shapes: Iterable[Shape], dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = ROWS
 ) -> list[dict[str, str | int]]:
-    """For people: the kernel of each shape by its number of rows. On a CPU all are the reference."""
+    """For people: the kernel of each shape by its number of rows; on a CPU one serves all."""
+    on_cpu = "native" if native.library() is not None else "torch"
     lines = []
     for shape in shapes:
         cases = (Case(count, shape.inputs, shape.format, dtype, device, shape.gated, shape.group_size) for count in rows)
-        kernels = ("reference" if device.type == "cpu" else choose_kernel(case) for case in cases)
+        kernels = (on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases)
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})
     return lines
