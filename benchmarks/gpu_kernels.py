@@ -92,7 +92,7 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
         return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
 
     def no_mlp(
-        layer: Layer, x: torch.Tensor, meta: object, ops: Ops, *, attention_input=None, in_place=False, before_attention=False
+        layer: Layer, x: torch.Tensor, meta: object, ops: Ops, attention_input=None, *, in_place=False, before_attention=False
     ) -> torch.Tensor:
         inputs = (x, meta, ops, layer.input_layernorm) if attention_input is None else (attention_input, meta, ops)
         attended = layer.self_attn(*inputs, before_attention=before_attention)

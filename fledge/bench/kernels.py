@@ -34,7 +34,7 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
         if quantization in BITS:
             format, group_size = f"int{BITS[quantization][name == 'lm_head']}", GROUP_SIZE
         gated = name == "gate_up_proj"
-        shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size))
+        shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size, name == "lm_head"))
     return shapes
 
 

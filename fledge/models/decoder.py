@@ -28,7 +28,7 @@ class DecoderOutput(NamedTuple):
 
 class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(config.hidden_size, eps)
         self.self_attn = Attention(
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 captured[index] = ops.keep(x_ND)
-            x_ND = layer(x_ND, meta, ops, in_place=index not in taps, before_attention=index < HOLDING_LAYERS)
+            x_ND = ops.layer(layer, x_ND, meta, in_place=index not in taps, before_attention=index < HOLDING_LAYERS)
         captured[len(self.layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
 

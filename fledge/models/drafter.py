@@ -34,7 +34,7 @@ class DrafterLayer(Layer):
     """Layer 0 attends over [embedding ; state] (twice the hidden size); further layers are plain decoder layers."""
 
     def __init__(self, config: DrafterConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         eps, size = config.rms_norm_eps, config.hidden_size
         self.first = layer == 0
         self.norm_before_residual = config.norm_before_residual
@@ -129,7 +129,7 @@ class EagleDrafter(nn.Module):
         x = inputs.residual_ND
         for layer in self.layers:
             read = inputs.x_N2D if layer.first else None
-            x = layer(x, meta, ops, attention_input=read, in_place=True, before_attention=True)
+            x = ops.layer(layer, x, meta, read, in_place=True, before_attention=True)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

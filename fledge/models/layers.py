@@ -166,23 +166,26 @@ class Layer(nn.Module):
     Subclasses make `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
     """
 
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
     def forward(
         self,
         x_ND: Tensor,
         meta: AttentionMetadata | None,
         ops: Ops,
-        *,
         attention_input: Tensor | None = None,
+        *,
         in_place: bool = False,
         before_attention: bool = False,
     ) -> Tensor:
-        """`attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
+        """Called by `Ops.layer`.
+
+        `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
 
         `in_place`: nobody else reads the residual stream that came in. `before_attention`: see `Ops.linear`.
         """
-        whole = ops.layer(self, x_ND, meta, attention_input)
-        if whole is not None:
-            return whole
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
         attended = self.self_attn(*inputs, before_attention=before_attention)
         x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)

@@ -102,10 +102,18 @@ class Ops(ABC):
         """
 
     def layer(
-        self, layer: nn.Module, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None
-    ) -> Tensor | None:
-        """The whole layer, where a backend runs it in one call; None: it does not."""
-        return None
+        self,
+        layer: nn.Module,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        attention_input: Tensor | None = None,
+        *,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call."""
+        hints = {"in_place": in_place, "before_attention": before_attention}
+        return layer(x_ND, meta, self, attention_input, **hints)
 
     def keep(self, x_ND: Tensor) -> Tensor:
         """The residual stream as it is now, whatever later layers do to it in place."""

@@ -43,10 +43,19 @@ class CpuOps(TorchOps):
         return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
     def layer(
-        self, layer: nn.Module, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None
-    ) -> Tensor | None:
-        batch = meta.once((self, "batch"), lambda: native.NativeBatch(meta.host, *self.angles(meta, len(x_ND))))
-        self.layers[layer.self_attn.layer](batch, x_ND, attention_input)
+        self,
+        layer: nn.Module,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        attention_input: Tensor | None = None,
+        *,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        batch = meta.kept.get(self)  # `meta.once` costs a microsecond more, in every layer
+        if batch is None:
+            batch = meta.kept[self] = native.NativeBatch(meta.host, *self.angles(meta, len(x_ND)))
+        self.layers[layer.index](batch, x_ND, attention_input)
         return x_ND
 
     def keep(self, x_ND: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class DecoderTarget(Target):
             run_layer = _layer if once else self._layer
 
             def run(layer: nn.Module, x: Tensor) -> Tensor:
-                window, weights = layer.self_attn.window, self._layers[layer.self_attn.layer]
+                window, weights = layer.self_attn.window, self._layers[layer.index]
                 return run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
 
             ops = _WholeLayers(run)
@@ -158,7 +158,7 @@ class _WholeLayers(AttendOps):
     def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         self.run = run
 
-    def layer(self, layer: nn.Module, x_ND: Tensor, meta: None, attention_input: Tensor | None) -> Tensor:
+    def layer(self, layer: nn.Module, x_ND: Tensor, *_: object, **hints: object) -> Tensor:
         return self.run(layer, x_ND)
 
 

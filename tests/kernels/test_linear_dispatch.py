@@ -7,7 +7,7 @@ import torch
 
 from fledge.kernels.linear import dispatch
 from fledge.kernels.linear.cublas import cublas_linear
-from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, run_kernel, table
+from fledge.kernels.linear.dispatch import HEAD_TABLE, Case, Shape, choose_kernel, run_kernel, table
 from fledge.kernels.linear.reference import Norm, linear_reference
 from tests.kernels.support import device_of_kernels, runs_triton
 
@@ -69,11 +69,28 @@ def test_kernels_by_size(monkeypatch):
     assert kernels((64, 65, 129), 576, "int8", True, 32) == ["register_mma", "dequantize_cublas", "dequantize_cublas"]
 
 
+def test_heads_by_size(monkeypatch):
+    """Heads of few rows keep the best of their blocks; wide ones and many rows write logits."""
+
+    def heads(rows, inputs, format="plain", group_size=None):
+        card = torch.device("cuda", 0)
+        cases = [Case(count, inputs, format, torch.bfloat16, card, group_size=group_size) for count in rows]
+        return [choose_kernel(case, HEAD_TABLE) for case in cases]
+
+    monkeypatch.setattr(dispatch, "supports_registers", lambda *_: False)
+    assert heads((1, 16, 17), 576) == ["shared_head", "shared_head", "logits"]
+    assert heads((1,), 4096) == ["logits"]
+    assert heads((16, 17), 4096, "int8", 32) == ["tiled_head", "logits"]
+    monkeypatch.setattr(dispatch, "supports_registers", lambda *_: True)
+    assert heads((1, 16, 17), 576, "int4", 32) == ["register_head", "register_head", "logits"]
+
+
 def test_the_table_for_people(monkeypatch):
     monkeypatch.setattr(dispatch, "supports_registers", lambda *_: False)
-    shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 3072, "int8", True, 32)]
+    shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 3072, "int8", True, 32), Shape("head", 576, 5000, is_head=True)]
     assert table(torch.device("cuda", 0), shapes, rows=(1, 256)) == [
         {"linear": "qkv", "K": 576, "N": 960, "format": "plain", "1 rows": "gemv", "256 rows": "cublas"},
         {"linear": "gate_up", "K": 576, "N": 3072, "format": "int8", "1 rows": "gemv", "256 rows": "dequantize_cublas"},
+        {"linear": "head", "K": 576, "N": 5000, "format": "plain", "1 rows": "shared_head", "256 rows": "logits"},
     ]
     assert table(torch.device("cpu"), shapes[:1], rows=(1,))[0]["1 rows"] in ("native", "torch")

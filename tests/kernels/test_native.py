@@ -118,7 +118,7 @@ class _Heads:
         ).requires_grad_(False)
         self.mlp = MLP(H * E, 64).requires_grad_(False)
         self.post = RMSNorm(H * E, 1e-5).requires_grad_(False)
-        self.layer = Layer()
+        self.layer = Layer(0)
         self.layer.self_attn, self.layer.mlp, self.layer.post_attention_layernorm = self.attention, self.mlp, self.post
         for norm in (self.attention.q_norm, self.attention.k_norm):
             if norm is not None:

@@ -152,7 +152,7 @@ def decode_attention_triton(
         TAIL=tail if tail_bits_BT is not None else 0,
         WINDOW=window or 0,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if head_dim <= 128 else 2,  # three blocks of keys and values 256 wide leave no shared memory for queries
     )
     if splits > 1:
         _join_splits[(batch * num_new, num_heads)](

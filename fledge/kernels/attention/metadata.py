@@ -58,7 +58,7 @@ class AttentionMetadata:
     tail: int = 0
     host: HostLayouts | None = None
     highest_position: int | None = None  # HOST: spares a synchronisation
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # see `once`
 
     @classmethod
     def decode(cls, page_table_BP: Tensor, starts_B: Tensor, counts_B: Tensor) -> AttentionMetadata:
@@ -103,9 +103,9 @@ class AttentionMetadata:
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What all layers of a pass share: made when the first of them asks."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
     def tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
         """Position and slot of every new token."""

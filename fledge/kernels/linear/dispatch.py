@@ -23,7 +23,7 @@ from fledge.kernels.linear.gemv import gemv
 from fledge.kernels.linear.quantized_gemv import dequantize_triton, quantized_gemv
 from fledge.kernels.linear.reference import Norm, linear_reference
 from fledge.kernels.linear.register_mma import register_mma, supports_registers
-from fledge.kernels.linear.shared_mma import MAX_INPUTS, shared_mma
+from fledge.kernels.linear.shared_mma import MAX_INPUTS, TILE, shared_mma
 from fledge.kernels.linear.tiled import QUICK, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import use_triton
@@ -45,7 +45,9 @@ class Rule(NamedTuple):
         most = self.max_gated_rows if case.gated and self.max_gated_rows is not None else self.max_rows
         in_range = case.rows >= self.min_rows and (most is None or case.rows <= most)
         fits = self.max_inputs is None or case.inputs <= self.max_inputs
-        needs = self.kernel != "register_mma" or supports_registers(case.inputs, case.dtype, case.device, case.group_size)
+        needs = not self.kernel.startswith("register") or supports_registers(
+            case.inputs, case.dtype, case.device, case.group_size
+        )
         return case.format in self.formats and in_range and fits and needs
 
 
@@ -74,10 +76,18 @@ TABLE: tuple[Rule, ...] = (
     Rule("dequantize_cublas", QUANTIZED),
 )
 
+# The final norm, the head and the greedy choice in one kernel (`head.py`); else logits by `TABLE`, then a choice.
+HEAD_TABLE: tuple[Rule, ...] = (
+    Rule("register_head", max_rows=TILE),
+    Rule("shared_head", PLAIN, max_rows=TILE, max_inputs=MAX_INPUTS),
+    Rule("tiled_head", QUANTIZED, max_rows=TILE),
+    Rule("logits"),
+)
 
-def choose_kernel(case: Case) -> str:
-    """The kernel's name in `TABLE`."""
-    return next(rule.kernel for rule in TABLE if rule.serves(case))
+
+def choose_kernel(case: Case, rules: Sequence[Rule] | None = None) -> str:
+    """The kernel's name in `TABLE`, or in `rules`."""
+    return next(rule.kernel for rule in rules or TABLE if rule.serves(case))
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
@@ -132,6 +142,7 @@ class Shape(NamedTuple):
     format: str = "plain"
     gated: bool = False
     group_size: int | None = None
+    is_head: bool = False  # greedy choices
 
 
 ROWS = (1, 2, 4, 16, 64, 128, 256)
@@ -145,7 +156,8 @@ def table(
     lines = []
     for shape in shapes:
         cases = (Case(count, shape.inputs, shape.format, dtype, device, shape.gated, shape.group_size) for count in rows)
-        kernels = (on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases)
+        rules = HEAD_TABLE if shape.is_head else TABLE
+        kernels = (on_cpu if device.type == "cpu" else choose_kernel(case, rules) for case in cases)
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})
     return lines

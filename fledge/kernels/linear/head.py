@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.dispatch import linear
+from fledge.kernels.linear.dispatch import HEAD_TABLE, case_of, choose_kernel, linear
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.register_head import register_head
-from fledge.kernels.linear.register_mma import supports_registers
-from fledge.kernels.linear.shared_mma import MAX_INPUTS, TILE, two_parts, whole_products
+from fledge.kernels.linear.shared_mma import TILE, two_parts, whole_products
 from fledge.kernels.linear.tiled import QUICK, parts_of, tiled_weights
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
@@ -36,8 +35,10 @@ def head_choice(
     ids_V: Tensor | None = None,
 ) -> Choice:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
-    if draws is None and use_triton(x_ND) and (few := choose_head(x_ND, weight_VD)) is not None:
-        return few(x_ND, norm, weight_VD, ids_V)
+    if draws is None and use_triton(x_ND):
+        kernel = choose_kernel(case_of(x_ND, weight_VD), HEAD_TABLE)
+        if kernel != "logits":
+            return FEW_ROWS[kernel](x_ND, norm, weight_VD, ids_V)
     if isinstance(weight_VD, QuantizedWeight):
         return choose(linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if use_triton(x_ND):
@@ -45,17 +46,6 @@ def head_choice(
     else:
         hidden = F.rms_norm(x_ND, norm.weight.shape, norm.weight, norm.eps)
     return choose(F.linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
-
-
-def choose_head(x_ND: Tensor, weight_VD: Tensor | QuantizedWeight) -> Callable[..., Choice] | None:
-    """The kernel that gives the likeliest tokens of few rows without writing logits; None: too many rows or inputs."""
-    num_rows, size = x_ND.shape
-    is_quantized = isinstance(weight_VD, QuantizedWeight)
-    if num_rows > TILE or (size > MAX_INPUTS and not is_quantized):
-        return None
-    if supports_registers(size, x_ND.dtype, x_ND.device, weight_VD.group_size if is_quantized else None):
-        return register_head
-    return quantized_head_choice_triton if is_quantized else head_choice_triton
 
 
 def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tensor | None = None) -> Choice:
@@ -119,6 +109,14 @@ def quantized_head_choice_triton(x_ND: Tensor, norm: Norm, weight: QuantizedWeig
         **overlap(x_ND),
     )
     return Choice(best, ids)
+
+
+# By their names in `dispatch.HEAD_TABLE`.
+FEW_ROWS: dict[str, Callable[..., Choice]] = {
+    "register_head": register_head,
+    "shared_head": head_choice_triton,
+    "tiled_head": quantized_head_choice_triton,
+}
 
 
 @jit
