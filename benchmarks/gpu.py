@@ -52,7 +52,6 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift.live import EVERY
 from fledge.drift.row_probe import CYCLES_EACH
 from fledge.drift.watching import watch_drafts
-from fledge.engine import fused_decoder
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.graphs import size_for
@@ -61,7 +60,10 @@ from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.load_depth import LoadDepth
 from fledge.engine.offline import DeviceAnswers
 from fledge.engine.executors.prefill import LONGEST, PROMPTS, TOKENS
-from fledge.kernels import fused_linear, rope_attention, triton_support
+from fledge.kernels import triton_support
+from fledge.kernels.attention import rope_attention
+from fledge.kernels.linear import dispatch
+from fledge.models import decoder as decoder_module
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -293,18 +295,23 @@ def guard(bench: Bench) -> dict[str, object]:
     return found
 
 
+def registers(**limits: int) -> tuple[dispatch.Rule, ...]:
+    """The dispatch table with other limits for the register kernel."""
+    return tuple(rule._replace(**limits) if rule.kernel == "register_mma" else rule for rule in dispatch.TABLE)
+
+
 @torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
     many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])
     few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
-        "as it is": (few_rows + many_rows, fused_linear, "DIRECT_ROWS", fused_linear.DIRECT_ROWS),
-        "vector for 1 and 2 rows": (few_rows, fused_linear, "DIRECT_FROM", 3),
-        "direct up to 64 rows": (many_rows, fused_linear, "DIRECT_ROWS", 64),
-        "gated direct up to 96 rows": (many_rows, fused_linear, "DIRECT_GATED_ROWS", 96),
-        "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "FEW_PROGRAMS", 0),
-        "every layer holds": (few_rows, fused_decoder, "HOLDING_LAYERS", len(bench.decoder.layers)),
+        "as it is": (few_rows + many_rows, dispatch, "TABLE", dispatch.TABLE),
+        "GEMV for 1 and 2 rows": (few_rows, dispatch, "TABLE", registers(min_rows=3)),
+        "register MMA up to 64 rows": (many_rows, dispatch, "TABLE", registers(max_rows=64)),
+        "gated register MMA up to 96 rows": (many_rows, dispatch, "TABLE", registers(max_gated_rows=96)),
+        "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
+        "every layer holds": (few_rows, decoder_module, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),
     }

@@ -10,13 +10,15 @@ from unittest.mock import patch
 import torch
 
 from fledge.config import ModelConfig
-from fledge.engine import fused_decoder
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
-from fledge.engine.fused_decoder import rope_table
-from fledge.kernels import fused_linear
-from fledge.kernels.rope_attention import rope_attention, rope_attention_triton
+from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
+from fledge.kernels.linear.cublas import cublas_linear
+from fledge.kernels.linear.dispatch import run_kernel
 from fledge.kernels.sample import Choice
 from fledge.models.decoder import Decoder
+from fledge.models.layers import Layer, Rotary
+from fledge.ops.base import Ops
+from fledge.ops.cuda_ops import CudaOps
 
 DEVICE = "cuda"
 
@@ -28,7 +30,7 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
     """
     layer = decoder.layers[0]
     size, wide = layer.self_attn.qkv_proj.weight.shape[1], layer.mlp.down_proj.weight.shape[1]
-    norm = fused_linear.Norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
+    norm = layer.input_layernorm
     found = {}
     for rows in (1, 2, 4, 16, 32, 64, 128):
         x, inner = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (size, wide))
@@ -39,9 +41,9 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
             "norm+gate_up": lambda layer, run, x=x: run(x, layer.mlp.gate_up_proj.weight, norm=norm, gated=True),
             "down+residual": lambda layer, run, x=x, y=inner: run(y, layer.mlp.down_proj.weight, residual_MO=x),
         }
-        kernels = [kernel for kernel, most in (("direct", 128), ("vector", 4), ("whole", 64)) if rows <= most]
-        ways: dict[str, Callable] = {kernel: partial(fused_linear.fused_linear_triton, kernel=kernel) for kernel in kernels}
-        ways["cublas"] = fused_linear.wide_linear
+        kernels = [kernel for kernel, most in (("register_mma", 128), ("gemv", 4), ("shared_mma", 64)) if rows <= most]
+        ways: dict[str, Callable] = {kernel: run_kernel(kernel, layer.mlp.down_proj.weight) for kernel in kernels}
+        ways["cublas"] = cublas_linear
         for name, kind in kinds.items():
             found[f"{name}, {rows} rows"] = {way: graph_time(partial(kind, layer, run)) for way, run in ways.items()}
 
@@ -58,7 +60,7 @@ def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, fl
     """One layer's attention by batch, new tokens and context, in microseconds."""
     page = DEVICE_PAGE_SIZE
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    table = rope_table(size, config.max_positions, config.rope, longest, torch.device(DEVICE))
+    table = Rotary(size, config.max_positions, config.rope).device_table(longest, torch.device(DEVICE))
     pages = -(-longest // page)
     found = {}
     for batch in (1, 4, 16, 64, 256, 1024):
@@ -83,21 +85,23 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
     """By name, a context in which the step of `rows` lacks that part. Its shapes stay; its results do not."""
     size = rows.decoder.config.num_heads * rows.decoder.config.head_dim
 
-    def no_attention(attend: fused_decoder.ChainAttend, attention: object, qkv: torch.Tensor) -> torch.Tensor:
+    def no_attention(ops: Ops, attention: object, qkv: torch.Tensor, meta: object) -> torch.Tensor:
         return qkv[:, :size].contiguous() if len(qkv) > 1 else qkv[:, :size]
 
     def no_head(x: torch.Tensor, chosen: slice, num_new: int, how: int) -> Choice:
         return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
 
     def no_mlp(
-        layer: torch.nn.Module, residual: torch.Tensor, attended: torch.Tensor, *, in_place: bool, linear: Callable
+        layer: Layer, x: torch.Tensor, meta: object, ops: Ops, attention_input=None, *, in_place=False, before_attention=False
     ) -> torch.Tensor:
-        return linear(layer.self_attn.o_proj, attended, residual_MO=residual, in_place=in_place)
+        inputs = (x, meta, ops, layer.input_layernorm) if attention_input is None else (attention_input, meta, ops)
+        attended = layer.self_attn(*inputs, before_attention=before_attention)
+        return ops.linear(layer.self_attn.o_proj, attended, residual=x, in_place=in_place)
 
     return {
         "nothing": nullcontext,
-        "attention": lambda: patch.object(fused_decoder.ChainAttend, "__call__", no_attention),
-        "MLP": lambda: patch.object(fused_decoder, "after_attention", no_mlp),
+        "attention": lambda: patch.object(CudaOps, "attention", no_attention),
+        "MLP": lambda: patch.object(Layer, "forward", no_mlp),
         "the target's head": lambda: patch.object(rows, "choose", no_head),
     }
 

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from gpu_kernels import DEVICE, graph_time
 
-from fledge.kernels.fused_linear import Norm, fused_linear
+from fledge.kernels.linear.dispatch import linear
+from fledge.kernels.linear.tiled import tiled_linear
 from fledge.kernels.quantization import QuantizedLinear, quantize_linears
-from fledge.kernels.quantized_linear import quantized_linear
-from fledge.kernels.tiled_linear import tiled_linear_triton
 from fledge.models.decoder import Decoder, causal_attend
+from fledge.ops.cuda_ops import weight_of
 
 # name: quantisation, deterministic
 MODES = {"bf16": ("none", False), "int8": ("int8", False), "int4": ("int4", False), "deterministic": ("none", True)}
@@ -115,14 +115,11 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
 
         def run(network: Decoder, kind: str, x: torch.Tensor = x) -> None:
             for layer in network.layers:
-                linear = layer.mlp.gate_up_proj
-                norm = Norm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps)
-                if kind == "bf16":
-                    fused_linear(x, linear.weight, norm=norm, gated=True)
-                elif kind == "tiled":
-                    tiled_linear_triton(x, linear.weight, gated=True)
+                module, norm = layer.mlp.gate_up_proj, layer.post_attention_layernorm
+                if kind == "tiled":
+                    tiled_linear(x, module.weight, gated=True)
                 else:
-                    quantized_linear(x, linear.quantized, norm=norm, gated=True)
+                    linear(x, weight_of(module), norm=norm, gated=True)
 
         ways = {"bf16": (decoder, "bf16"), "int8": (int8, ""), "int4": (int4, ""), "deterministic": (decoder, "tiled")}
         found[f"norm+gate_up of all layers, {rows} rows"] = {

@@ -13,8 +13,9 @@ import torch
 
 from fledge.bench.provenance import provenance, write_json
 from fledge.engine.build import EngineConfig, Speculation, build_engine
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import SequenceLayout
 from fledge.kernels.native import best_of
-from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
 
 CONTEXT, ROUNDS, SIZES = 256, 40, (1, 2, 4, 6, 8, 12)
 
@@ -30,11 +31,11 @@ def main() -> None:
     tokens = torch.randint(0, 40_000, (CONTEXT + max(SIZES),), generator=torch.Generator().manual_seed(0))
 
     def run(first: int, count: int) -> None:
-        attend = PagedAttend(runner.cache, [SequenceLayout(pages, count, first + count)])
-        network = runner.lean or decoder
-        positions = torch.arange(first, first + count)
-        hidden, _ = network(tokens[first : first + count], positions, attend, (), first + count)
-        best_of(decoder.logits(hidden))
+        layouts, positions = [SequenceLayout(pages, count, first + count)], torch.arange(first, first + count)
+        meta = AttentionMetadata.from_layouts(layouts, positions, engine.pool.page_size, first + count)
+        decoder, ops = engine.decoder, engine.executor.ops
+        x, _ = decoder.run(decoder.embed(tokens[first : first + count]), meta, ops)
+        best_of(ops.linear(decoder.lm_head, ops.norm(decoder.norm, x)))
 
     run(0, CONTEXT)
     times: dict[int, list[float]] = {size: [] for size in SIZES}

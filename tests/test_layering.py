@@ -1,4 +1,4 @@
-"""Arrows point down only: serving -> engine -> speculation -> models; nothing imports serving or cli."""
+"""Arrows point down only: serving -> engine -> speculation -> models -> ops -> kernels; nothing imports serving or cli."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ ROOT = Path(__file__).parent.parent / "fledge"
 
 # What each room may import, besides itself and the top-level modules below.
 ALLOWED = {
-    "models": set(),
-    "kernels": {"models"},
+    "kernels": set(),
+    "ops": {"kernels"},
+    "models": {"ops", "kernels"},
     "checkpoints": {"models"},
-    "speculation": {"models", "kernels"},
+    "speculation": {"models", "ops", "kernels"},
     "drafters": set(),
-    "engine": {"speculation", "models", "kernels", "checkpoints", "drafters"},
-    "training": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
-    "drift": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
-    "bench": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters"},
-    "serving": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
+    "engine": {"speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
+    "training": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
+    "drift": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
+    "bench": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
+    "serving": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
 }
 BELOW_ALL = {"config", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
 ABOVE_ENGINE = {"llm", "LLM", "Completion", "SamplingParams", "TreeShape"}

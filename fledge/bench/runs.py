@@ -13,8 +13,8 @@ from fledge.bench.datasets import Item
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
 from fledge.errors import UserError
-from fledge.kernels.packed_linear import PackedLinear
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.linear.packed import PackedLinear
 from fledge.kernels.quantization import QuantizedLinear
 from fledge.sampling import SamplingParams
 from fledge.speculation.drafting import EagleSpeculator

@@ -37,6 +37,9 @@ def bench(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
     deterministic: options.Deterministic = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Print which kernel each linear takes, and measure nothing.")
+    ] = False,
 ) -> None:
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
     from rich.console import Console
@@ -51,6 +54,14 @@ def bench(
     from fledge.sampling import SamplingParams
     from fledge.speculation.depth import TreeShape
 
+    if kernels:
+        from fledge.bench.kernels import kernel_table
+        from fledge.checkpoints.hf import load_config
+
+        found = load_config(sources.resolve(model))
+        asked = EngineConfig(device=device, dtype=dtype, quantization=quantization, deterministic=deterministic)
+        Console().print(kernel_table(found, asked.resolve(found)))
+        return
     at_once = _numbers(concurrency, "--concurrency")
     depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
     names = [name.strip() for name in baseline.split(",") if name.strip()]

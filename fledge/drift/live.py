@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from fledge.drift.probes import attention_figures, attention_scores, rms
-from fledge.kernels.paged_attention import PagedAttend, SequenceLayout
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import SequenceLayout
+from fledge.ops.base import AttentionModule
+from fledge.ops.torch_ops import TorchOps
 from fledge.speculation.drafting import AcceptedSpan, DraftedRequest, EagleSpeculator
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
@@ -93,10 +96,11 @@ class LiveProbe:
         speculator = self.speculator
         rows = torch.tensor([layout.query_len for layout in layouts], device=speculator.device).cumsum(0) - 1
         chosen = self.wanted if self.step_index == 0 else list(range(len(layouts)))
-        attend = _ProbedAttend(PagedAttend(speculator.cache, layouts), rows, chosen, self.step_index, self.sink)
+        ops = _ProbedOps(speculator, rows, chosen, self.step_index, self.sink)
         tensors = torch.tensor([tokens, positions], device=speculator.device)
-        output = speculator.network(tensors[0], h, tensors[1], attend, max(positions))
-        figures = {"rms": rms(output.feedback_ND[rows[chosen]]).flatten().tolist(), **attend.means()}
+        meta = AttentionMetadata.from_layouts(layouts, tensors[1], speculator.cache.page_size, max(positions))
+        output = speculator.network.step(tensors[0], h, meta, ops)
+        figures = {"rms": rms(output.feedback_ND[rows[chosen]]).flatten().tolist(), **ops.means()}
         places = [self.place_of[id(layouts[index].pages)] for index in chosen]
         for name, values in figures.items():
             for place, value in zip(places, values, strict=True):
@@ -105,11 +109,12 @@ class LiveProbe:
         return output
 
 
-class _ProbedAttend:
+class _ProbedOps(TorchOps):
     """Attends as usual, and notes where the drafting row of each chosen sequence looked."""
 
-    def __init__(self, attend: PagedAttend, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
-        self.attend, self.rows, self.chosen, self.step, self.sink = attend, rows.tolist(), chosen, step, sink
+    def __init__(self, speculator: EagleSpeculator, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
+        super().__init__(speculator.cache, speculator.network.rotary)
+        self.rows, self.chosen, self.step, self.sink = rows.tolist(), chosen, step, sink
         self.by_layer: dict[str, list[list[float]]] = {name: [] for name in NAMES[1:]}
 
     def means(self) -> dict[str, list[float]]:
@@ -118,14 +123,14 @@ class _ProbedAttend:
             name: [sum(values) / len(layers) for values in zip(*layers, strict=True)] for name, layers in self.by_layer.items()
         }
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        out = self.attend(layer, q, k, v, window)
-        keys = self.attend.cache.keys[layer]
+    def attend(self, module: AttentionModule, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        out = super().attend(module, q, k, v, meta)
+        keys, window = self.cache.keys[module.layer], module.window
         for values in self.by_layer.values():
             values.append([])
         for index in self.chosen:
-            length = self.attend.layouts[index].kv_len
-            row, known = self.rows[index], keys[:, self.attend.regions[index]].transpose(0, 1)
+            length = meta.host.sequences[index].kv_len
+            row, known = self.rows[index], keys[:, meta.host.regions[index]].transpose(0, 1)
             scores = attention_scores(q[row : row + 1], known)
             if window is not None:
                 scores[..., : max(0, length - window)] = -torch.inf

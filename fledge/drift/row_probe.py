@@ -21,9 +21,12 @@ from torch import Tensor
 from fledge.drift.live import NAMES, LiveProbe
 from fledge.drift.probes import attention_figures, attention_scores, rms
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.fused_decoder import ChainAttend
 from fledge.engine.request import Request
-from fledge.models.layers import Attention
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.rope_cache import rotate
+from fledge.ops.base import AttentionModule
+from fledge.ops.cuda_ops import CudaOps
+from fledge.speculation.methods.eagle import CapturedEagle
 
 # A look takes the host about a millisecond, and the device half a cycle: unless asked otherwise there are so many times as few
 # as of drafts that the host makes.
@@ -76,7 +79,7 @@ class RowProbe:
 
     @torch.inference_mode()
     def look(self, row: int, depth: int, num_keys: int) -> Tensor:
-        """As `FusedDrafter.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
+        """As `CapturedEagle.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
         compiled anew for tensors that lie crooked in memory."""
         slots, drafter = self.rows.slots, self.drafter
         own = slice(row, row + 1)
@@ -87,9 +90,9 @@ class RowProbe:
         choice = drafter.choose(h, None, 0)
         for step in range(1, depth):
             inputs = drafter.inputs(h, choice, step, drafts_RD=drafts, length_R=length, active_R=active)
-            attend = ChainAttend(drafter.cache, drafter.rope_table, pages, inputs.starts_B, inputs.counts_B)
-            looking = _Looking(attend, inputs.starts_B.long(), step, self.probe.sink, num_keys)
-            h = drafter.layers(inputs, looking)
+            meta = AttentionMetadata.decode(pages, inputs.starts_B, inputs.counts_B)
+            looking = _ProbedOps(drafter, meta, step, self.probe.sink, num_keys)
+            h = drafter.run(inputs, meta, looking)
             choice = drafter.choose(h, None, step)
             sizes.append(self.size(h))
             attention.append(torch.stack(looking.by_layer).mean(0))
@@ -100,31 +103,34 @@ class RowProbe:
         return rms(network.norm(h) if network.config.norm_output else h)
 
 
-class _Looking:
+class _ProbedOps(CudaOps):
     """Attends as usual, and notes where the row looked."""
 
-    def __init__(self, attend: ChainAttend, position: Tensor, step: int, sink: int, num_keys: int) -> None:
-        self.attend, self.position, self.step, self.sink = attend, position, step, sink
-        size = attend.cache.page_size
-        self.column = torch.arange(num_keys, device=position.device)
-        self.places = attend.page_table_BP[0].long()[self.column // size] * size + self.column % size
+    def __init__(self, drafter: CapturedEagle, meta: AttentionMetadata, step: int, sink: int, num_keys: int) -> None:
+        self.cache, self.rope_table, self.arrivals = drafter.cache, drafter.ops.rope_table, drafter.ops.arrivals
+        self.position, self.step, self.sink = meta.starts_B.long(), step, sink
+        size = self.cache.page_size
+        self.column = torch.arange(num_keys, device=self.position.device)
+        self.places = meta.page_table_BP[0].long()[self.column // size] * size + self.column % size
         self.by_layer: list[Tensor] = []
 
-    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
-        query = self.query(attention, qkv)
-        out = self.attend(attention, qkv)  # which may rotate in place, and stores the row's own key
-        scores = attention_scores(query, self.attend.cache.keys[attention.layer][:, self.places].transpose(0, 1))
+    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        heads = qkv_NX.clone().view(1, -1, module.head_dim)[:, : module.num_heads]
+        query = rotate(heads if module.q_norm is None else module.q_norm(heads), *self.angles(meta, len(qkv_NX)))
+        out = super().attention(module, qkv_NX, meta)  # which may rotate in place, and stores the row's own key
+        self.note(module, query)
+        return out
+
+    def attend(self, module: AttentionModule, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        out = super().attend(module, q, k, v, meta)
+        self.note(module, q)
+        return out
+
+    def note(self, module: AttentionModule, query_1HE: Tensor) -> None:
+        scores = attention_scores(query_1HE, self.cache.keys[module.layer][:, self.places].transpose(0, 1))
         unseen = self.column > self.position
-        if attention.window is not None:
-            unseen |= self.column <= self.position - attention.window
+        if module.window is not None:
+            unseen |= self.column <= self.position - module.window
         shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         figures = attention_figures(shares, self.position - self.step, self.sink, prompt_length=0)
         self.by_layer.append(torch.stack([figures.sink_MH, figures.own_MH, figures.entropy_MH], -1).mean(1))
-        return out
-
-    def query(self, attention: Attention, qkv: Tensor) -> Tensor:
-        heads = qkv.clone().view(1, -1, attention.head_dim)[:, : attention.num_heads]
-        if attention.q_norm is not None:
-            heads = attention.q_norm(heads)
-        cos, sin = self.attend.rope_table[:, self.position].unsqueeze(-2).unbind(0)
-        return torch.addcmul(heads * cos, heads.roll(attention.head_dim // 2, -1), sin)

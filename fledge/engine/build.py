@@ -24,8 +24,8 @@ from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.kv_pool import PagePool
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.packed_linear import pack_linears
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

@@ -11,8 +11,8 @@ from fledge.config import DrafterConfig, ModelConfig
 from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.packed_linear import packing_supported
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.linear.packed import packing_supported
 from fledge.kernels.quantization import check_name
 
 # Of the memory that is free when the weights are loaded: the rest is for graphs and libraries.

@@ -1,4 +1,4 @@
-"""The KV page pool: which pages belong to which request, and what they hold. The storage is `kernels.paged_attention.PagedKV`.
+"""The KV page pool: which pages belong to which request, and what they hold. The storage is `kernels.attention.paged.PagedKV`.
 
     text     |---- page 0 ----|---- page 1 ----|-- page 2 …        a full page's key: a hash of all tokens up to its end
     key 1    |<------------------------------->|x                  and of the one after, x

@@ -16,7 +16,7 @@ from torch import nn
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.kernels.bits import num_words
-from fledge.kernels.packed_linear import PackedLinear
+from fledge.kernels.linear.packed import PackedLinear
 from fledge.speculation.drafting import EagleSpeculator
 
 
@@ -61,7 +61,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     if isinstance(drafter, EagleSpeculator):
         drafter_weights = weight_bytes(drafter.network, seen)
         drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys, number)
-        head_dims.append(drafter.network.config.head_dim)
+        head_dims.append(drafter.network.config.rotary_dim)
     tables = rows = 0
     if isinstance(engine.executor, CudaGraphExecutor):
         longest = max(config.max_model_len + engine.executor.lookahead, 512)  # the least that `Rotary` takes

@@ -8,17 +8,13 @@ import subprocess
 from array import array
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fledge.kernels.attention.paged import HostLayouts
 from fledge.kernels.native_build import built, compiler
-from fledge.kernels.paged_attention import PagedAttend
 from fledge.kernels.quantization import QuantizedWeight
-
-if TYPE_CHECKING:
-    from fledge.models.layers import MLP, Attention, RMSNorm
 
 PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
@@ -192,11 +188,11 @@ def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int],
 class NativeBatch:
     """The sequences of one pass, for all its layers."""
 
-    def __init__(self, attend: PagedAttend, cos_N1E: Tensor, sin_N1E: Tensor) -> None:
+    def __init__(self, host: HostLayouts, cos_N1E: Tensor, sin_N1E: Tensor) -> None:
         self.rows = cos_N1E.shape[0]
-        layouts = attend.layouts
+        layouts = host.sequences
         self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
-        runs = [layout.runs(attend.cache.page_size) for layout in layouts]
+        runs = [layout.runs(host.page_size) for layout in layouts]
         self.runs = [array("l", [number for run in some for number in run]) for some in runs]
         self.sequences = (SequenceArguments * len(layouts))(
             *(
@@ -215,10 +211,10 @@ class NativeLayer:
 
     def __init__(
         self,
-        attention: Attention,
-        mlp: MLP,
-        input_norm: RMSNorm | None,
-        post_norm: RMSNorm,
+        attention: nn.Module,
+        mlp: nn.Module,
+        input_norm: nn.Module | None,
+        post_norm: nn.Module,
         keys_KSE: Tensor,
         values_KSE: Tensor,
     ) -> None:
@@ -248,7 +244,7 @@ class NativeLayer:
             raise MemoryError("no memory for a decoder layer")
 
     @staticmethod
-    def serves(attention: nn.Module, mlp: MLP, keys_KSE: Tensor) -> bool:
+    def serves(attention: nn.Module, mlp: nn.Module, keys_KSE: Tensor) -> bool:
         """Packed linears throughout, an fp32 cache, and gates in whole panels."""
         linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         packed = all(getattr(linear, "native", None) is not None for linear in linears)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.sample import Choice, pick, picked
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 

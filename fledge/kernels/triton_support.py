@@ -89,9 +89,25 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+# Of the card that the launch configurations were measured on; in the interpreter kernels take that card's.
+MEASURED_MULTIPROCESSORS = 132  # NVIDIA H200
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MEASURED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def linear_programs(device: torch.device) -> int:
+    """Programs of a linear that fill the device: 120 on an H200, just below one a multiprocessor."""
+    return multiprocessors(device) * 10 // 11
+
+
+def attention_programs(device: torch.device) -> int:
+    """Programs of an attention that fill the device, two a multiprocessor: below this the keys are split."""
+    return 2 * multiprocessors(device)
 
 
 @lru_cache

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fledge.config import ModelConfig
 from fledge.errors import ModelError
-from fledge.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import Attend
+from fledge.kernels.attention.paged import causal_attend as causal_attend
+from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary
+from fledge.ops.base import Ops
+from fledge.ops.torch_ops import AttendOps
+
+# The layers that let their attention start only after everything before them (a PDL barrier). One is enough: what attention
+# reads early (the settled keys, where sequences stand) was complete before the first. Benchmarks change it.
+HOLDING_LAYERS = 1
 
 
 class DecoderOutput(NamedTuple):
@@ -18,9 +26,9 @@ class DecoderOutput(NamedTuple):
     taps: list[Tensor]  # one [N, D] per tapped layer, in the order asked for
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(config.hidden_size, eps)
         self.self_attn = Attention(
@@ -37,10 +45,6 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -63,17 +67,25 @@ class Decoder(nn.Module):
         taps: Sequence[int] = (),
         highest_position: int | None = None,
     ) -> DecoderOutput:
-        """`taps`: layer counts i; tap i is the residual stream after i layers (0: the embeddings)."""
+        """In plain PyTorch, with the caller's own attention.
+
+        `taps`: layer counts i; tap i is the residual stream after i layers (0: the embeddings).
+        """
+        ops = AttendOps(attend, self.rotary(positions_N, highest_position))
+        x, aux = self.run(self.embed(tokens_N), None, ops, taps)
+        return DecoderOutput(ops.norm(self.norm, x), aux)
+
+    def run(
+        self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The layers, from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
         captured: dict[int, Tensor] = {}
-        x = self.embed(tokens_N)
-        cos, sin = self.rotary(positions_N, highest_position)
         for index, layer in enumerate(self.layers):
             if index in taps:
-                captured[index] = x
-            x = layer(x, cos, sin, attend)
-        if len(self.layers) in taps:
-            captured[len(self.layers)] = x
-        return DecoderOutput(self.norm(x), [captured[i] for i in taps])
+                captured[index] = ops.keep(x_ND)
+            x_ND = ops.layer(layer, x_ND, meta, in_place=index not in taps, before_attention=index < HOLDING_LAYERS)
+        captured[len(self.layers)] = x_ND
+        return x_ND, [captured[index] for index in taps]
 
     def embed(self, tokens: Tensor) -> Tensor:
         # Activations follow the norms' type: packed CPU weights are fp16 while everything between them is fp32.
@@ -86,29 +98,3 @@ class Decoder(nn.Module):
         bad = [i for i in taps if not 0 <= i <= len(self.layers)]
         if bad:
             raise ModelError(f"the target has {len(self.layers)} layers; it cannot be tapped after layer(s) {bad}")
-
-
-def causal_attend(lengths: Sequence[int] | None = None) -> Attend:
-    """Attention without a cache over whole sequences lying one after the other (`lengths`; None: a single one)."""
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        outputs = []
-        for q_s, k_s, v_s in zip(*(x.split(lengths or [x.shape[0]]) for x in (q, k, v)), strict=True):
-            mask = None
-            if window is not None:
-                ago = torch.arange(len(q_s), device=q.device)
-                ago = ago[:, None] - ago[None, :]
-                mask = (ago >= 0) & (ago < window)
-            outputs.append(
-                nn.functional.scaled_dot_product_attention(
-                    q_s.transpose(0, 1)[None],
-                    k_s.transpose(0, 1)[None],
-                    v_s.transpose(0, 1)[None],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    enable_gqa=True,
-                )[0].transpose(0, 1)
-            )
-        return torch.cat(outputs)
-
-    return attend

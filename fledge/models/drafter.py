@@ -9,14 +9,20 @@ post = norm(pre);  logits = lm_head(post);  fed back: post if norm_output else p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fledge.config import DrafterConfig
-from fledge.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import Attend
+from fledge.kernels.sample import Choice
+from fledge.kernels.step_inputs import DraftInputs
+from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary
 from fledge.models.mla import LatentAttention
+from fledge.ops.base import Ops
+from fledge.ops.torch_ops import PLAIN, AttendOps
 
 
 class DrafterOutput(NamedTuple):
@@ -24,11 +30,11 @@ class DrafterOutput(NamedTuple):
     feedback_ND: Tensor  # the state that the next draft step takes
 
 
-class DrafterLayer(nn.Module):
+class DrafterLayer(Layer):
     """Layer 0 attends over [embedding ; state] (twice the hidden size); further layers are plain decoder layers."""
 
     def __init__(self, config: DrafterConfig, layer: int) -> None:
-        super().__init__()
+        super().__init__(layer)
         eps, size = config.rms_norm_eps, config.hidden_size
         self.first = layer == 0
         self.norm_before_residual = config.norm_before_residual
@@ -37,16 +43,6 @@ class DrafterLayer(nn.Module):
         self.self_attn = _attention(config, layer, 2 * size if self.first else size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias)
-
-    def forward(self, embedded: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if self.first:
-            normed = self.hidden_norm(h)
-            residual = normed if self.norm_before_residual else h
-            x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        else:
-            residual, x = h, self.input_layernorm(h)
-        r = residual + self.self_attn(x, cos, sin, attend)
-        return r + self.mlp(self.post_attention_layernorm(r))
 
 
 def _attention(config: DrafterConfig, layer: int, input_size: int) -> Attention | LatentAttention:
@@ -103,15 +99,10 @@ class EagleDrafter(nn.Module):
             object.__setattr__(self, "lm_head", head)
         return self
 
-    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """g: the tapped target states of each position as one state of the drafter's size."""
-        fused = torch.cat(tuple(taps), -1).to(self.norm.weight.dtype)
-        if self.input_norm is not None:
-            fused = self.input_norm(fused)
-        if self.fc_norm is not None:
-            chunks = fused.chunk(len(self.fc_norm), -1)
-            fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
-        return self.fc(fused)
+    def fuse(self, taps: Sequence[Tensor], ops: Ops | None = None) -> Tensor:
+        """g: the tapped target states of each position as one state of the drafter's size. `ops`: None: plain PyTorch."""
+        ops = ops or PLAIN
+        return ops.linear(self.fc, ops.fuse_inputs(taps, self.input_norm, self.fc_norm, self.norm.weight.dtype))
 
     def forward(
         self,
@@ -121,14 +112,25 @@ class EagleDrafter(nn.Module):
         attend: Attend,
         highest_position: int | None = None,
     ) -> DrafterOutput:
-        """One draft step: tokens (target ids) with the states they are paired with."""
-        embedded = self.embed_tokens(tokens_N).to(h_ND.dtype)
-        cos, sin = self.rotary(positions_N, highest_position)
-        h = h_ND
+        """One draft step in plain PyTorch: tokens (target ids) with the states they are paired with."""
+        return self.step(tokens_N, h_ND, None, AttendOps(attend, self.rotary(positions_N, highest_position)))
+
+    def step(self, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None, ops: Ops) -> DrafterOutput:
+        x = self.run(self.inputs(tokens_N, h_ND, ops), meta, ops)
+        post = ops.norm(self.norm, x)
+        return DrafterOutput(post, post if self.config.norm_output else x)
+
+    def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
+        """What the first layer reads; `drafting`: see `Ops.draft_inputs`."""
+        return ops.draft_inputs(self.layers[0], self.embed_tokens, tokens, h_ND, **drafting)
+
+    def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
+        """The layers, to the states before the final norm."""
+        x = inputs.residual_ND
         for layer in self.layers:
-            h = layer(embedded, h, cos, sin, attend)
-        post = self.norm(h)
-        return DrafterOutput(post, post if self.config.norm_output else h)
+            read = inputs.x_N2D if layer.first else None
+            x = ops.layer(layer, x, meta, read, in_place=True, before_attention=True)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary."""

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, attention projections and MLP, shared by targets and drafters.
+"""Norm, rotary embedding, attention projections, MLP and the layer made of them, shared by targets and drafters.
 
 Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/value heads, E head size.
 """
@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.config import RopeConfig
-
-
-class Attend(Protocol):
-    """Attention over whatever the caller keeps: a paged cache when serving, packed documents when training."""
-
-    def __call__(self, layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
-        """Returns the attention output [N, H, E]; scores are scaled by 1/sqrt(E)."""
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import Attend as Attend
+from fledge.ops.base import Ops
 
 
 class RMSNorm(nn.Module):
@@ -59,8 +54,14 @@ class Rotary(nn.Module):
         inverse = self.inverse_frequencies
         angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse.float()
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        # The sign of the rotation is folded into the sine, so that rotating is one `roll` by half a head.
+        # The sign of the rotation is folded into the sine: see `rope_cache.rotate`.
         self.table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+
+    def device_table(self, num_positions: int, device: torch.device) -> Tensor:
+        """A table of its own for kernels: of so many positions at least, on the device."""
+        own = Rotary(self.head_dim, self.max_positions, self.rope)
+        own.reserve(num_positions)
+        return own.table.to(device).contiguous()
 
     def forward(self, positions_N: Tensor, highest: int | None = None) -> tuple[Tensor, Tensor]:
         """`highest` spares a device synchronisation where the caller knows the highest position."""
@@ -68,11 +69,6 @@ class Rotary(nn.Module):
             self.reserve((int(positions_N.max()) if highest is None else highest) + 1)
         cos, sin = self.table[:, positions_N].unsqueeze(-2).unbind(0)
         return cos, sin
-
-
-def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x_NHE.shape[-1] // 2
-    return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
 
 
 def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) -> tuple[Tensor, float]:
@@ -144,19 +140,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
-    def qkv(self, x_ND: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = self.qkv_proj(x_ND)
-        heads = heads.view(*heads.shape[:-1], -1, self.head_dim)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), -2)
-        if self.q_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), -2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
-        q, k = rotate(qk, cos, sin).split((self.num_heads, self.num_kv_heads), -2)
-        return q, k, v
-
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x_ND, cos, sin)
-        return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))
+    def forward(
+        self,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        ops: Ops,
+        norm: RMSNorm | None = None,
+        *,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """[N, H * E]: what `o_proj` reads."""
+        return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, before_attention=before_attention), meta)
 
 
 class MLP(nn.Module):
@@ -165,6 +159,35 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to the residual stream: a layer of a target or of a drafter.
+
+    Subclasses make `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        ops: Ops,
+        attention_input: Tensor | None = None,
+        *,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """Called by `Ops.layer`.
+
+        `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
+
+        `in_place`: nobody else reads the residual stream that came in. `before_attention`: see `Ops.linear`.
+        """
+        inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
+        attended = self.self_attn(*inputs, before_attention=before_attention)
+        x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)
+        gated = ops.linear(self.mlp.gate_up_proj, x_ND, norm=self.post_attention_layernorm, gated=True)
+        return ops.linear(self.mlp.down_proj, gated, residual=x_ND, in_place=True)

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.config import MLAConfig, RopeConfig
-from fledge.models.layers import Attend, RMSNorm, rotate, yarn_magnitude
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.rope_cache import rotate
+from fledge.models.layers import RMSNorm, yarn_magnitude
+from fledge.ops.base import Ops
 
 
 class LatentAttention(nn.Module):
@@ -45,29 +48,37 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(sizes.kv_lora_rank, eps)
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(num_heads * sizes.v_head_dim, hidden_size, bias=False)
-        # `attend` scales by 1/sqrt(E); YaRN's share of the scale goes into the queries.
+        # `Ops.attend` scales by 1/sqrt(E); YaRN's share of the scale goes into the queries.
         self.query_scale = yarn_magnitude(rope.factor, rope.mscale_all_dim or 0.0) ** 2 if rope.kind == "yarn" else 1.0
 
-    def qkv(self, x_ND: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        ops: Ops,
+        norm: RMSNorm | None = None,
+        *,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """[N, H * V]: what `o_proj` reads."""
         sizes, heads = self.sizes, (self.num_heads, -1)
-        q, latent, k_rope = self.qkv_a_proj(x_ND).split((self.query_size, sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
+        projected = ops.linear(self.qkv_a_proj, x_ND, norm=norm, before_attention=before_attention)
+        q, latent, k_rope = projected.split((self.query_size, sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
         if self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            q = ops.linear(self.q_b_proj, q.contiguous(), norm=self.q_a_layernorm)
         q_nope, q_rope = q.unflatten(-1, heads).split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, heads)
+        expanded = ops.linear(self.kv_b_proj, latent.contiguous(), norm=self.kv_a_layernorm).unflatten(-1, heads)
         k_nope, v = expanded.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
+        cos, sin = ops.angles(meta, len(x_ND))
         q_rope = rotate(_paired_halves(q_rope), cos, sin)
         k_rope = rotate(_paired_halves(k_rope.unsqueeze(-2)), cos, sin).expand_as(q_rope)
         q = torch.cat([q_nope, q_rope], -1)
-        return q if self.query_scale == 1.0 else q * self.query_scale, torch.cat([k_nope, k_rope], -1), v
-
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x_ND, cos, sin)
+        q = q if self.query_scale == 1.0 else q * self.query_scale
         # Values get zeros up to the keys' width, and the output loses them again: so every cache and kernel, made for heads
         # of one width, serves as it is.
-        padded = F.pad(v, (0, self.sizes.qk_head_dim - self.sizes.v_head_dim))
-        attended = attend(self.layer, q, k, padded, self.window)[..., : self.sizes.v_head_dim]
-        return self.o_proj(attended.flatten(-2))
+        v = F.pad(v, (0, sizes.qk_head_dim - sizes.v_head_dim))
+        attended = ops.attend(self, q, torch.cat([k_nope, k_rope], -1), v, meta)
+        return attended[..., : sizes.v_head_dim].flatten(-2)
 
 
 def _paired_halves(x: Tensor) -> Tensor:

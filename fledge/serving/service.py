@@ -22,7 +22,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import RequestError, UserError
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
 from fledge.sampling import LogitsProcessor, SamplingParams
 from fledge.serving.async_engine import AsyncEngine
 from fledge.serving.errors import ApiError

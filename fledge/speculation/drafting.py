@@ -16,16 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.kernels.native import best_of
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.kernels.row_copy import take
 from fledge.kernels.sample import Draws, choose, picked
 from fledge.models.drafter import EagleDrafter
+from fledge.ops.eager import eager_ops
 from fledge.sampling import SamplingParams
 from fledge.speculation.coverage import VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import sampling_tensors
-from fledge.speculation.lean_drafter import lean
-from fledge.speculation.rows import take
 from fledge.speculation.verification import Draft
 
 
@@ -100,7 +101,7 @@ class EagleSpeculator:
         self.lookahead = lookahead(depth, tree)
         shape = f"tree of {tree.nodes}" if tree else "chain"
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
-        self.lean = lean(network, cache)
+        self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
@@ -144,14 +145,14 @@ class EagleSpeculator:
             tokens.extend(span.request.tokens[span.start + 1 : end + 1])
             positions.extend(range(span.start, end))
             layouts.append(SequenceLayout(span.request.pages, len(span.rows), end))
-        return self.step(tokens, (self.lean or self.network).fuse(taps), positions, layouts)
+        return self.step(tokens, self.network.fuse(taps, self.ops), positions, layouts)
 
     def step(self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]) -> tuple[Tensor, Tensor]:
         if self.observer is not None and (seen := self.observer.step(tokens, h, positions, layouts)) is not None:
             return seen
         tensors = torch.tensor([tokens, positions], device=self.device)
-        run = self.lean or self.network
-        return run(tensors[0], h, tensors[1], PagedAttend(self.cache, layouts), max(positions))
+        meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
+        return self.network.step(tensors[0], h, meta, self.ops)
 
     def grow_chains(self, items: list[AcceptedSpan], logits: Tensor, h: Tensor) -> list[Draft]:
         drafts = [Draft() for _ in items]

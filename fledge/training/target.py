@@ -15,6 +15,7 @@ from torch.func import functional_call
 from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder, DecoderLayer
+from fledge.ops.torch_ops import AttendOps
 from fledge.training.attention import BLOCK, Mask, packed_attend, packed_mask
 from fledge.training.distributed import World
 from fledge.training.losses import Head
@@ -99,16 +100,18 @@ class DecoderTarget(Target):
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
-        captured, run_layer = {}, _layer if once else self._layer
-        for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
-            if index in self.taps:
-                captured[index] = x
-            if self.needs_all:
-                x = decoder.layers[index](x, cos, sin, packed_attend(masks, length))
-            else:
-                x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
-        captured[len(self._layers)] = x
-        return TargetStates([captured[i] for i in self.taps], decoder.norm(x))
+        if self.needs_all:
+            ops = AttendOps(packed_attend(masks, length), (cos, sin))
+        else:
+            run_layer = _layer if once else self._layer
+
+            def run(layer: nn.Module, x: Tensor) -> Tensor:
+                window, weights = layer.self_attn.window, self._layers[layer.index]
+                return run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
+
+            ops = _WholeLayers(run)
+        x, taps = decoder.run(x, None, ops, self.taps)
+        return TargetStates(taps, decoder.norm(x))
 
     def reserve(self, num_positions: int) -> None:
         self.decoder.rotary.reserve(num_positions)
@@ -146,7 +149,17 @@ def _layer(
     template: nn.Module, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
 ) -> Tensor:
     attend = packed_attend({template.self_attn.window: mask}, length)
-    return functional_call(template, weights, (x, cos, sin, attend))
+    return functional_call(template, weights, (x, None, AttendOps(attend, (cos, sin))))
+
+
+class _WholeLayers(AttendOps):
+    """Each layer is one call of a function, which may be compiled."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        self.run = run
+
+    def layer(self, layer: nn.Module, x_ND: Tensor, *_: object, **hints: object) -> Tensor:
+        return self.run(layer, x_ND)
 
 
 class TransformersTarget(Target):

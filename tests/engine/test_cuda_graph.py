@@ -15,7 +15,7 @@ from fledge.engine.executors import cuda_graph, device_batch
 from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
-from tests.engine.test_device_batch import prompts
+from tests.engine.test_device_batch import MLA, prompts
 from tests.engine.test_request import Letters
 from tests.oracle import engine_with
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -23,8 +23,8 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 
 
-def drafter(target=None):
-    return tiny_drafter(tiny_drafter_config(target, fc_norm=True, norm_output=True))
+def drafter(target=None, **settings):
+    return tiny_drafter(tiny_drafter_config(target, fc_norm=True, norm_output=True, **settings))
 
 
 def device_engine(decoder, speculation=None, **settings) -> Engine:
@@ -57,7 +57,11 @@ def cycles(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
+@pytest.mark.parametrize(
+    "speculation",
+    [Speculation(drafter(), 3), Speculation(drafter(mla=MLA), 3), Speculation("none")],
+    ids=["eagle", "latent eagle", "plain"],
+)
 def test_answers_equal_the_eager_engines(speculation, cycles):
     decoder, texts = tiny_decoder(3), prompts(30, seed=1)
     plain = engine_with(decoder, Speculation("none"))

@@ -4,9 +4,11 @@ decoding says."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from fledge.config import MLAConfig
 from fledge.engine.build import Speculation
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch as device_batch_module
@@ -16,6 +18,7 @@ from fledge.sampling import SamplingParams
 from tests.oracle import captured_answers, engine_with, record_drafts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
+MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)
 VERSIONS = {
     "3": {},
     "3.1": {"fc_norm": True, "norm_output": True},
@@ -26,6 +29,8 @@ VERSIONS = {
     "window": {"fc_norm": True, "norm_output": True, "window": 9, "draft_vocab_size": 64},
     "two layers": {"fc_norm": True, "norm_output": True, "num_layers": 2},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "latent attention": {"fc_norm": True, "norm_output": True, "mla": MLA},
+    "latent attention, window": {"mla": replace(MLA, q_lora_rank=20), "window": 9, "num_layers": 2, "draft_vocab_size": 64},
 }
 STOPS = (5, 17, 40, 99)
 
@@ -93,7 +98,9 @@ def test_drafts_equal_the_speculators(version):
     assert compared > 25
 
 
-@pytest.mark.parametrize(("version", "depth"), [("3", 1), ("3.1", 3), ("window", 5)])
+@pytest.mark.parametrize(
+    ("version", "depth"), [("3", 1), ("3.1", 3), ("window", 5), ("latent attention", 3), ("latent attention, window", 4)]
+)
 def test_speculation_says_what_plain_decoding_says(version, depth):
     decoder, texts = tiny_decoder(3), prompts(10, seed=2)
     plain = captured_answers(decoder, settings(decoder, 8), capture=False)

@@ -15,6 +15,7 @@ from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.models.decoder import causal_attend
+from fledge.ops.cpu_ops import CpuOps
 from fledge.speculation.depth import TreeShape
 from tests.checkpoints.gguf_files import write_gguf
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
@@ -33,7 +34,7 @@ PROMPTS = [[3, 7, 100], [55], list(range(40))]
 def test_speculation_is_lossless(quantization, dtype, tree):
     config = replace(CPU, dtype=dtype, quantization=quantization)
     engine = engine_with(tiny_decoder(), Speculation("none"), config)
-    assert engine.runner.lean is not None  # whole layers run in C
+    assert isinstance(engine.runner.ops, CpuOps)  # whole layers run in C
     plain = run(engine, PROMPTS, PARAMS)
     decoder = engine.decoder
     assert run(engine_with(decoder, Speculation(tiny_drafter(), 4, tree), config), PROMPTS, PARAMS) == plain

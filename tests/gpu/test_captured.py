@@ -13,7 +13,7 @@ from fledge.engine.executors import device_batch
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
-from fledge.kernels import rope_attention
+from fledge.kernels.attention import rope_attention
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
 from tests.oracle import captured_answers, engine_with

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path_reference, compact_path_triton
-from fledge.kernels.paged_attention import PagedKV
 from tests.kernels.support import device_of_kernels, runs_triton
 
 PAGE = 4

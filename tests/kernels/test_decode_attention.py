@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels.decode_attention import choose_splits, decode_attention_reference, decode_attention_triton
+from fledge.kernels.attention.decode_attention import choose_splits, decode_attention_reference, decode_attention_triton
 from tests.kernels.support import device_of_kernels, runs_triton
 
 KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
@@ -122,7 +122,7 @@ def test_tree(kernel, num_new, tail, splits, window):
 
 
 def test_splits_fill_the_device_and_no_more():
-    assert choose_splits(2048 * 3, 8192) == 1
-    assert choose_splits(3, 8192) == 64
-    assert choose_splits(3, 100) == 2
-    assert choose_splits(3 * 16, 8192) == 4
+    assert choose_splits(2048 * 3, 8192, 264) == 1
+    assert choose_splits(3, 8192, 264) == 64
+    assert choose_splits(3, 100, 264) == 2
+    assert choose_splits(3 * 16, 8192, 264) == 4

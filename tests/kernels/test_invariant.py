@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels import invariant_attention as attention_module
-from fledge.kernels.invariant_attention import invariant_attention_reference, invariant_attention_triton
+from fledge.kernels.attention import invariant_attention as attention_module
+from fledge.kernels.attention.invariant_attention import invariant_attention_reference, invariant_attention_triton
+from fledge.kernels.linear.tiled import FEW, MANY, tiled_linear
 from fledge.kernels.quantization import dequantize
-from fledge.kernels.tiled_linear import FEW, MANY, tiled_linear_triton
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
 from tests.kernels.test_decode_attention import scattered_cache
-from tests.kernels.test_fused_linear import plain
+from tests.kernels.test_linear_dispatch import plain
 from tests.kernels.test_quantized_linear import FORMATS, quantized
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -37,14 +37,14 @@ def test_rows_of_a_linear_do_not_depend_on_their_number(kind, gated, tile, dtype
     weight = some_weight(kind, outputs * (2 if gated else 1), size, dtype, device)
     bias = torch.randn(outputs * (2 if gated else 1), device=device).to(dtype)
     residual = torch.randn(rows, outputs, device=device).to(dtype)
-    together = tiled_linear_triton(x, weight, bias, gated=gated, residual_MO=residual, tile=tile)
+    together = tiled_linear(x, weight, bias, gated=gated, residual_MO=residual, tile=tile)
     if dtype == torch.float32:
         exact = weight if kind == "plain" else dequantize(weight)
         torch.testing.assert_close(together, plain(x, exact, bias, None, gated, residual), atol=1e-4, rtol=1e-4)
     for first, last in ((0, 1), (39, 40), (3, 8), (20, 37)):
         some = (x[first:last].contiguous(), weight, bias)
         for other in (tile,) if INTERPRETED else (FEW, MANY):
-            apart = tiled_linear_triton(*some, gated=gated, residual_MO=residual[first:last].contiguous(), tile=other)
+            apart = tiled_linear(*some, gated=gated, residual_MO=residual[first:last].contiguous(), tile=other)
             assert torch.equal(apart, together[first:last])
 
 

@@ -1,4 +1,4 @@
-"""The native steps against plain torch, and the lean pass against the network it stands for."""
+"""The native steps against plain torch, and native layers against the network they stand for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from fledge.engine.build import Speculation, fit
-from fledge.engine.lean_decoder import LeanDecoder
 from fledge.kernels import native
-from fledge.kernels.packed_linear import pack_linears
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import HostLayouts, PagedKV, SequenceLayout
+from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import dequantize, quantize
-from fledge.models.layers import MLP, Attention, RMSNorm
+from fledge.models.layers import MLP, Attention, Layer, RMSNorm
+from fledge.ops.cpu_ops import CpuOps
+from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
-from fledge.speculation.lean_drafter import LeanDrafter
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -117,6 +118,8 @@ class _Heads:
         ).requires_grad_(False)
         self.mlp = MLP(H * E, 64).requires_grad_(False)
         self.post = RMSNorm(H * E, 1e-5).requires_grad_(False)
+        self.layer = Layer(0)
+        self.layer.self_attn, self.layer.mlp, self.layer.post_attention_layernorm = self.attention, self.mlp, self.post
         for norm in (self.attention.q_norm, self.attention.k_norm):
             if norm is not None:
                 norm.weight.uniform_(0.5, 1.5)
@@ -145,16 +148,15 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     for cache in caches:
         cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(1)))
         cache.values.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(2)))
-    expected = x + heads.attention(normed, cos, sin, PagedAttend(caches[0], [layout]))
-    expected = expected + heads.mlp(heads.post(expected))
+    meta = AttentionMetadata.from_layouts([layout], torch.arange(T), page)
+    expected = heads.layer(x, meta, TorchOps(caches[0], lambda *_: (cos, sin)), attention_input=normed)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
-    attend = PagedAttend(caches[1], [layout])
     layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        layer(native.NativeBatch(attend, cos, sin), x, normed)
+        layer(native.NativeBatch(meta.host, cos, sin), x, normed)
     finally:
         torch.set_num_threads(before)
     assert_near(caches[1].keys, caches[0].keys, 1e-4)
@@ -186,31 +188,33 @@ def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
         slots = torch.tensor([pages[place // page] * page + place % page for place in range(used * page)])
         cache.keys[0, :, slots], cache.values[0, :, slots] = keys, values
         layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
-        attend, out = PagedAttend(cache, [SequenceLayout(pages, T, kv_len, mask)]), x.clone()
-        layer(native.NativeBatch(attend, cos, sin), out, normed)
+        host, out = HostLayouts([SequenceLayout(pages, T, kv_len, mask)], page, torch.device("cpu")), x.clone()
+        layer(native.NativeBatch(host, cos, sin), out, normed)
         results.append((out, cache.keys[0, :, slots], cache.values[0, :, slots]))
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, results[0], strict=True))
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_lean_pass_equals_the_network(family):
+def test_a_native_pass_equals_the_network(family):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
     caches = [PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu") for _ in range(2)]
     layouts = [SequenceLayout(list(range(4)), 9, 9), SequenceLayout(list(range(10, 16)), 14, 14)]
     tokens, positions = torch.randint(0, 128, (23,)), torch.cat([torch.arange(9), torch.arange(14)])
     taps = (0, 2, 4)
-    plain = decoder(tokens, positions, PagedAttend(caches[0], layouts), taps, 14)
-    lean = LeanDecoder(decoder, caches[1])
-    quick = lean(tokens, positions, PagedAttend(caches[1], layouts), taps, 14)
-    assert_near(quick.hidden_ND, plain.hidden_ND)
-    for mine, theirs in zip(quick.taps, plain.taps, strict=True):
-        assert_near(mine, theirs)
+    assert CpuOps.serves(decoder, caches[1])
+    found = []
+    for ops in (TorchOps(caches[0], decoder.rotary), CpuOps(decoder, caches[1])):
+        meta = AttentionMetadata.from_layouts(layouts, positions, 8, 14)
+        x, aux = decoder.run(decoder.embed(tokens), meta, ops, taps)
+        found.append([ops.norm(decoder.norm, x), *aux])
+    for mine, theirs in zip(*found, strict=True):
+        assert_near(theirs, mine)
 
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_lean_drafter_equals_the_network(flags, num_layers):
+def test_a_native_drafter_equals_the_network(flags, num_layers):
     network = fit(tiny_drafter(tiny_drafter_config(num_layers=num_layers, **flags)), replace(CPU, dtype="float16"))
     config = network.config
     network.share(torch.nn.Embedding(config.vocab_size, config.hidden_size), None)
@@ -218,12 +222,14 @@ def test_lean_drafter_equals_the_network(flags, num_layers):
     layouts = [SequenceLayout(list(range(4)), 9, 9)]
     tokens, positions = torch.randint(0, config.vocab_size, (9,)), torch.arange(9)
     taps = [torch.randn(9, config.target_hidden_size) for _ in config.aux_layer_ids]
-    lean = LeanDrafter(network, caches[1])
-    assert_near(lean.fuse(taps), network.fuse(taps))
+    plain_ops, quick_ops = TorchOps(caches[0], network.rotary), CpuOps(network, caches[1])
     h = network.fuse(taps)
+    assert_near(network.fuse(taps, quick_ops), h)
     with torch.inference_mode():
-        plain = network(tokens, h, positions, PagedAttend(caches[0], layouts), 8)
-        quick = lean(tokens, h, positions, PagedAttend(caches[1], layouts), 8)
+        plain, quick = (
+            network.step(tokens, h, AttentionMetadata.from_layouts(layouts, positions, 8, 8), ops)
+            for ops in (plain_ops, quick_ops)
+        )
     assert_near(quick.hidden_ND, plain.hidden_ND)
     assert_near(quick.feedback_ND, plain.feedback_ND)
 
@@ -235,7 +241,7 @@ def test_packed_decoding_is_lossless_too(tree):
     prompts = [[3, 7, 100], [55], list(range(40))]
     params = SamplingParams(max_tokens=60, temperature=0)
     engine = engine_with(tiny_decoder(), Speculation("none"), config)
-    assert engine.runner.lean is not None
+    assert isinstance(engine.runner.ops, CpuOps)
     plain = run(engine, prompts, params)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     packed = engine.decoder

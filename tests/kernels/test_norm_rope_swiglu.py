@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fledge.config import RopeConfig
+from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache_triton
 from fledge.kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton
-from fledge.kernels.rope_cache import rope_cache_reference, rope_cache_triton
 from fledge.kernels.swiglu import swiglu_reference, swiglu_triton
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton

@@ -7,17 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.quantized_gemv import dequantize_triton, quantized_gemv
+from fledge.kernels.linear.reference import Norm, linear_reference
+from fledge.kernels.linear.tiled import QUICK, tiled_linear
 from fledge.kernels.quantization import dequantize, quantize
-from fledge.kernels.quantized_linear import dequantize_triton, quantized_linear_reference, quantized_vector_triton
-from fledge.kernels.tiled_linear import QUICK, tiled_linear_triton
 from tests.kernels.support import device_of_kernels, runs_triton
-from tests.kernels.test_fused_linear import plain
+from tests.kernels.test_linear_dispatch import plain
 
 FORMATS = {"int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
-RUN = {"reference": quantized_linear_reference, "vector": quantized_vector_triton, "tiled": tiled_linear_triton}
-RUN["quick"] = partial(tiled_linear_triton, tile=QUICK)
-KERNELS = ["reference", *(pytest.param(name, marks=runs_triton) for name in ("vector", "tiled", "quick"))]
+RUN = {"reference": linear_reference, "gemv": quantized_gemv, "tiled": tiled_linear}
+RUN["quick"] = partial(tiled_linear, tile=QUICK)
+KERNELS = ["reference", *(pytest.param(name, marks=runs_triton) for name in ("gemv", "tiled", "quick"))]
 
 
 def quantized(outputs: int, size: int, format: str, device: str, group: int = 32):

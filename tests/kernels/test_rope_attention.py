@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fledge.config import RopeConfig
-from fledge.kernels import rope_attention as module
-from fledge.kernels.decode_attention import decode_attention_reference
-from fledge.kernels.rope_attention import FEW, SOME, rope_attention_reference, rope_attention_triton
-from fledge.kernels.rope_cache import rope_cache_reference
+from fledge.kernels.attention import rope_attention as module
+from fledge.kernels.attention.decode_attention import decode_attention_reference
+from fledge.kernels.attention.rope_attention import FEW, SOME, rope_attention_reference, rope_attention_triton
+from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton
 from tests.kernels.test_decode_attention import scattered_cache
@@ -21,8 +21,9 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
     card = torch.device("cuda", 0)
     for size, wanted in ((232448, FEW), (166912, SOME), (101376, SOME)):
         monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size)
-        assert module.choose_form(module.FEW_PROGRAMS, module.FEW_KEYS, card) is wanted
-        assert module.choose_form(module.FEW_PROGRAMS + 1, 100, card) is SOME
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        assert module.choose_form(48, module.FEW_KEYS, card) is wanted
+        assert module.choose_form(49, 100, card) is SOME
         assert module.choose_form(1, module.FEW_KEYS + 1, card) is SOME
     assert module.choose_form(1, 100, torch.device("cpu")) is SOME
 

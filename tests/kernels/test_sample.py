@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels.fused_linear import Norm
-from fledge.kernels.head_choice import head_choice, head_choice_triton, quantized_head_choice_triton
+from fledge.kernels.linear.head import head_choice, head_choice_triton, quantized_head_choice_triton
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.sample import (
     Cuts,

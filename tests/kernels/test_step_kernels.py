@@ -16,7 +16,7 @@ from fledge.kernels.bits import (
     set_bits_triton_,
     unpack_bits,
 )
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import (
     draft_inputs_reference,

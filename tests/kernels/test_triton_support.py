@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fledge.kernels import direct_linear, triton_support
+from fledge.kernels import triton_support
+from fledge.kernels.linear import register_mma
 
 
 def test_only_kernels_of_this_package_are_asked(monkeypatch):
@@ -10,7 +11,7 @@ def test_only_kernels_of_this_package_are_asked(monkeypatch):
     monkeypatch.setattr(triton_support, "_loaded", [])
     monkeypatch.setattr(triton_support, "SHARED_MEMORY", None)
     monkeypatch.setattr(triton_support, "_ask_for", lambda handle, percent: asked.append((handle, percent)))
-    mine = direct_linear._direct_linear
+    mine = register_mma._direct_linear
     name = getattr(mine, "__name__", None) or mine.fn.__name__
     triton_support._was_loaded(None, 1, name, (), "hash")
     triton_support._was_loaded(None, 2, "somebody_else's", (), "hash")

@@ -14,6 +14,7 @@ from fledge.checkpoints.eagle3 import save_drafter
 from fledge.config import MLAConfig, RopeConfig
 from fledge.models.layers import Rotary
 from fledge.models.mla import LatentAttention
+from fledge.ops.torch_ops import AttendOps
 from tests.models.test_drafter import FLAGS, NUM_PROMPT, KeepingAttend, PlainDrafter, network_drafts, plain_drafts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -159,4 +160,5 @@ def test_one_layer_equals_transformers(q_lora_rank):
     causal = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     expected, _ = theirs(x[None], tuple(part.double() for part in embeddings), causal)
     cos, sin = Rotary(6, 320, rope)(positions)
-    torch.testing.assert_close(ours(x, cos.double(), sin.double(), KeepingAttend()), expected[0], atol=1e-6, rtol=1e-5)
+    found = ours.o_proj(ours(x, None, AttendOps(KeepingAttend(), (cos.double(), sin.double()))))
+    torch.testing.assert_close(found, expected[0], atol=1e-6, rtol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fledge.config import MLAConfig, RopeConfig
-from fledge.kernels.paged_attention import PagedKV, SequenceLayout
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.drafting import AcceptedSpan, EagleSpeculator

@@ -17,7 +17,7 @@ import torch
 
 from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows
 from fledge.engine.executors.prefill import RECORDED_AT, Buffer, RecordedPass
-from fledge.engine.fused_decoder import ChunkAttend
+from fledge.kernels.attention.metadata import AttentionMetadata
 
 MIDDLE = -1  # instead of how a token is chosen: none is
 
@@ -74,14 +74,13 @@ class PiecePass(RecordedPass):
 
     def _run(self, num_tokens: int, how: int) -> None:
         (tokens, positions, slots, following), numbers, fractions, table, length = self.buffers[num_tokens].parts
-        where = (positions, slots, table[0].int(), length.int())
-        fused, new = self.fused, NewRows(numbers, fractions, table)
-        x, taps = fused(fused.decoder.embed(tokens), ChunkAttend(fused.cache, fused.rope_table, *where), self.taps)
+        meta = AttentionMetadata.chunk(positions, slots, table[0].int(), length.int())
+        new = NewRows(numbers, fractions, table)
+        x, taps = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.taps)
         if how != MIDDLE:
             following = torch.cat([following[:-1], self.say_first(new, x[-1:], how)])
         if self.drafter is not None:
             # pair (x1, g0), (x2, g1), … (the piece's next token or the first one said, g of its last)
-            attend = ChunkAttend(self.drafter.cache, self.drafter.rope_table, *where)
-            states = self.drafter.read_prompts(taps, following, attend)
+            states = self.drafter.prefill(taps, following, meta)
             if how != MIDDLE:
                 self.slots.draft_state.index_copy_(0, new.rows, states[-1:])

@@ -27,7 +27,7 @@ from fledge.engine.executors.output_reader import OutputReader
 from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.paged import PagedKV
 from fledge.models.decoder import Decoder
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import GraphCosts

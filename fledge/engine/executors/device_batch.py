@@ -22,18 +22,18 @@ from fledge.engine.executors.batch_state import MAX_DEPTH, MAX_STOP_IDS, NewRows
 from fledge.engine.executors.chunked_prefill import MIDDLE, Piece, PiecePass
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.prefill import PromptPass, Prompts, Rests
-from fledge.engine.fused_decoder import ChainAttend, FusedDecoder
-from fledge.engine.fused_drafter import FusedDrafter
-from fledge.engine.invariant_decoder import InvariantDecoder
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, accept
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.bits import KEEP
-from fledge.kernels.paged_attention import PagedKV
-from fledge.kernels.rope_attention import FEW_KEYS
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.ops.cuda_ops import CudaOps, DeterministicOps
+from fledge.speculation.methods.eagle import CapturedEagle
 
 # How a step chooses tokens: each of these is a graph of its own. The later ones also do what the earlier ones do.
 # CUT: sampled within top-k, min-p or top-p.
@@ -96,20 +96,21 @@ class DeviceBatch:
         self.max_pages = -(-longest // size)
         self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
         self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
-        self.fused = (InvariantDecoder if config.deterministic else FusedDecoder)(decoder, self.cache, longest)
+        rope_table = decoder.rotary.device_table(longest, self.device)
+        self.ops = (DeterministicOps if config.deterministic else CudaOps)(self.cache, rope_table)
         self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, model.vocab_size, self.device, max_depth)
-        self.drafter: FusedDrafter | None = None
+        self.drafter: CapturedEagle | None = None
         if drafter is not None:
             refuse_unsupported(drafter)
             decoder.check_taps(drafter.config.aux_layer_ids)
             drafter.share(decoder.embed_tokens, decoder.lm_head)
             shape = drafter.config
             drafter_cache = drafter_cache or self._cache(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-            self.drafter = FusedDrafter(drafter, drafter_cache, self.slots, longest)
+            self.drafter = CapturedEagle(drafter, drafter_cache, self.slots, longest)
         self.taps = self.drafter.taps if self.drafter is not None else ()
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
-        parts = (self.fused, self.drafter, self.slots, self.say_first)
+        parts = (decoder, self.ops, self.drafter, self.slots, self.say_first)
         self.prompts = PromptPass(*parts, max_pages=self.max_pages, capture=capture)
         self.pieces = PiecePass(*parts, max_pages=self.max_pages, capture=capture)
 
@@ -124,15 +125,15 @@ class DeviceBatch:
     @torch.inference_mode()
     def step(self, size: int, depth: int, how: int, reach: int | None = None) -> None:
         """One cycle for the first `size` rows. `reach`: none of them has more keys than this; see `reach_for`."""
-        slots, state, fused = self.slots, self.slots.state, self.fused
+        slots, state = self.slots, self.slots.state
         pages = slots.page_table[:size, : None if reach is None else reach // self.config.page_size]
         last_draft = self.drafter.draft(pages, depth, sampled=how != GREEDY) if depth else None
         embedding = self.decoder.embed_tokens.weight
         x, starts, counts = verify_inputs(
             size, depth, state.token, slots.drafts, state.length, state.active, embedding, last_draft
         )
-        attend = ChainAttend(self.cache, fused.rope_table, pages, starts, counts)
-        x, taps = fused(x, attend, self.taps if depth else ())
+        meta = AttentionMetadata.decode(pages, starts, counts)
+        x, taps = self.decoder.run(x, meta, self.ops, self.taps if depth else ())
         accepted = self.accept(self.choose(x, slice(size), depth + 1, how), depth + 1)
         if depth:
             self.drafter.sync(taps, accepted, pages)
@@ -147,7 +148,7 @@ class DeviceBatch:
 
     def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
         draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == CUT)
-        return self.fused.choose(x, draws, num_new)
+        return self.ops.head(x, self.decoder.norm, self.decoder.lm_head, draws, num_new)
 
     def accept(self, choice: Choice, num_new: int, rows: Tensor | None = None) -> Accepted:
         return accept(self.slots.state, choice, self.slots.drafts, num_new, self.decoder.config.vocab_size, rows)
@@ -255,8 +256,6 @@ def refuse_unsupported(drafter: EagleDrafter) -> None:
 def why_not_captured(drafter: EagleDrafter) -> str | None:
     """What keeps a drafter from the captured cycle; None: nothing does."""
     config = drafter.config
-    if getattr(config, "mla", None) is not None:
-        return "the drafter has multi-head latent attention"
     if config.hidden_size != config.target_hidden_size and not config.own_embedding:
         return "the drafter's size differs from its embedding's"
     return None

@@ -18,13 +18,13 @@ from torch import Tensor
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
 from fledge.engine.executors.sync_queue import SyncQueue
-from fledge.engine.invariant_decoder import InvariantDecoder, InvariantPass
 from fledge.engine.kv_pool import PageKeys, PagePool
-from fledge.engine.lean_decoder import lean
 from fledge.engine.request import Request, TokenLogprob
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.kernels.native import best_of
-from fledge.kernels.paged_attention import PagedAttend, PagedKV, SequenceLayout
 from fledge.models.decoder import Decoder
+from fledge.ops.eager import eager_ops
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import RowCosts
 from fledge.speculation.depth import TreeShape
@@ -82,11 +82,8 @@ class EagerExecutor:
         self.device = cache.keys.device
         self.lookahead = drafter.lookahead if drafter is not None else 1
         self.taps = drafter.taps if drafter is not None else ()
-        invariant = None
-        if config.deterministic:
-            invariant = InvariantPass(InvariantDecoder(decoder, cache, config.max_model_len + self.lookahead))
-        self.forward = lean(decoder, cache) or invariant or decoder
-        self.logits = decoder.logits if invariant is None else invariant.logits
+        num_positions = config.max_model_len + self.lookahead
+        self.ops = eager_ops(decoder, cache, deterministic=config.deterministic, num_positions=num_positions)
         tree = getattr(drafter, "tree", None)
         self.costs = RowCosts(controller.acceptance, tree.num_nodes if isinstance(tree, TreeShape) else None)
         controller.use_costs(self.costs)
@@ -169,10 +166,12 @@ class EagerExecutor:
             if item.completes:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
         tensors = torch.tensor([tokens, positions], device=self.device)
-        hidden, states = self.forward(tensors[0], tensors[1], PagedAttend(self.cache, layouts), self.taps, max(positions))
+        meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
+        x, states = self.decoder.run(self.decoder.embed(tensors[0]), meta, self.ops, self.taps)
+        hidden = self.ops.norm(self.decoder.norm, x)
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
-        return TargetPass(self.logits(hidden), logits_start, rows_start, states)
+        return TargetPass(self.ops.linear(self.decoder.lm_head, hidden), logits_start, rows_start, states)
 
     # Acceptance
 

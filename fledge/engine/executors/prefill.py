@@ -24,16 +24,10 @@ from torch import Tensor
 
 from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
 from fledge.engine.executors.graphs import StepGraphs, size_for
-from fledge.engine.fused_decoder import (
-    BLOCK_TOKENS,
-    BlockAttend,
-    FusedAttend,
-    FusedDecoder,
-    PromptAttend,
-    attends_by_device_lengths,
-)
-from fledge.engine.fused_drafter import FusedDrafter
-from fledge.kernels.paged_attention import PagedKV
+from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
+from fledge.models.decoder import Decoder
+from fledge.ops.cuda_ops import CudaOps, attends_by_device_lengths
+from fledge.speculation.methods.eagle import CapturedEagle
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
@@ -115,7 +109,7 @@ class Rests(Prompts):
         return [*super().arrays(), *self.blocks()]
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`BlockAttend`'s places, page tables and lengths. Padding goes to the last block, which is empty."""
+        """Places, tables and lengths of `AttentionMetadata.cached_prefill`. Padding goes to the last block, which is empty."""
         lengths, starts = np.array(self.lengths), np.array(self.starts)
         counts = -(-lengths // BLOCK_TOKENS)
         sequence = np.repeat(np.arange(len(counts)), counts)
@@ -156,8 +150,9 @@ class RecordedPass(ABC):
 
     def __init__(
         self,
-        fused: FusedDecoder,
-        drafter: FusedDrafter | None,
+        decoder: Decoder,
+        ops: CudaOps,
+        drafter: CapturedEagle | None,
         slots: Slots,
         say_first: Callable[[NewRows, Tensor, int], Tensor],
         *,
@@ -165,7 +160,8 @@ class RecordedPass(ABC):
         capture: bool,
     ) -> None:
         """`say_first(new, states, how)`: fills rows and gives their first tokens. `max_pages`: of one prompt's page table."""
-        self.fused, self.drafter, self.slots, self.say_first = fused, drafter, slots, say_first
+        self.decoder, self.ops, self.drafter = decoder, ops, drafter
+        self.slots, self.say_first = slots, say_first
         self.device, self.max_pages = slots.seed.device, max_pages
         self.taps = drafter.taps if drafter is not None else ()
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
@@ -178,9 +174,10 @@ class RecordedPass(ABC):
 
 
 class PromptPass(RecordedPass):
-    def __init__(self, fused: FusedDecoder, *others, max_pages: int, capture: bool) -> None:
-        capture = capture and attends_by_device_lengths(fused.cache.keys)
-        super().__init__(fused, *others, max_pages=max_pages, capture=capture)
+    def __init__(self, decoder: Decoder, ops: CudaOps, drafter: CapturedEagle | None, *others, max_pages: int, capture: bool):
+        caches = [ops.cache, *([drafter.cache] if drafter is not None else [])]
+        capture = capture and all(attends_by_device_lengths(cache.keys) for cache in caches)
+        super().__init__(decoder, ops, drafter, *others, max_pages=max_pages, capture=capture)
         self.buffers: dict[tuple[int, int, int], Buffer] = {}
         self.pads = capture
         self.lengths: Sequence[int] = ()  # of the prompts that were read last
@@ -239,16 +236,14 @@ class PromptPass(RecordedPass):
         places, block_tables, block_lengths = (blocks[0], *(part.int() for part in blocks[1:])) if blocks else (None,) * 3
         offsets = offsets.int()
 
-        def attend(cache: PagedKV, rope_table: Tensor) -> FusedAttend:
-            if blocks:
-                return BlockAttend(cache, rope_table, positions, slots, places, block_tables, block_lengths)
-            return PromptAttend(cache, rope_table, positions, slots, lengths, offsets, longest)
-
-        fused = self.fused
-        x, taps = fused(fused.decoder.embed(tokens), attend(fused.cache, fused.rope_table), self.taps)
+        if blocks:
+            meta = AttentionMetadata.cached_prefill(positions, slots, places, block_tables, block_lengths)
+        else:
+            meta = AttentionMetadata.prefill(positions, slots, lengths, offsets, longest)
+        x, taps = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.taps)
         first_tokens = self.say_first(new, x[ends], how)
         if self.drafter is not None:
             # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
             following = tokens.roll(-1).index_copy_(0, ends, first_tokens)
-            states = self.drafter.read_prompts(taps, following, attend(self.drafter.cache, self.drafter.rope_table))
+            states = self.drafter.prefill(taps, following, meta)
             self.slots.draft_state.index_copy_(0, new.rows, states[ends])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fledge.engine.request import Request
-from fledge.speculation import rows as row_copies
+from fledge.kernels import row_copy as row_copies
 from fledge.speculation.drafting import AcceptedSpan
 
 MAX_BYTES = 128 * 2**20  # of all queued hidden states

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from fledge.kernels.decode_attention import decode_attention
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted, RowState, accept
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
-from fledge.kernels.decode_attention import decode_attention
 from fledge.kernels.ngram import append_tokens, ngram_drafts
-from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.sample import Choice, Draws, choose
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

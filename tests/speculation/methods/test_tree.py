@@ -13,9 +13,9 @@ import torch
 from fledge.config import MLAConfig
 from fledge.errors import UserError
 from fledge.kernels.accept import DRAFTED, RowState, accept
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference
-from fledge.kernels.paged_attention import PagedKV
 from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape

@@ -13,6 +13,12 @@ from torch import Tensor
 from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
 
 
+def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The sign of the rotation is folded into the sine (`Rotary.table`), so that rotating is one roll by half a head."""
+    half = x_NHE.shape[-1] // 2
+    return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
+
+
 def rope_cache(
     qkv_NX: Tensor,
     table_2PE: Tensor,

@@ -1,6 +1,6 @@
 """The final norm, the head and the greedy choice for a handful of rows, on tensor cores fed straight from memory.
 
-As `direct_linear`, but each program keeps the best of its columns instead of writing them; see `sample.Choice`.
+As `register_mma`, but each program keeps the best of its columns instead of writing them; see `sample.Choice`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.direct_linear import CHUNK, TILE, direct_products, num_warps, weight_arguments
 from fledge.kernels.gluon_support import gl, jit
+from fledge.kernels.linear.register_mma import CHUNK, TILE, direct_products, num_warps, weight_arguments
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import Choice
 from fledge.kernels.triton_support import overlap
@@ -17,7 +17,7 @@ from fledge.kernels.triton_support import overlap
 COLUMNS = 32  # of the vocabulary, a program
 
 
-def direct_head(x_ND: Tensor, norm, weight_VD: Tensor | QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
+def register_head(x_ND: Tensor, norm, weight_VD: Tensor | QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
     """As `head_choice` without draws."""
     parts, kind = weight_arguments(weight_VD)
     (num_rows, size), vocab_size = x_ND.shape, parts[0].shape[0]

@@ -1,14 +1,14 @@
-"""Quiet copies of rows are torch's own."""
+"""Rows copied by numpy are those that torch copies."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fledge.speculation.rows import copy, join, put, take
+from fledge.kernels.row_copy import copy, join, put, take
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_are_copied_as_torch_does(dtype):
     x, rows = torch.randn(7, 5).to(dtype), [6, 0, 3, 3]
     assert torch.equal(take(x, rows), x[rows])

@@ -18,15 +18,13 @@ import math
 import torch
 from torch import Tensor
 
-from fledge.kernels.paged_attention import attention_reference
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.attention.paged import attention_reference
+from fledge.kernels.triton_support import attention_programs, jit, next_power_of_2, tl, use_triton
 
 MAX_TAIL = 64
 BLOCK = 64  # keys a step
 MAX_ROWS = 64  # query rows a program
 MAX_SPLITS = 64
-# Two programs for each of an H200's 132 multiprocessors: below this the keys are split.
-ENOUGH_PROGRAMS = 264
 
 
 def decode_attention(
@@ -54,9 +52,9 @@ def decode_attention(
     return decode_attention_reference(*arguments, **masks)
 
 
-def choose_splits(num_programs: int, max_kv_len: int) -> int:
+def choose_splits(num_programs: int, max_kv_len: int, enough_programs: int) -> int:
     """A power of two: enough programs to fill the device, none with less than a block of keys."""
-    wanted = min(ENOUGH_PROGRAMS // max(num_programs, 1), -(-max_kv_len // BLOCK), MAX_SPLITS)
+    wanted = min(enough_programs // max(num_programs, 1), -(-max_kv_len // BLOCK), MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
@@ -118,7 +116,8 @@ def decode_attention_triton(
     rows = min(max(next_power_of_2(num_new * group), 16), MAX_ROWS)
     row_blocks = -(-num_new * group // rows)
     if splits is None:
-        splits = choose_splits(batch * num_kv_heads * row_blocks, page_table_BP.shape[1] * page_size)
+        enough = attention_programs(q_BTHE.device)
+        splits = choose_splits(batch * num_kv_heads * row_blocks, page_table_BP.shape[1] * page_size, enough)
     out = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
     if splits == 1:
         parts, lse = out, kv_lens_B  # the latter is not written
@@ -153,7 +152,7 @@ def decode_attention_triton(
         TAIL=tail if tail_bits_BT is not None else 0,
         WINDOW=window or 0,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if head_dim <= 128 else 2,  # three blocks of keys and values 256 wide leave no shared memory for queries
     )
     if splits > 1:
         _join_splits[(batch * num_new, num_heads)](

@@ -5,7 +5,7 @@ Triton's own products take their operands through shared memory; for few rows th
 eight neighbouring inputs at a time, of weights and of rows alike, so that the order in which they are multiplied does not
 matter. Each warp takes every WARPS-th chunk of the inputs; their sums meet in shared memory, behind the kernel's only barrier.
 
-Weights in 8 or 4 bits (`kernels.quantization`) go the same way: see `direct_codes.py`.
+Weights in 8 or 4 bits (`kernels.quantization`) go the same way: see `register_codes.py`.
 
 The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input times norm weight,
 where the unfused network rounds the same times the scale.
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.direct_codes import CODES, read_codes, weights_of
 from fledge.kernels.gluon_support import gl, gluon, jit, mma_v2
+from fledge.kernels.linear.register_codes import CODES, read_codes, weights_of
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import is_hopper_or_newer, multiprocessors, overlap
 
@@ -44,13 +44,13 @@ class Form(NamedTuple):
 OF_CODES = Form(columns=8, warps=8)
 
 
-def can_be_direct(x: Tensor, size: int, weight: QuantizedWeight | None = None) -> bool:
-    """bfloat16 alone: input times norm weight, unscaled, may leave float16's range."""
-    if gluon is None or not x.is_cuda or x.dtype != torch.bfloat16:
+def supports_registers(size: int, dtype: torch.dtype, device: torch.device, group_size: int | None = None) -> bool:
+    """bfloat16 alone: input times norm weight, unscaled, may leave float16's range. `group_size`: of a quantised weight."""
+    if gluon is None or device.type != "cuda" or dtype != torch.bfloat16:
         return False
-    if weight is not None and weight.group_size % CODES:
+    if group_size is not None and group_size % CODES:
         return False
-    return size % 8 == 0 and size <= CHUNK * MOST_CHUNKS * 8 and is_hopper_or_newer(x.device)
+    return size % 8 == 0 and size <= CHUNK * MOST_CHUNKS * 8 and is_hopper_or_newer(device)
 
 
 def num_warps(size: int) -> int:
@@ -81,7 +81,7 @@ def weight_arguments(weight: Tensor | QuantizedWeight) -> tuple[tuple[Tensor, Te
     return parts, {"BITS": weight.bits, "GROUP": weight.group_size, "HAS_OFFSETS": has_offsets}
 
 
-def direct_linear(
+def register_mma(
     x_MK: Tensor,
     weight_OK: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
@@ -92,8 +92,10 @@ def direct_linear(
     before_attention: bool = False,
     form: Form | None = None,
 ) -> Tensor:
-    """As `fused_linear`; `form` is for measuring."""
+    """As `dispatch.linear`; `form` is for measuring."""
     num_rows, size = x_MK.shape
+    assert x_MK.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
     parts, kind = weight_arguments(weight_OK)
     outputs = parts[0].shape[0] // (2 if gated else 1)
     if form is None:

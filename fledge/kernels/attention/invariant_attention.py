@@ -19,12 +19,10 @@ import math
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import attention_programs, jit, next_power_of_2, tl, use_triton
 
 BLOCK = 64  # keys a step
 SHARE = 1024
-# Two programs for each of an H200's 132 multiprocessors: below this the shares are programs of their own.
-ENOUGH_PROGRAMS = 264
 
 
 def invariant_attention(
@@ -111,7 +109,7 @@ def invariant_attention_triton(
     blocks = -(-longest // (rows // group))
     shares = -(-reach // SHARE)
     if apart is None:
-        apart = batch * blocks * num_kv_heads < ENOUGH_PROGRAMS
+        apart = batch * blocks * num_kv_heads < attention_programs(qkv_NX.device)
     apart = apart and shares > 1
     # Rows between sequences and after the last are nobody's, and stay 0.
     make = torch.zeros if first_rows_B is not None else torch.empty

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits on their way into `direct_linear`'s products.
+"""Weights in 8 or 4 bits on their way into `register_mma`'s products.
 
 A thread reads eight neighbouring codes, all of one group, and makes weights of them in its registers.
 """

@@ -5,20 +5,21 @@ Each program gives the best of its block of the vocabulary; see `sample.Choice`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.direct_head import direct_head
-from fledge.kernels.direct_linear import can_be_direct
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.dispatch import HEAD_TABLE, case_of, choose_kernel, linear
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.register_head import register_head
+from fledge.kernels.linear.shared_mma import TILE, two_parts, whole_products
+from fledge.kernels.linear.tiled import QUICK, parts_of, tiled_weights
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.quantized_linear import quantized_linear
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, Draws, choose
-from fledge.kernels.tiled_linear import QUICK, parts_of, tiled_weights
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
-from fledge.kernels.whole_linear import TILE, WHOLE_INPUTS, two_parts, whole_products
 
 BLOCK = 64  # of the vocabulary, a program: what fits its registers while the inputs are not there yet
 WARPS = 4
@@ -34,14 +35,12 @@ def head_choice(
     ids_V: Tensor | None = None,
 ) -> Choice:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
+    if draws is None and use_triton(x_ND):
+        kernel = choose_kernel(case_of(x_ND, weight_VD), HEAD_TABLE)
+        if kernel != "logits":
+            return FEW_ROWS[kernel](x_ND, norm, weight_VD, ids_V)
     if isinstance(weight_VD, QuantizedWeight):
-        if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE:
-            choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1], weight_VD) else quantized_head_choice_triton
-            return choose_few(x_ND, norm, weight_VD, ids_V)
-        return choose(quantized_linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
-    if draws is None and use_triton(x_ND) and x_ND.shape[0] <= TILE and x_ND.shape[1] <= WHOLE_INPUTS:
-        choose_few = direct_head if can_be_direct(x_ND, x_ND.shape[1]) else head_choice_triton
-        return choose_few(x_ND, norm, weight_VD, ids_V)
+        return choose(linear(x_ND, weight_VD, norm=norm), draws, num_new, ahead, ids_V)
     if use_triton(x_ND):
         hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
     else:
@@ -110,6 +109,14 @@ def quantized_head_choice_triton(x_ND: Tensor, norm: Norm, weight: QuantizedWeig
         **overlap(x_ND),
     )
     return Choice(best, ids)
+
+
+# By their names in `dispatch.HEAD_TABLE`.
+FEW_ROWS: dict[str, Callable[..., Choice]] = {
+    "register_head": register_head,
+    "shared_head": head_choice_triton,
+    "tiled_head": quantized_head_choice_triton,
+}
 
 
 @jit

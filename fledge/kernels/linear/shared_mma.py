@@ -1,39 +1,76 @@
-"""The linear layer for a handful of rows on any card's tensor cores: a program has all inputs at once, split over its warps.
+"""The linear layer for up to 64 rows on any card's tensor cores, by way of shared memory: a program has all inputs at once,
+split over its warps.
 
 Its rows of the weight lie in registers before its inputs are there. A row's inputs come as two parts, whose sizes are powers of
-two, so that little of them is padding. Where there is one, `direct_linear` is faster: it does without shared memory.
+two, so that little of them is padding. Where there is one, `register_mma` is faster: it does without shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
+import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, tl, wait_for_inputs
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.triton_support import (
+    jit,
+    let_next_start,
+    linear_programs,
+    loaded,
+    next_power_of_2,
+    overlap,
+    tl,
+    wait_for_inputs,
+)
 
-# Programs that fill an H200's 132 multiprocessors.
-ENOUGH_PROGRAMS = 120
-WHOLE_INPUTS = 2048  # up to which a program's part of the weight and 16 rows of inputs fit the registers
+MAX_INPUTS = 2048  # up to which a program's part of the weight and 16 rows of inputs fit the registers
 TILE = 16  # rows of the tensor cores' smallest product
 
 
-def launch_whole(arguments: Sequence[Tensor], num_rows: int, eps: float, flags: Mapping[str, int | bool]) -> None:
-    """`arguments` and `flags`: the kernel's, as `fused_linear` has them."""
-    size, outputs = flags["SIZE"], flags["OUTPUTS"]
-    tiles, warps = -(-num_rows // TILE), whole_warps(size)
-    columns = whole_columns(tiles, outputs, flags["GATED"])
+def shared_mma(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    before_attention: bool = False,
+) -> Tensor:
+    """As `dispatch.linear`."""
+    num_rows, size = x_MK.shape
+    outputs = weight_OK.shape[0] // (2 if gated else 1)
+    assert x_MK.is_contiguous()
+    assert weight_OK.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    if not num_rows:
+        return out
+    tiles, warps = -(-num_rows // TILE), shared_mma_warps(size)
+    columns = shared_mma_columns(tiles, outputs, gated, linear_programs(x_MK.device))
     _whole_linear[(tiles, -(-outputs // columns))](
-        *arguments,
+        x_MK,
+        weight_OK,
+        bias_O if bias_O is not None else x_MK,
+        norm.weight if norm is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        out,
         num_rows,
-        eps,
+        norm.eps if norm is not None else 0.0,
         ROWS=TILE,
         COLUMNS=columns,
         **two_parts(size, 16 * warps),
-        **flags,
+        SIZE=size,
+        OUTPUTS=outputs,
+        HAS_BIAS=bias_O is not None,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        GATED=gated,
+        HOLD=before_attention,
+        **overlap(x_MK),
         SPLITS=warps,
         num_warps=warps,
     )
+    return out
 
 
 def two_parts(size: int, smallest: int) -> dict[str, int]:
@@ -42,13 +79,13 @@ def two_parts(size: int, smallest: int) -> dict[str, int]:
     return {"PART1": large, "PART2": max(next_power_of_2(size - large), smallest) if size > large else 0}
 
 
-def whole_warps(size: int) -> int:
+def shared_mma_warps(size: int) -> int:
     return 4 if size <= 1024 else 8
 
 
-def whole_columns(tiles: int, outputs: int, gated: bool) -> int:
+def shared_mma_columns(tiles: int, outputs: int, gated: bool, enough_programs: int) -> int:
     columns = 16 if gated else 32
-    while columns > 8 and tiles * (outputs // columns) < ENOUGH_PROGRAMS:
+    while columns > 8 and tiles * (outputs // columns) < enough_programs:
         columns //= 2
     return columns
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels import direct_head as module
-from fledge.kernels.direct_head import direct_head
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear import register_head as module
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.register_head import register_head
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.sample import picked
-from tests.kernels.test_direct_linear import CODES, compiled_for_hopper, compiles, of_weight, on_card
+from tests.kernels.test_register_mma import CODES, compiled_for_hopper, compiles, of_weight, on_card
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -22,7 +22,7 @@ def test_it_chooses_the_largest_logit_and_the_first_of_equal_ones(rows, mapped):
     ids = torch.randperm(5000, device="cuda")[:1000].sort().values if mapped else None
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
     logits = normed @ weight.double().t()
-    found = picked(direct_head(x, norm, weight, ids), 5000)
+    found = picked(register_head(x, norm, weight, ids), 5000)
     columns = found if ids is None else torch.searchsorted(ids, found)
     if ids is not None:
         assert torch.equal(ids[columns], found)
@@ -36,7 +36,7 @@ def test_a_head_of_codes_chooses_as_the_one_they_stand_for(format):
     bits, offsets = CODES[format]
     weight = quantize(torch.randn(1000, 576, device="cuda"), bits, offsets=offsets)
     x, norm = torch.randn(5, 576, device="cuda").bfloat16(), Norm(torch.ones(576, device="cuda").bfloat16(), 1e-5)
-    found, wanted = (direct_head(x, norm, head) for head in (weight, dequantize(weight, torch.bfloat16)))
+    found, wanted = (register_head(x, norm, head) for head in (weight, dequantize(weight, torch.bfloat16)))
     assert torch.equal(found.best_NC, wanted.best_NC)
     assert torch.equal(found.ids_NC, wanted.ids_NC)
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.shared_mma import silu_times
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
-from fledge.kernels.whole_linear import silu_times
 
 
 class Tile(NamedTuple):
@@ -39,7 +39,7 @@ FEW, MANY, QUICK = Tile(16, 16, 64, 2, 5), Tile(32, 128, 64, 4, 3), Tile(16, 16,
 FEW_ROWS = 64  # up to which the small tiles are used
 
 
-def tiled_linear_triton(
+def tiled_linear(
     x_MK: Tensor,
     weight: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,

@@ -1,13 +1,6 @@
-"""Linear layers whose weights are read in 8 or 4 bits (`kernels.quantization`), with what surrounds them.
+"""The linear layer for one or two rows on weights in 8 or 4 bits (`kernels.quantization`), and such a weight written out.
 
-    out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
-
-    direct   up to 128 rows: as in `fused_linear`, with codes in the registers; and where that one does not run,
-    vector   one or two rows
-    tiled    up to 64: tensor cores, 16 rows a program, codes turned into weights on the way (`tiled_linear`)
-    beyond   the weight is written down in the activations' type and multiplied by cuBLAS
-
-All multiply by the same weights: code * scale (+ offset), rounded to the activations' type.
+All kernels multiply by the same weights: code * scale (+ offset), rounded to the activations' type.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -17,54 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.direct_linear import can_be_direct, direct_linear
-from fledge.kernels.fused_linear import DIRECT_GATED_ROWS, DIRECT_ROWS, VECTOR_INPUTS, Norm, fused_linear_reference, wide_linear
-from fledge.kernels.quantization import QuantizedWeight, dequantize
-from fledge.kernels.tiled_linear import FEW_ROWS, QUICK, scaled, tiled_linear_triton, tiled_weights
-from fledge.kernels.triton_support import jit, let_next_start, loaded, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
-from fledge.kernels.whole_linear import ENOUGH_PROGRAMS, silu_times
-
-VECTOR_ROWS = 2
-
-
-def quantized_linear(
-    x_MK: Tensor,
-    weight: QuantizedWeight,
-    bias_O: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    gated: bool = False,
-    residual_MO: Tensor | None = None,
-    in_place: bool = False,
-    before_attention: bool = False,
-) -> Tensor:
-    """The options are those of `fused_linear`."""
-    options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
-    if not use_triton(x_MK):
-        return quantized_linear_reference(x_MK, weight, bias_O, **options)
-    num_rows, size = x_MK.shape
-    if 0 < num_rows <= (DIRECT_GATED_ROWS if gated else DIRECT_ROWS) and can_be_direct(x_MK, size, weight):
-        assert x_MK.is_contiguous()
-        assert residual_MO is None or residual_MO.is_contiguous()
-        return direct_linear(x_MK, weight, bias_O, **options, before_attention=before_attention)
-    if num_rows <= VECTOR_ROWS and size <= VECTOR_INPUTS:
-        return quantized_vector_triton(x_MK, weight, bias_O, **options, before_attention=before_attention)
-    if num_rows <= FEW_ROWS:
-        return tiled_linear_triton(x_MK, weight, bias_O, **options, tile=QUICK, before_attention=before_attention)
-    return wide_linear(x_MK, dequantize_triton(weight, x_MK.dtype), bias_O, **options, in_place=in_place)
-
-
-def quantized_linear_reference(
-    x_MK: Tensor,
-    weight: QuantizedWeight,
-    bias_O: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    gated: bool = False,
-    residual_MO: Tensor | None = None,
-) -> Tensor:
-    plain = dequantize(weight, x_MK.dtype)
-    return fused_linear_reference(x_MK, plain, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.shared_mma import silu_times
+from fledge.kernels.linear.tiled import scaled, tiled_weights
+from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.triton_support import (
+    jit,
+    let_next_start,
+    linear_programs,
+    loaded,
+    next_power_of_2,
+    overlap,
+    tl,
+    wait_for_inputs,
+)
 
 
 def dequantize_triton(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -88,7 +47,7 @@ def dequantize_triton(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def quantized_vector_triton(
+def quantized_gemv(
     x_MK: Tensor,
     weight: QuantizedWeight,
     bias_O: Tensor | None = None,
@@ -105,7 +64,7 @@ def quantized_vector_triton(
     assert weight.scales.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    columns = quantized_columns(outputs, gated, size)
+    columns = quantized_columns(outputs, gated, size, linear_programs(x_MK.device))
     _quantized_vector[(-(-outputs // columns),)](
         x_MK,
         codes,
@@ -135,10 +94,10 @@ def quantized_vector_triton(
     return out
 
 
-def quantized_columns(outputs: int, gated: bool, size: int) -> int:
+def quantized_columns(outputs: int, gated: bool, size: int, enough_programs: int) -> int:
     """Outputs a program: as many as leave enough programs and fit the registers when turned into weights."""
     columns = 4 if gated else 8
-    while columns > 1 and (outputs // columns < ENOUGH_PROGRAMS or columns * size > 8192):
+    while columns > 1 and (outputs // columns < enough_programs or columns * size > 8192):
         columns //= 2
     return columns
 

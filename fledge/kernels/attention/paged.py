@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -74,59 +75,59 @@ class SequenceLayout:
         return [(end, (used[first] - first) * page_size) for end, first in zip(ends, firsts, strict=True)]
 
 
-class PagedAttend:
-    """The `attend` of one pass over a batch: writes the new keys and values, then attends."""
+class HostLayouts:
+    """The sequences of one pass as the host knows them, and what follows from them; made once a pass, for all its layers."""
 
-    def __init__(self, cache: PagedKV, layouts: Sequence[SequenceLayout]) -> None:
-        self.cache, self.layouts = cache, layouts
+    def __init__(self, sequences: Sequence[SequenceLayout], page_size: int, device: torch.device) -> None:
+        self.sequences, self.page_size, self.device = sequences, page_size, device
         self.masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     @cached_property
     def regions(self) -> list[slice | Tensor]:
         """The slots of each sequence's keys."""
         regions: list[slice | Tensor] = []
-        for layout in self.layouts:
+        for layout in self.sequences:
             parts, start = [], 0
-            for end, shift in layout.runs(self.cache.page_size):
+            for end, shift in layout.runs(self.page_size):
                 parts.append((start + shift, end + shift))
                 start = end
             if len(parts) == 1:
                 regions.append(slice(*parts[0]))
             else:
-                regions.append(torch.cat([torch.arange(*part, device=self.cache.keys.device) for part in parts]))
+                regions.append(torch.cat([torch.arange(*part, device=self.device) for part in parts]))
         return regions
 
     @cached_property
     def new_slots(self) -> slice | Tensor:
         """The slots of all new keys."""
         parts: list[slice | Tensor] = []
-        for layout, region in zip(self.layouts, self.regions, strict=True):
+        for layout, region in zip(self.sequences, self.regions, strict=True):
             new = layout.kv_len - layout.query_len
             parts.append(region[new:] if isinstance(region, Tensor) else slice(region.start + new, region.stop))
         if len(parts) == 1:
             return parts[0]
-        device = self.cache.keys.device
-        return torch.cat([p if isinstance(p, Tensor) else torch.arange(p.start, p.stop, device=device) for p in parts])
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[:, self.new_slots] = k.transpose(0, 1).to(keys.dtype)
-        values[:, self.new_slots] = v.transpose(0, 1).to(values.dtype)
-        outputs, row = [], 0
-        for index, layout in enumerate(self.layouts):
-            region = self.regions[index]
-            q_s = q[row : row + layout.query_len]
-            row += layout.query_len
-            mask = self.mask(index, window)
-            outputs.append(attention_reference(q_s, keys[:, region], values[:, region], mask))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return torch.cat([p if isinstance(p, Tensor) else torch.arange(p.start, p.stop, device=self.device) for p in parts])
 
     def mask(self, index: int, window: int | None) -> Tensor | None:
-        """Additive [query_len, kv_len] mask of a sequence, or None if its new tokens see everything. Made once a pass."""
+        """Additive [query_len, kv_len] mask of a sequence, or None if its new tokens see everything."""
         key = (index, window)
         if key not in self.masks:
-            self.masks[key] = build_mask(self.layouts[index], window, self.cache.keys.device)
+            self.masks[key] = build_mask(self.sequences[index], window, self.device)
         return self.masks[key]
+
+
+def paged_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, keys_KSE: Tensor, values_KSE: Tensor, host: HostLayouts, window: int | None
+) -> Tensor:
+    """Writes the new keys and values into the cache, then attends, sequence by sequence: the reference of all kernels here."""
+    keys_KSE[:, host.new_slots] = k_NKE.transpose(0, 1).to(keys_KSE.dtype)
+    values_KSE[:, host.new_slots] = v_NKE.transpose(0, 1).to(values_KSE.dtype)
+    outputs, row = [], 0
+    for index, (layout, region) in enumerate(zip(host.sequences, host.regions, strict=True)):
+        q_s = q_NHE[row : row + layout.query_len]
+        row += layout.query_len
+        outputs.append(attention_reference(q_s, keys_KSE[:, region], values_KSE[:, region], host.mask(index, window)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def build_mask(layout: SequenceLayout, window: int | None, device: torch.device) -> Tensor | None:
@@ -169,3 +170,36 @@ def attention_reference(q_THE: Tensor, k_KSE: Tensor, v_KSE: Tensor, mask_TS: Te
         scores.view(K, group, T, S).add_(mask_TS)
     out = torch.bmm(scores.softmax(-1), v_KSE)
     return out.view(1, H, E) if T == 1 else out.view(K, group, T, E).permute(2, 0, 1, 3).reshape(T, H, E)
+
+
+class Attend(Protocol):
+    """Attention over whatever the caller keeps: a paged cache when serving, packed documents when training."""
+
+    def __call__(self, layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+        """Returns the attention output [N, H, E]; scores are scaled by 1/sqrt(E)."""
+
+
+def causal_attend(lengths: Sequence[int] | None = None) -> Attend:
+    """Attention without a cache over whole sequences lying one after the other (`lengths`; None: a single one)."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        outputs = []
+        for q_s, k_s, v_s in zip(*(x.split(lengths or [x.shape[0]]) for x in (q, k, v)), strict=True):
+            mask = None
+            if window is not None:
+                ago = torch.arange(len(q_s), device=q.device)
+                ago = ago[:, None] - ago[None, :]
+                mask = (ago >= 0) & (ago < window)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q_s.transpose(0, 1)[None],
+                    k_s.transpose(0, 1)[None],
+                    v_s.transpose(0, 1)[None],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
+                )[0].transpose(0, 1)
+            )
+        return torch.cat(outputs)
+
+    return attend

@@ -9,7 +9,8 @@ A program takes a sequence, a key/value head and a share of the settled keys; th
 are one share. The program that finishes last joins several shares, always in the same order.
 
 Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
-this one reads was complete: see `before_attention` of `fused_linear`. (Kernels of libraries never let anything start early.)
+this one reads was complete: see `before_attention` of `linear.dispatch`. (Kernels of libraries never let anything start
+early.)
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.paged_attention import attention_reference
-from fledge.kernels.rope_cache import rope_cache_reference
+from fledge.kernels.attention.paged import attention_reference
+from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.kernels.triton_support import (
+    attention_programs,
     jit,
     let_next_start,
     loaded,
+    multiprocessors,
     next_power_of_2,
     overlap,
     shared_memory,
@@ -49,11 +52,10 @@ class Form(NamedTuple):
     registers: int
 
 
-# Few programs may fill a multiprocessor each (an H200 has 132); others leave room for a second one or for the kernels around
+# Few programs (`few_programs`) may fill a multiprocessor each; others leave room for a second one or for the kernels around
 # them. Keys beyond the first come one block after the other: with 300 of them a step of four rows took 465 µs in the second
 # form and 385 in the first, with 150 403 and 384. Below 256 one row (365 and 384) and drafts lose a little; beyond all win.
 FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
-FEW_PROGRAMS = 48
 # Beyond so many keys the second form is faster: there are shares enough for two programs a multiprocessor. (Of 8,192 keys the
 # first takes three quarters of the second's time, of 32,768 a tenth more, of 131,072 a third more.)
 FEW_KEYS = 16384
@@ -61,9 +63,6 @@ FEW_SHARED_MEMORY = 184 * 1024  # bytes that one in the first form may want; car
 # Settled keys below which joining shares costs more than it saves.
 SMALLEST_SHARE = 512
 MAX_SHARES = 64
-# Two programs for each of an H200's 132 multiprocessors: below this the keys are split. Above, programs wait for each other
-# anyhow: they begin with few keys, and there are more of them at once.
-ENOUGH_PROGRAMS = 264
 STREAMED_KEYS = 64
 MOST_KEYS = 128  # of the blocks after the first
 
@@ -80,11 +79,16 @@ def rope_attention(
     *,
     norms: Norms | None = None,
     window: int | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
-    """The attention's output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten."""
-    run = rope_attention_triton if use_triton(qkv_NX) else rope_attention_reference
+    """The attention's output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten.
+
+    `arrivals`: see `arrival_counts`.
+    """
     arguments = (qkv_NX, table_2PE, starts_B, counts_B, keys_KSE, values_KSE, page_table_BP, page_size)
-    return run(*arguments, norms=norms, window=window)
+    if use_triton(qkv_NX):
+        return rope_attention_triton(*arguments, norms=norms, window=window, arrivals=arrivals)
+    return rope_attention_reference(*arguments, norms=norms, window=window)
 
 
 def rope_attention_reference(
@@ -134,12 +138,13 @@ def rope_attention_triton(
     *,
     norms: Norms | None = None,
     window: int | None = None,
+    arrivals: Tensor | None = None,
     smallest_share: int = SMALLEST_SHARE,
     streamed: bool | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """`streamed`: keys come in small blocks all the way; None: with many programs. `form`: None chooses by their number and
-    the most keys."""
+    """`streamed`: keys come in small blocks all the way; None: where there are more programs than run at once, which wait for
+    each other anyhow. `form`: None chooses by their number and the most keys."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads
@@ -155,16 +160,20 @@ def rope_attention_triton(
     reach = page_table_BP.shape[1] * page_size
     form = form or choose_form(num_programs, reach if window is None else min(reach, window), qkv_NX.device)
     first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128)
-    streamed = num_programs > ENOUGH_PROGRAMS if streamed is None else streamed
+    enough = attention_programs(qkv_NX.device)
+    streamed = num_programs > enough if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
-    shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), smallest_share)
+    shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), enough, smallest_share)
     device = qkv_NX.device
     out = torch.empty((len(qkv_NX), num_heads * head_dim), dtype=qkv_NX.dtype, device=device)
-    parts = lse = arrivals = out
+    parts = lse = out
     if shares > 1:
         parts = torch.empty((shares, len(qkv_NX), num_heads, head_dim), dtype=torch.float32, device=device)
         lse = torch.empty((shares, len(qkv_NX), num_heads), dtype=torch.float32, device=device)
-        arrivals = _arrival_counts(device, num_programs)
+        arrivals = arrival_counts(device) if arrivals is None else arrivals
+        assert num_programs <= len(arrivals)
+    else:
+        arrivals = out
     q_weight, k_weight, eps = norms if norms is not None else (qkv_NX, qkv_NX, 0.0)
     _rope_attention[(batch, num_kv_heads * row_blocks, shares)](
         qkv_NX,
@@ -210,27 +219,29 @@ def rope_attention_triton(
     return out
 
 
+def few_programs(device: torch.device) -> int:
+    """48 on an H200."""
+    return multiprocessors(device) * 4 // 11
+
+
 def choose_form(num_programs: int, max_keys: int, device: torch.device) -> Form:
-    if num_programs > FEW_PROGRAMS or max_keys > FEW_KEYS or device.type != "cuda":  # the interpreter has no reason to hurry
+    if device.type != "cuda" or num_programs > few_programs(device) or max_keys > FEW_KEYS:  # the interpreter need not hurry
         return SOME
     return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
 
 
-def choose_shares(num_programs: int, max_keys: int, smallest_share: int = SMALLEST_SHARE) -> int:
+def choose_shares(num_programs: int, max_keys: int, enough_programs: int, smallest_share: int = SMALLEST_SHARE) -> int:
     """Most shares of the keys, a power of two: enough programs to fill the device, none with too few keys."""
-    wanted = min(ENOUGH_PROGRAMS // max(num_programs, 1), -(-max_keys // smallest_share), MAX_SHARES)
+    wanted = min(enough_programs // max(num_programs, 1), -(-max_keys // smallest_share), MAX_SHARES)
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-_ARRIVALS: dict[torch.device, Tensor] = {}
+def arrival_counts(device: torch.device) -> Tensor:
+    """How many shares of each program's keys are done; every launch leaves zeros. Keys are split only below so many programs.
 
-
-def _arrival_counts(device: torch.device, num_programs: int) -> Tensor:
-    """How many shares of each are done; left at 0 by every kernel. Splitting stops at ENOUGH_PROGRAMS, which bounds it."""
-    assert num_programs <= ENOUGH_PROGRAMS
-    if device not in _ARRIVALS:
-        _ARRIVALS[device] = torch.zeros(ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
-    return _ARRIVALS[device]
+    Launches that may run at once (two engines, two streams) need one each.
+    """
+    return torch.zeros(attention_programs(device), dtype=torch.int32, device=device)
 
 
 @jit

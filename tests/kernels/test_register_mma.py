@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.kernels import direct_codes
-from fledge.kernels import direct_linear as module
-from fledge.kernels.direct_linear import OF_CODES, Form, choose_form, direct_linear, num_warps
-from fledge.kernels.fused_linear import Norm
+from fledge.kernels.linear import register_codes
+from fledge.kernels.linear import register_mma as module
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.register_mma import OF_CODES, Form, choose_form, num_warps, register_mma
 from fledge.kernels.quantization import dequantize, quantize
 from tests.kernels.support import INTERPRETED
 
@@ -44,7 +44,7 @@ def test_it_is_as_near_to_float64_as_bfloat16_is(size, outputs, rows, surroundin
     wanted = wanted + (residual.double() if residual is not None else 0)
     for form in (Form(columns=8), Form(), Form(rows=32), Form(columns=32), Form(warps=8)):
         form = form._replace(warps=max(form.warps, num_warps(size)))
-        found = direct_linear(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, form=form).double()
+        found = register_mma(x, weight, bias, norm=norm, gated=gated, residual_MO=residual, form=form).double()
         assert (found - wanted).norm() / wanted.norm() < 6e-3
 
 
@@ -63,8 +63,8 @@ def test_codes_are_multiplied_as_the_weights_they_stand_for(size, outputs, rows,
     weight = quantize(torch.randn(outputs * (2 if gated else 1), size, device="cuda"), bits, group, offsets=offsets)
     x = torch.randn(rows, size, device="cuda").bfloat16()
     norm = Norm(torch.randn(size, device="cuda").bfloat16(), 1e-5)
-    same = direct_linear(x, dequantize(weight, torch.bfloat16), norm=norm, gated=gated, form=OF_CODES)
-    assert torch.equal(direct_linear(x, weight, norm=norm, gated=gated), same)
+    same = register_mma(x, dequantize(weight, torch.bfloat16), norm=norm, gated=gated, form=OF_CODES)
+    assert torch.equal(register_mma(x, weight, norm=norm, gated=gated), same)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_card) for rows in (2, 6, 16, 40, 64, 128)])
@@ -74,8 +74,8 @@ def test_a_row_does_not_depend_on_the_others(rows, gated):
     x = torch.randn(rows, 576, device="cuda").bfloat16()
     weight = torch.randn(3072 if gated else 960, 576, device="cuda").bfloat16()
     options = {"norm": Norm(torch.randn(576, device="cuda").bfloat16(), 1e-5), "gated": gated}
-    together = direct_linear(x, weight, **options)
-    assert all(torch.equal(direct_linear(x[row : row + 1], weight, **options)[0], together[row]) for row in range(rows))
+    together = register_mma(x, weight, **options)
+    assert all(torch.equal(register_mma(x[row : row + 1], weight, **options)[0], together[row]) for row in range(rows))
 
 
 def compiled_for_hopper(kernel, constants, types=None) -> str:
@@ -129,10 +129,10 @@ def test_codes_become_the_floats_they_stand_for():
     for first in range(0, 256, 4):
         packed = sum((first + i) << 8 * i for i in range(4))
         signed = [(first + i + 128) % 256 - 128 for i in range(4)]
-        assert run_assembly(direct_codes.ASSEMBLY["bytes"], 4, packed) == signed
+        assert run_assembly(register_codes.ASSEMBLY["bytes"], 4, packed) == signed
         nibbles = [(first + i) & 15 for i in range(4)] + [(first + i) >> 4 for i in range(4)]
-        assert run_assembly(direct_codes.ASSEMBLY["nibbles"], 8, packed) == nibbles
-        assert run_assembly(direct_codes.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
+        assert run_assembly(register_codes.ASSEMBLY["nibbles"], 8, packed) == nibbles
+        assert run_assembly(register_codes.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
 
 
 def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:

@@ -1,0 +1,51 @@
+"""Which kernel each linear of a model takes, by its number of rows: for people who ask why something is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+
+from fledge.config import ModelConfig
+from fledge.engine.config import EngineConfig
+from fledge.kernels.linear.dispatch import ROWS, Shape, table
+from fledge.kernels.quantization import BITS, GROUP_SIZE
+from fledge.models.decoder import Decoder
+
+
+def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape]:
+    """The linears of one layer and the head. `quantization`: none, int8 or int4 (a GGUF file's formats are its own)."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    layer = decoder.layers[0]
+    linears: dict[str, nn.Module] = {
+        "qkv_proj": layer.self_attn.qkv_proj,
+        "o_proj": layer.self_attn.o_proj,
+        "gate_up_proj": layer.mlp.gate_up_proj,
+        "down_proj": layer.mlp.down_proj,
+        "lm_head": decoder.lm_head,
+    }
+    shapes = []
+    for name, linear in linears.items():
+        format, group_size = "plain", None
+        if quantization in BITS:
+            format, group_size = f"int{BITS[quantization][name == 'lm_head']}", GROUP_SIZE
+        gated = name == "gate_up_proj"
+        shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size, name == "lm_head"))
+    return shapes
+
+
+def kernel_table(config: ModelConfig, engine: EngineConfig, rows: Sequence[int] = ROWS) -> Table:
+    device = torch.device(engine.device)
+    title = f"kernels of the linears on {device}, {engine.dtype}"
+    shown = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("linear", "K", "N", "format", *(f"{count} rows" for count in rows)):
+        shown.add_column(heading)
+    for line in table(device, linear_shapes(config, engine.quantization), engine.activation_dtype, rows):
+        if engine.deterministic and device.type != "cpu":
+            line |= dict.fromkeys((f"{count} rows" for count in rows), "tiled")  # whatever the number of rows
+        shown.add_row(*map(str, line.values()))
+    return shown

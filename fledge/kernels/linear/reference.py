@@ -1,0 +1,42 @@
+"""A linear layer with what surrounds it, in plain PyTorch: what every kernel here must equal.
+
+    out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
+
+Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels.quantization import QuantizedWeight, dequantize
+from fledge.kernels.swiglu import swiglu_reference
+
+
+class Norm(NamedTuple):
+    """An RMSNorm's weight and epsilon; a module with these two attributes serves as well."""
+
+    weight: Tensor
+    eps: float
+
+
+def linear_reference(
+    x_MK: Tensor,
+    weight_OK: Tensor | QuantizedWeight,
+    bias_O: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+) -> Tensor:
+    if isinstance(weight_OK, QuantizedWeight):
+        weight_OK = dequantize(weight_OK, x_MK.dtype)
+    if norm is not None:
+        x_MK = F.rms_norm(x_MK, norm.weight.shape, norm.weight, norm.eps)
+    out = F.linear(x_MK, weight_OK, bias_O)
+    if gated:
+        out = swiglu_reference(out)
+    return out if residual_MO is None else residual_MO + out

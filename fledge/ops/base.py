@@ -1,0 +1,120 @@
+"""What a network asks of a backend. The layer loops are in `models`; a backend decides which kernels run them.
+
+Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.sample import Choice, Draws
+from fledge.kernels.step_inputs import DraftInputs
+
+
+class NormModule(Protocol):
+    """`models.layers.RMSNorm`."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class AttentionModule(Protocol):
+    """`models.layers.Attention`; latent attention has no fused projection and brings its own heads (`Ops.attend`)."""
+
+    layer: int
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: NormModule | None
+    k_norm: NormModule | None
+
+
+class Ops(ABC):
+    @abstractmethod
+    def linear(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        *,
+        norm: NormModule | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """[residual +] [swiglu] ( module( [norm] x ) ).
+
+        `in_place`: the residual may be overwritten; what is returned counts. `before_attention`: see `kernels.linear.dispatch`.
+        """
+
+    @abstractmethod
+    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        """[N, H * E], from the fused projection: norms of the heads, rotation, new keys into the cache, attention."""
+
+    @abstractmethod
+    def attend(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
+    ) -> Tensor:
+        """[N, H, E], from heads that are normed and rotated: new keys into the cache, attention."""
+
+    @abstractmethod
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, 1, rotated size] of the new tokens' positions, for modules that rotate themselves."""
+
+    @abstractmethod
+    def norm(self, module: NormModule, x_ND: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def head(
+        self,
+        x_ND: Tensor,
+        norm: NormModule,
+        head: nn.Module,
+        draws: Draws | None = None,
+        num_new: int = 1,
+        ahead: int = 0,
+        ids_V: Tensor | None = None,
+    ) -> Choice:
+        """The token after each row, from the states before the final norm; see `kernels.sample.choose`."""
+
+    @abstractmethod
+    def fuse_inputs(
+        self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype
+    ) -> Tensor:
+        """What a drafter's `fc` reads: the auxiliary hidden states side by side, normed together (`whole`) or one by one."""
+
+    @abstractmethod
+    def draft_inputs(
+        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+    ) -> DraftInputs:
+        """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
+
+        `drafting`: see `kernels.step_inputs.draft_inputs`.
+        """
+
+    def layer(
+        self,
+        layer: nn.Module,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        attention_input: Tensor | None = None,
+        *,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call."""
+        hints = {"in_place": in_place, "before_attention": before_attention}
+        return layer(x_ND, meta, self, attention_input, **hints)
+
+    def keep(self, x_ND: Tensor) -> Tensor:
+        """The residual stream as it is now, whatever later layers do to it in place."""
+        return x_ND

@@ -1,0 +1,257 @@
+"""The GPU's backend: fused kernels over a paged cache, five launches a layer for few rows, no host decisions, fit for a graph.
+
+On CPU tensors the kernels are their torch references, so that tests can run a captured pass eagerly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.kernels.attention.decode_attention import decode_attention
+from fledge.kernels.attention.invariant_attention import invariant_attention
+from fledge.kernels.attention.kv_store import store_kv
+from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata, Form
+from fledge.kernels.attention.paged import PagedKV, causal_attend
+from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
+from fledge.kernels.attention.rope_cache import rope_cache
+from fledge.kernels.linear.dispatch import linear
+from fledge.kernels.linear.fixed_order import fixed_order_linear, fixed_order_norm
+from fledge.kernels.linear.head import head_choice
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
+from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.sample import Choice, Draws, choose
+from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
+from fledge.kernels.triton_support import use_triton
+from fledge.ops.base import AttentionModule, NormModule, Ops
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+# Few blocks of cached-prefix prefill split their keys to fill the device: two numbers of splits, for two kernels.
+FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
+
+
+class CudaOps(Ops):
+    """Of one network, whose cache and table of angles these are."""
+
+    def __init__(self, cache: PagedKV, rope_table: Tensor) -> None:
+        """`rope_table`: `Rotary.device_table`, as far as positions go."""
+        self.cache, self.rope_table = cache, rope_table
+        # Of this backend alone: another engine's attention may run at the same time, in another stream.
+        self.arrivals = arrival_counts(cache.keys.device)
+
+    def linear(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        *,
+        norm: NormModule | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        surroundings = {"norm": norm, "gated": gated, "residual_MO": residual, "in_place": in_place}
+        return linear(x, weight_of(module), module.bias, **surroundings, before_attention=before_attention)
+
+    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        if meta.form is Form.DECODE:
+            return rope_attention(
+                qkv_NX,
+                self.rope_table,
+                meta.starts_B,
+                meta.counts_B,
+                *self._cache_of(module),
+                meta.page_table_BP,
+                self.cache.page_size,
+                norms=head_norms(module),
+                window=module.window,
+                arrivals=self.arrivals,
+            )
+        heads = self._store_rotated(module, qkv_NX, meta)
+        q, k, v = heads.split([module.num_heads, module.num_kv_heads, module.num_kv_heads], 1)
+        return self._attend_stored(module, q, k, v, meta).flatten(-2)
+
+    def attend(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
+    ) -> Tensor:
+        _, slots = meta.tokens(len(q_NHE), self.cache.page_size)
+        store_kv(k_NKE, v_NKE, slots, *self._cache_of(module))
+        return self._attend_stored(module, q_NHE, k_NKE, v_NKE, meta)
+
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        positions, _ = meta.tokens(num_tokens, self.cache.page_size)
+        return meta.once((self, "angles"), lambda: self.rope_table[:, positions].unsqueeze(-2).unbind(0))
+
+    def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
+        if use_triton(x_ND):
+            return add_rms_norm(x_ND, None, module.weight, module.eps)
+        return F.rms_norm(x_ND, module.weight.shape, module.weight, module.eps)
+
+    def head(
+        self,
+        x_ND: Tensor,
+        norm: NormModule,
+        head: nn.Module,
+        draws: Draws | None = None,
+        num_new: int = 1,
+        ahead: int = 0,
+        ids_V: Tensor | None = None,
+    ) -> Choice:
+        return head_choice(x_ND, norm, weight_of(head), draws, num_new, ahead, ids_V)
+
+    def fuse_inputs(
+        self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype
+    ) -> Tensor:
+        return fuse_inputs(taps, whole, each)
+
+    def draft_inputs(
+        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+    ) -> DraftInputs:
+        norms = (layer.input_layernorm, layer.hidden_norm, drafting.pop("output_norm", None))
+        residual = {"norm_before_residual": layer.norm_before_residual}
+        return draft_inputs(h_ND, tokens, embedding.weight, *norms, **residual, **drafting)
+
+    def _cache_of(self, module: AttentionModule) -> tuple[Tensor, Tensor]:
+        return self.cache.keys[module.layer], self.cache.values[module.layer]
+
+    def _store_rotated(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
+        """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
+        positions, slots = meta.tokens(len(qkv_NX), self.cache.page_size)
+        rope_cache(qkv_NX, self.rope_table, positions, slots, *self._cache_of(module), head_norms(module))
+        return qkv_NX.view(len(qkv_NX), -1, module.head_dim)
+
+    def _attend_stored(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata
+    ) -> Tensor:
+        """[N, H, E]; the new keys are in the cache already."""
+        if meta.form is Form.PREFILL:
+            return self._attend_prompts(module, q_NHE, k_NKE, v_NKE, meta)
+        if meta.form is Form.CACHED_PREFILL:
+            return self._attend_blocks(module, q_NHE, meta)
+        positions, masks = meta.positions_N, {}
+        if meta.form is Form.DECODE:
+            positions, _ = meta.tokens(len(q_NHE), self.cache.page_size)
+            lengths, bits, tail = meta.chain_as_tree(len(q_NHE))
+        else:
+            assert meta.form in (Form.TREE, Form.CHUNK), f"{meta.form} has no kernel here"
+            lengths, bits, tail = meta.lengths_B, meta.tail_bits_BT, meta.tail
+        if bits is not None:
+            masks = {"tail_bits_BT": bits, "tail": tail}
+        batch = len(lengths)
+        attended = decode_attention(
+            q_NHE.unflatten(0, (batch, -1)),
+            *self._cache_of(module),
+            meta.page_table_BP,
+            lengths,
+            self.cache.page_size,
+            positions_BT=positions.view(batch, -1),
+            window=module.window,
+            **masks,
+        )
+        return attended.flatten(0, 1)
+
+    def _attend_prompts(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata
+    ) -> Tensor:
+        if not attends_by_device_lengths(q_NHE):
+            lengths = [length for length in (*meta.prompt_lengths, len(q_NHE) - sum(meta.prompt_lengths)) if length]
+            return causal_attend(lengths)(module.layer, q_NHE, k_NKE, v_NKE, module.window)
+        reach = -1 if module.window is None else module.window - 1
+        bounds = (meta.offsets, meta.offsets, meta.longest, meta.longest)
+        return varlen_attn(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0), **_GROUPED)
+
+    def _attend_blocks(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
+        num_blocks = len(meta.lengths_B)
+        q = q_NHE.new_zeros(num_blocks * BLOCK_TOKENS, *q_NHE.shape[1:]).index_copy_(0, meta.places_N, q_NHE)
+        positions = None
+        if module.window is not None:
+            positions = meta.positions_N.new_zeros(len(q)).index_copy_(0, meta.places_N, meta.positions_N)
+        attended = decode_attention(
+            q.view(num_blocks, BLOCK_TOKENS, *q.shape[1:]),
+            *self._cache_of(module),
+            meta.page_table_BP,
+            meta.lengths_B,
+            self.cache.page_size,
+            positions_BT=None if positions is None else positions.view(num_blocks, -1),
+            window=module.window,
+            splits=FEW_BLOCKS_SPLITS if num_blocks <= FEW_BLOCKS else 1,
+        )
+        return attended.flatten(0, 1)[meta.places_N]
+
+
+class DeterministicOps(CudaOps):
+    """For `--deterministic`: a row's numbers come from the same operations in the same order, whatever the number of rows.
+
+    What `CudaOps` chooses by size has one form here: linears are tiled (on CPU row by row), norms and rotations kernels of
+    their own, attention `invariant_attention` over the cache for all forms of prompts and chains. For a target alone: what a
+    drafter proposes is verified, and only the target's own tokens are said.
+    """
+
+    def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
+        return fixed_order_linear(module, x, **surroundings)
+
+    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        order = meta.in_fixed_order(len(qkv_NX), self.cache.page_size)
+        keys, values = self._cache_of(module)
+        rope_cache(qkv_NX, self.rope_table, order.positions_N, order.slots_N, keys, values, head_norms(module))
+        if order.places_N is not None:
+            num_places = len(order.starts_B) * order.longest
+            qkv_NX = qkv_NX.new_zeros(num_places, qkv_NX.shape[1]).index_copy_(0, order.places_N, qkv_NX)
+        out = invariant_attention(
+            qkv_NX,
+            keys,
+            values,
+            order.page_table,
+            order.starts_B,
+            order.counts_B,
+            order.page_size,
+            longest=order.longest,
+            reach=order.reach,
+            first_rows_B=order.first_rows_B,
+            window=module.window,
+        )
+        return out if order.places_N is None else out[order.places_N]
+
+    def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
+        return fixed_order_norm(x_ND, module)
+
+    def head(
+        self,
+        x_ND: Tensor,
+        norm: NormModule,
+        head: nn.Module,
+        draws: Draws | None = None,
+        num_new: int = 1,
+        ahead: int = 0,
+        ids_V: Tensor | None = None,
+    ) -> Choice:
+        return choose(self.linear(head, x_ND, norm=norm), draws, num_new, ahead, ids_V)
+
+
+def weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
+    return module.quantized if isinstance(module, QuantizedLinear) else module.weight
+
+
+def head_norms(module: AttentionModule) -> Norms | None:
+    if module.q_norm is None:
+        return None
+    return module.q_norm.weight, module.k_norm.weight, module.q_norm.eps
+
+
+def attends_by_device_lengths(q: Tensor) -> bool:
+    """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)
+
+
+# Newer releases ask for the word before heads may be grouped; older ones group without it.
+_GROUPED = {"enable_gqa": True} if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

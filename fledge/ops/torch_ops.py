@@ -1,0 +1,118 @@
+"""The reference backend: plain PyTorch, differentiable, any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import Attend, PagedKV, paged_attention
+from fledge.kernels.attention.rope_cache import rotate
+from fledge.kernels.sample import Choice, Draws, choose
+from fledge.kernels.step_inputs import DraftInputs
+from fledge.kernels.swiglu import swiglu_reference
+from fledge.ops.base import AttentionModule, NormModule, Ops
+
+# Cosines and sines by position: `models.layers.Rotary`.
+Rotary = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
+
+
+class TorchOps(Ops):
+    """Over a paged cache whose sequences the host knows (`AttentionMetadata.from_layouts`)."""
+
+    def __init__(self, cache: PagedKV, rotary: Rotary) -> None:
+        self.cache, self.rotary = cache, rotary
+
+    def linear(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        *,
+        norm: NormModule | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        out = module(x if norm is None else norm(x))
+        if gated:
+            out = swiglu_reference(out)
+        return out if residual is None else residual + out
+
+    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        heads = qkv_NX.view(*qkv_NX.shape[:-1], -1, module.head_dim)
+        qk, v = heads.split((module.num_heads + module.num_kv_heads, module.num_kv_heads), -2)
+        if module.q_norm is not None:
+            q, k = qk.split((module.num_heads, module.num_kv_heads), -2)
+            qk = torch.cat([module.q_norm(q), module.k_norm(k)], -2)
+        qk = rotate(qk, *self.angles(meta, len(qkv_NX)))
+        q, k = qk.split((module.num_heads, module.num_kv_heads), -2)
+        return self.attend(module, q, k, v, meta).flatten(-2)
+
+    def attend(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
+    ) -> Tensor:
+        keys, values = self.cache.keys[module.layer], self.cache.values[module.layer]
+        return paged_attention(q_NHE, k_NKE, v_NKE, keys, values, meta.host, module.window)
+
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return meta.once((self, "angles"), lambda: self.rotary(meta.positions_N, meta.highest_position))
+
+    def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
+        return module(x_ND)
+
+    def head(
+        self,
+        x_ND: Tensor,
+        norm: NormModule,
+        head: nn.Module,
+        draws: Draws | None = None,
+        num_new: int = 1,
+        ahead: int = 0,
+        ids_V: Tensor | None = None,
+    ) -> Choice:
+        return choose(self.linear(head, self.norm(norm, x_ND)), draws, num_new, ahead, ids_V)
+
+    def fuse_inputs(
+        self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype
+    ) -> Tensor:
+        fused = torch.cat(tuple(taps), -1).to(dtype)
+        if whole is not None:
+            fused = whole(fused)
+        if each is None:
+            return fused
+        return torch.cat([norm(part) for norm, part in zip(each, fused.chunk(len(each), -1), strict=True)], -1)
+
+    def draft_inputs(
+        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+    ) -> DraftInputs:
+        assert not drafting, "captured cycles alone draft from choices"
+        embedded, normed = embedding(tokens).to(h_ND.dtype), layer.hidden_norm(h_ND)
+        x = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        return DraftInputs(x, normed if layer.norm_before_residual else h_ND, None, None)
+
+
+class AttendOps(TorchOps):
+    """Attention is the caller's own function: packed documents in training, rollouts of a study. There is no metadata."""
+
+    def __init__(self, attend: Attend, angles: tuple[Tensor, Tensor]) -> None:
+        self.function, self.cos_sin = attend, angles
+
+    def attend(
+        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
+    ) -> Tensor:
+        return self.function(module.layer, q_NHE, k_NKE, v_NKE, module.window)
+
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.cos_sin
+
+
+def _no_attention(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+    raise AssertionError("a backend without a cache")
+
+
+# For what has no attention in it.
+PLAIN = AttendOps(_no_attention, (torch.empty(0), torch.empty(0)))
