@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from fledge.errors import RequestError
+
+
+@runtime_checkable
+class TokenMask(Protocol):
+    """A logits processor that only bans tokens (a grammar): it runs on every device, because the host can fill its bits."""
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor: ...
+
+    def fill(self, tokens: Sequence[int], mask_W: Tensor) -> None:
+        """Clears the bits of the tokens that must not follow the answer `tokens`; int32, bit v % 32 of word v // 32."""
+        ...
+
 
 # (tokens produced so far, logits of the next one) -> logits
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
@@ -73,6 +86,17 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether only a part of the vocabulary can be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def has_row_options(self) -> bool:
+        """Penalties, bias or bad words: what `kernels.adjustments` keeps for a row."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.logit_bias or self.bad_word_ids)
+
+    @property
+    def token_masks(self) -> list[TokenMask]:
+        """The processors that are grammars."""
+        return [process for process in self.logits_processors if isinstance(process, TokenMask)]
 
     @property
     def adjusts_logits(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 LONGEST_WAIT = 0.025  # seconds that a request is held back at most
 NEWEST = 0.1  # weight of the latest gap in the mean
-# Offline, prompts join when there are so many of them, as a share of the running requests: one pass should be worth its launches.
+# Offline, prompts join when there are so many of them, as a share of the running requests: a pass should be worth its launch.
 REFILL_SHARE = 1 / 32
 
 

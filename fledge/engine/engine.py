@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,12 +21,13 @@ from fledge.engine.kv_pool import PagePool
 from fledge.engine.request import Delta, Request
 from fledge.engine.scheduler import Scheduler
 from fledge.errors import RequestError
+from fledge.kernels.adjustments import check_bad_words
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.drafting import Drafter
 from fledge.speculation.stats import AcceptanceStats
-from fledge.tokenizer import IncrementalDecoder, Tokenizer
+from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
             bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if bad is not None:
                 raise RequestError(f"{name} names token {bad}, outside the model's vocabulary of {vocab_size}")
+        params = self._resolved(params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
             raise RequestError(f"a request {request_id!r} is already running")
@@ -79,6 +82,16 @@ class Engine:
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with bad words as tokens; refuses what this executor cannot serve."""
+        if params.bad_words and not params.bad_word_ids:
+            if self.tokenizer is None:
+                raise RequestError("bad_words needs a tokenizer; give bad_word_ids")
+            params = replace(params, bad_word_ids=bad_word_token_ids(self.tokenizer, params.bad_words))
+        check_bad_words(params.bad_word_ids)
+        self.executor.check(params)
+        return params
 
     def abort(self, request: Request) -> None:
         """Frees a request's pages at once; its text so far stays with it."""

@@ -12,6 +12,7 @@ import xgrammar
 from torch import Tensor
 
 from fledge.errors import RequestError
+from fledge.kernels.bits import pack_bits
 from fledge.tokenizer import Tokenizer
 
 # What a caller may ask to be compiled: beyond this, compiling could keep a core busy for long.
@@ -97,7 +98,20 @@ class GrammarProcessor:
         self.bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
         self.end_token_ids = torch.tensor(list(end_token_ids))
         self.begin, self.banned = begin, banned
+        self.banned_bits: Tensor | None = None
+        if banned is not None:
+            self.banned_bits = torch.from_numpy(pack_bits(banned.tolist(), self.bitmask.shape[1]))
         self.followed: list[int] = []
+
+    def fill(self, tokens: Sequence[int], mask_W: Tensor) -> None:
+        """`sampling.TokenMask`: the same as a bit mask."""
+        start = 0 if self.begin is None else self.begin(tokens)
+        if start < 0 or not self._follow(list(tokens[start:])):
+            return
+        self.matcher.fill_next_token_bitmask(self.bitmask)
+        mask_W &= self.bitmask[0]
+        if self.banned_bits is not None:
+            mask_W &= ~self.banned_bits
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         start = 0 if self.begin is None else self.begin(tokens)

@@ -15,6 +15,7 @@ from typing import Protocol
 from fledge.engine.kv_pool import PageKeys
 from fledge.engine.request import Request, TokenLogprob
 from fledge.models.decoder import Decoder
+from fledge.sampling import SamplingParams
 from fledge.speculation.costs import StepCosts
 from fledge.speculation.verification import VerifiedPass
 
@@ -75,6 +76,10 @@ class Executor(Protocol):
         bool  # one pass holds drafts of different depths and prefill chunks; else cycles are uniform and prefill is apart
     )
     lookahead: int  # KV slots needed past the text: drafted tokens are stored there before they are verified
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuses, by name, sampling options that it cannot serve."""
+        ...
 
     @property
     def max_unread_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""The rows of a running batch, as device tensors: who is where, how far, and what was said.
+"""The rows of a running batch as device tensors: which request is where, how far it is, how it samples.
 
-A row is one request. A step reads and writes rows in place; the host only fills rows, moves them, and reads results late.
+A row is one request. A cycle reads and writes rows in place; the host only initialises rows, moves them, and reads output late.
 """
 
 from __future__ import annotations
@@ -8,53 +8,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.kernels.accept import RowState
-from fledge.kernels.bits import num_words, pack_bits, set_bits_
+from fledge.kernels.adjustments import Adjustments, RowOptions, clear_rows, reset_rows
+from fledge.kernels.bits import KEEP, num_words, pack_bits, set_bits_
 from fledge.kernels.sample import Cuts, Draws
 
-MAX_STOP_IDS = 16  # that come among the numbers of `NewRows`; `Slots.set_stop_ids` takes any number
-MAX_DEPTH = 16
-FIRST_STOP_ID = 9  # among the numbers of `NewRows`
+# Sampling modes of a cycle: each is a graph of its own, and a later one also does what the earlier ones do.
+# TRUNCATED: sampled within top-k, min-p or top-p. ADJUSTED: logits are materialised, for penalties, bias, bans, grammar
+# masks and log-probabilities.
+GREEDY, SAMPLED, TRUNCATED, ADJUSTED = range(4)
+MAX_STOP_IDS = 16  # among the int_params of `NewRows`; `BatchState.set_stop_ids` takes any number
+NUM_INT_PARAMS = 9  # before the stop ids
+
+
+@dataclass
+class RowInit:
+    """A request that takes a row."""
+
+    row: int
+    text: Sequence[int]  # to prefill: the prompt, and the answer so far of a request that was preempted
+    pages: Sequence[int]
+    limit: int  # tokens of the answer at most
+    seed: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop_ids: Sequence[int] = ()
+    depth_limit: int = 1 << 20  # drafted tokens a cycle that may be accepted
+    num_cached: int = 0  # tokens of the text that the caches hold already, in its pages
+    num_answered: int = 0  # tokens at the text's end that belong to the answer
+    top_k: int = 0  # 0: none
+    min_p: float = 0.0
+    min_answer: int = 0  # tokens of the answer at least
+    options: RowOptions | None = None  # penalties, bias, bad words; None: none of them
+    mask: np.ndarray | None = None  # int32 [W]: tokens that a grammar allows first
+    wants_logprobs: bool = False
+
+    @property
+    def mode(self) -> int:
+        if self.options is not None or self.mask is not None or self.wants_logprobs or self.min_answer:
+            return ADJUSTED
+        return sampling_mode(self.temperature, self.top_p, self.top_k, self.min_p)
+
+
+def sampling_mode(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> int:
+    if temperature <= 0:
+        return GREEDY
+    return TRUNCATED if top_p < 1 or top_k > 0 or min_p > 0 else SAMPLED
 
 
 @dataclass
 class NewRows:
-    """What the host knows of requests that enter, one entry each."""
+    """`RowInit`s as a prefill graph reads them."""
 
-    # int64 [B, 9 + MAX_STOP_IDS]: the row; 1 where it shall run; length of the prompt; tokens of the answer that are in it
-    # already (of a request that comes back); most and fewest tokens of the answer; most drafted tokens a step that may
-    # be accepted; the seed; top-k, 0: none; and the stop ids, -1: none
-    numbers: Tensor
-    fractions: Tensor  # [B, 3]: temperature, top-p and min-p
+    # int64 [B, 9 + MAX_STOP_IDS]: row; 1 where it shall run; length of the text; tokens of it that belong to the answer;
+    # most and fewest tokens of the answer; depth limit; seed; top-k; stop ids, -1: none
+    int_params: Tensor
+    float_params: Tensor  # [B, 3]: temperature, top-p and min-p
     page_table: Tensor  # [B, P]
 
     @property
     def rows(self) -> Tensor:
-        return self.numbers[:, 0].contiguous()
+        return self.int_params[:, 0].contiguous()
 
 
-class Slots:
+class BatchState:
     def __init__(
-        self,
-        num_rows: int,
-        max_length: int,
-        max_pages: int,
-        vocab_size: int,
-        device: torch.device,
-        max_depth: int = MAX_DEPTH,
+        self, num_rows: int, max_length: int, max_pages: int, vocab_size: int, device: torch.device, max_depth: int
     ) -> None:
-        # One row more than requests: what has to be written somewhere and belongs to nobody goes there.
-        self.nobody = num_rows
+        # One row more than requests: padding of a prefill graph is written there.
+        self.dummy_row, self.max_depth, self.vocab_size = num_rows, max_depth, vocab_size
         num_rows += 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # Set by `fill`, then on the device by `kernels.accept`.
-        self.state = RowState(
+        # Set by `init_rows`, then on the device by `kernels.accept`.
+        self.rows = RowState(
             active=zeros(num_rows),
             token=zeros(num_rows, dtype=torch.int64),
             length=zeros(num_rows),
@@ -66,63 +99,107 @@ class Slots:
             stop_bits=zeros(num_rows, num_words(vocab_size)),
             tokens=zeros(num_rows, max_length),
         )
-        # Set by `fill`.
+        # Set by `init_rows`.
         self.seed = zeros(num_rows, dtype=torch.int64)
         self.temperature = zeros(num_rows, dtype=torch.float32)
-        self.cuts = Cuts(zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32))
+        self.truncation = Cuts(zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32))
         self.page_table = zeros(num_rows, max_pages)
-        # Set by drafting; lives within one step.
+        # Set by drafting; lives within one cycle.
         self.drafts = zeros(num_rows, max(max_depth, 1), dtype=torch.int64)
-        # The drafter's output for the last settled token, before its final norm; set by synchronising.
-        self.draft_state: Tensor | None = None
+        self.method_state: list[Tensor] = []  # what the drafting method keeps for each row
+        self.adjustments: Adjustments | None = None  # made when the first request asks for one: 6 bytes a row and token id
+
+    @property
+    def device(self) -> torch.device:
+        return self.seed.device
 
     @property
     def carried(self) -> list[Tensor]:
-        """What belongs to a row from one step to the next."""
-        tensors = [*self.state, self.seed, self.temperature, *self.cuts, self.page_table]
-        return tensors if self.draft_state is None else [*tensors, self.draft_state]
+        """What belongs to a row from one cycle to the next."""
+        tensors = [*self.rows, self.seed, self.temperature, *self.truncation, self.page_table, *self.method_state]
+        return [*tensors, *(self.adjustments or ())]
 
-    def draws(self, rows: slice | Tensor, *, cuts: bool) -> Draws:
-        cut = Cuts(*(x[rows] for x in self.cuts)) if cuts else None
-        return Draws(self.temperature[rows], self.seed[rows], self.state.answered[rows], cut)
+    def draws(self, rows: slice | Tensor, *, truncated: bool) -> Draws:
+        truncation = Cuts(*(x[rows] for x in self.truncation)) if truncated else None
+        return Draws(self.temperature[rows], self.seed[rows], self.rows.answered[rows], truncation)
 
-    def fill(self, new: NewRows) -> None:
-        """Puts requests into rows; their prompts are in the cache and their first token is yet to be chosen."""
-        state = self.state
-        rows, active, lengths, answered, limits, least, depth_limits, seeds, top_ks = new.numbers[:, :FIRST_STOP_ID].unbind(1)
-        set_bits_(state.stop_bits, rows, new.numbers[:, FIRST_STOP_ID:])
-        temperatures, top_ps, min_ps = new.fractions.unbind(1)
+    # Row init: the host's part, then the part of the prefill graph
+
+    def prepare_rows(self, inits: Sequence[RowInit], *, keeps_text: bool) -> None:
+        """Uploads what a prefill graph has no place for, without waiting. `keeps_text`: the drafting method reads the text."""
+        for init in inits:
+            if keeps_text or (init.options is not None and init.options.bad_words):
+                self.rows.tokens[init.row, : len(init.text)].copy_(self.upload(np.array(init.text, dtype=np.int32)))
+            if len(init.stop_ids) > MAX_STOP_IDS:
+                self.set_stop_ids(init.row, init.stop_ids)
+        if self.adjustments is None and any(init.mode == ADJUSTED for init in inits):
+            self.make_adjustments()
+        if self.adjustments is not None:
+            clear_rows(self.adjustments, self.upload(np.array([init.row for init in inits], dtype=np.int64)))
+            reset_rows(self.adjustments, [init.options for init in inits if init.options is not None])
+            masks = {init.row: init.mask[None] for init in inits if init.mask is not None}
+            if masks:
+                self.set_masks(masks)
+
+    def make_adjustments(self) -> Adjustments:
+        if self.adjustments is None:
+            self.adjustments = Adjustments.empty(len(self.seed), self.max_depth + 1, self.vocab_size, self.device)
+        return self.adjustments
+
+    def set_masks(self, masks: dict[int, np.ndarray]) -> None:
+        """Tokens that grammars allow at the first positions of these rows' next pass: int32 [T, W] each."""
+        adjustments = self.make_adjustments()
+        rows = self.upload(np.array(list(masks), dtype=np.int64))
+        stacked = self.upload(np.stack(list(masks.values())))
+        adjustments.mask_RTW[:, : stacked.shape[1]].index_copy_(0, rows, stacked)
+        adjustments.has_mask_R.index_fill_(0, rows, 1)
+
+    def set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
+        """Any number of stop ids, before `init_rows` with KEEP as the first."""
+        self.rows.stop_bits[row].copy_(self.upload(pack_bits(stop_ids, self.rows.stop_bits.shape[1])))
+
+    @staticmethod
+    def stop_params(stop_ids: Sequence[int]) -> list[int]:
+        """Stop ids as `NewRows` has them; KEEP: they were set before."""
+        given = [KEEP] if len(stop_ids) > MAX_STOP_IDS else list(stop_ids)
+        return [*given, *[-1] * (MAX_STOP_IDS - len(given))]
+
+    def init_rows(self, new: NewRows) -> None:
+        """Puts requests into rows; their text is in the cache and their next token is yet to be chosen. Capturable."""
+        state = self.rows
+        rows, active, length, answered, limit, least, depth_limit, seed, top_k = new.int_params[:, :NUM_INT_PARAMS].unbind(1)
+        set_bits_(state.stop_bits, rows, new.int_params[:, NUM_INT_PARAMS:])
+        temperature, top_p, min_p = new.float_params.unbind(1)
         for tensor, values in (
             (state.active, active),
-            (state.length, lengths),
+            (state.length, length),
             (state.answered, answered),
-            (state.limit, limits),
+            (state.limit, limit),
             (state.min_answer, least),
-            (state.depth_limit, depth_limits),
-            (self.seed, seeds),
-            (self.temperature, temperatures),
-            *zip(self.cuts, Cuts(top_ps, top_ks, min_ps), strict=True),
+            (state.depth_limit, depth_limit),
+            (self.seed, seed),
+            (self.temperature, temperature),
+            *zip(self.truncation, Cuts(top_p, top_k, min_p), strict=True),
             (self.page_table, new.page_table),
         ):
             tensor.index_copy_(0, rows, values.to(tensor.dtype))
 
-    def set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
-        """Any number of stop ids, before `fill` with KEEP as the first. Does not wait for the device."""
-        bits = torch.from_numpy(pack_bits(stop_ids, self.state.stop_bits.shape[1]))
-        self.state.stop_bits[row].copy_(bits.pin_memory() if self.seed.is_cuda else bits, non_blocking=True)
+    # Changes between cycles
 
     def add_pages(self, rows: Tensor, places: Tensor, pages: Tensor) -> None:
-        """Rows have grown: entries of their page tables."""
+        """Entries of page tables that have grown."""
         self.page_table.index_put_((rows, places), pages.to(self.page_table.dtype))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Rows change places; their keys and values stay, for the page table moves along."""
+        """Rows change places; their keys and values stay, because the page table moves along."""
         for tensor in self.carried:
             tensor[targets] = tensor[sources]
         self.stop(sources)
 
     def stop(self, rows: Tensor) -> None:
-        self.state.active.index_fill_(0, rows, 0)
+        self.rows.active.index_fill_(0, rows, 0)
 
-    def clear(self) -> None:
-        self.state.active.zero_()
+    def upload(self, array: np.ndarray) -> Tensor:
+        """A copy on the device; the host does not wait for it."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

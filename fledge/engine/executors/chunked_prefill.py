@@ -1,10 +1,10 @@
-"""A long prompt, piece by piece, through the target and the drafter. After its last piece the row runs.
+"""Chunked prefill: a long text, chunk by chunk, through the target and the drafter. After its last chunk the row runs.
 
-    prompt   |  piece  |  piece  |  piece |
-                              |  last one |      reads some tokens again, so that all pieces have one shape
+    text     |  chunk  |  chunk  |  chunk |
+                              |  last one |      computes some tokens again, so that all chunks have one shape
 
-As with whole prompts the pass is recorded: eagerly a piece of 1,024 tokens takes ten times as long as its work. It reads one
-buffer, attends over what the cache holds of the prompt and over itself, and its last form also says the first token.
+As with whole texts the pass is recorded: eagerly a chunk of 1,024 tokens takes ten times as long as its work. It reads one
+buffer, attends over what the cache holds of the text and over itself, and its last form also chooses the first token.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows
-from fledge.engine.executors.prefill import RECORDED_AT, Buffer, RecordedPass
+from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, NewRows
+from fledge.engine.executors.prefill import RECORDED_AT, Buffer, CapturedPrefill
 from fledge.kernels.attention.metadata import AttentionMetadata
 
-MIDDLE = -1  # instead of how a token is chosen: none is
+MIDDLE = -1  # instead of a sampling mode: no token is chosen
 
 
 @dataclass
-class Piece:
+class ChunkBatch:
     """All on the host."""
 
     tokens: np.ndarray  # int64 [N]
     positions: np.ndarray  # int64 [N]
     slots: np.ndarray  # int64 [N], of the caches
-    following: np.ndarray  # int64 [N]: the prompt's tokens one place on; behind its end anything
-    numbers: np.ndarray  # int64 [1, …],
-    fractions: np.ndarray  # float64 [1, 3] and
+    following: np.ndarray  # int64 [N]: the token after each; after the text's end anything
+    int_params: np.ndarray  # int64 [1, …],
+    float_params: np.ndarray  # float64 [1, 3] and
     table: np.ndarray  # int64 [1, P]: as `NewRows` has them
 
     def arrays(self) -> list[np.ndarray]:
-        """What the pass reads, in its order; the last number is the prompt's length up to the piece's end."""
+        """What the pass reads, in its order; the last number is the text's length up to the chunk's end."""
         tokens = np.stack([self.tokens, self.positions, self.slots, self.following])
-        return [tokens, self.numbers, self.fractions, self.table, self.positions[-1:] + 1]
+        return [tokens, self.int_params, self.float_params, self.table, self.positions[-1:] + 1]
 
 
-class PiecePass(RecordedPass):
+class ChunkedPrefill(CapturedPrefill):
     def __init__(self, *parts, max_pages: int, capture: bool) -> None:
         super().__init__(*parts, max_pages=max_pages, capture=capture)
         self.buffers: dict[int, Buffer] = {}
 
-    def read(self, piece: Piece, how: int) -> None:
-        """`how` the first token is chosen, if this is the last piece, or MIDDLE."""
-        shape = (len(piece.tokens), how)
+    def run(self, chunk: ChunkBatch, mode: int) -> None:
+        """`mode`: of the first token, if this is the last chunk, or MIDDLE."""
+        shape = (len(chunk.tokens), mode)
         self.uses[shape] += 1
-        self._fill(piece)
+        self._fill(chunk)
         if self.uses[shape] < RECORDED_AT and shape not in self.graphs.graphs:
             self._run(*shape)
         else:
@@ -57,30 +57,31 @@ class PiecePass(RecordedPass):
 
     @torch.inference_mode()
     def record(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Ahead of use: tokens of a piece, and how its last token is chosen."""
-        numbers = np.zeros((1, FIRST_STOP_ID + MAX_STOP_IDS), dtype=np.int64)
-        numbers[0, 0] = self.slots.nobody
+        """Ahead of use: tokens of a chunk, and the sampling mode of its last token."""
+        int_params = np.zeros((1, NUM_INT_PARAMS + MAX_STOP_IDS), dtype=np.int64)
+        int_params[0, 0] = self.state.dummy_row
         table = np.zeros((1, self.max_pages), dtype=np.int64)
         for shape in shapes if self.graphs.capture else ():
             nothing = np.zeros(shape[0], dtype=np.int64)
-            self._fill(Piece(nothing, nothing, nothing - 1, nothing, numbers, np.ones((1, 3)), table))
+            self._fill(ChunkBatch(nothing, nothing, nothing - 1, nothing, int_params, np.ones((1, 3)), table))
             self.graphs.record([shape])
 
-    def _fill(self, piece: Piece) -> None:
-        arrays, size = piece.arrays(), len(piece.tokens)
+    def _fill(self, chunk: ChunkBatch) -> None:
+        arrays, size = chunk.arrays(), len(chunk.tokens)
         if size not in self.buffers:
             self.buffers[size] = Buffer(arrays, self.device)
         self.buffers[size].fill(arrays)
 
-    def _run(self, num_tokens: int, how: int) -> None:
-        (tokens, positions, slots, following), numbers, fractions, table, length = self.buffers[num_tokens].parts
+    def _run(self, num_tokens: int, mode: int) -> None:
+        (tokens, positions, slots, following), int_params, float_params, table, length = self.buffers[num_tokens].parts
         meta = AttentionMetadata.chunk(positions, slots, table[0].int(), length.int())
-        new = NewRows(numbers, fractions, table)
-        x, taps = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.taps)
-        if how != MIDDLE:
-            following = torch.cat([following[:-1], self.say_first(new, x[-1:], how)])
-        if self.drafter is not None:
-            # pair (x1, g0), (x2, g1), … (the piece's next token or the first one said, g of its last)
-            states = self.drafter.prefill(taps, following, meta)
-            if how != MIDDLE:
-                self.slots.draft_state.index_copy_(0, new.rows, states[-1:])
+        new = NewRows(int_params, float_params, table)
+        x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
+        rows = new.rows
+        if mode == MIDDLE:
+            rows = torch.full_like(rows, self.state.dummy_row)
+        else:
+            following = torch.cat([following[:-1], self.choose_first(new, x[-1:], mode)])
+        if self.method is not None:
+            last = torch.full_like(rows, num_tokens - 1)
+            self.method.prefill(aux, following, meta, rows, last)

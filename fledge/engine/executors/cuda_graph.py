@@ -11,33 +11,60 @@ together (`LaunchAhead`). Without `capture` the same functions run eagerly, on a
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED, RowInit
 from fledge.engine.executors.chunked_prefill import MIDDLE
-from fledge.engine.executors.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch, Entry, how_chosen
+from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
 from fledge.engine.executors.output_reader import OutputReader
 from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
+from fledge.errors import RequestError
+from fledge.kernels.adjustments import RowOptions
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.bits import num_words
 from fledge.models.decoder import Decoder
+from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import GraphCosts
 from fledge.speculation.distribution import LEAST_TOP_P
 from fledge.speculation.drafting import Drafter, EagleSpeculator
+from fledge.speculation.methods.base import CapturedMethod
+from fledge.speculation.methods.eagle import CapturedEagle, CapturedTree, tree_lookahead
+from fledge.speculation.methods.ngram import CapturedNgram
+from fledge.speculation.ngram import NgramSpeculator
+
+log = logging.getLogger("fledge.engine")
 
 # Cycles that a waiting request waits for at most before it is prefilled.
 MAX_CYCLES_BEFORE_PREFILL = 2
 # Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
 FEW_LONG_ROWS = 4
+# Up to this many rows, ADJUSTED cycles are recorded ahead, plain and to the full depth; others on first use.
+FEW_ADJUSTED_ROWS = 16
+
+
+class _Halted(NamedTuple):
+    """An ADJUSTED cycle whose first half is enqueued."""
+
+    rows: dict[int, Request]
+    shape: tuple[int, ...]
+    drafted: dict[int, Request]
+    masked: dict[int, Request]
+    drafts: torch.Tensor | None  # [size, depth], on the host once the event has passed
+    event: torch.cuda.Event | None
 
 
 class CudaGraphExecutor:
@@ -56,29 +83,47 @@ class CudaGraphExecutor:
     ) -> None:
         self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
         self.controller, self.drafter = controller, drafter
-        network, drafter_cache = None, None
-        if isinstance(drafter, EagleSpeculator):
-            network, drafter_cache = drafter.network, drafter.cache
-        self.batch = DeviceBatch(
-            decoder,
-            config,
-            drafter=network,
-            capture=capture,
-            cache=cache,
-            drafter_cache=drafter_cache,
-            max_depth=controller.limit,
-        )
-        self.lookahead = self.batch.lookahead
+        limit = controller.limit
+        tree = drafter.tree if isinstance(drafter, EagleSpeculator) else None
+        self.lookahead = 0 if drafter is None else limit + 1 if tree is None else tree_lookahead(tree, limit)
+        self.batch = DeviceBatch(decoder, config, cache, max_depth=limit, lookahead=self.lookahead, capture=capture)
+        self.method = self._method(drafter)
+        if self.method is not None:
+            self.batch.use(self.method)
         self.reader = OutputReader(self.batch)
         self.launch_ahead = LaunchAhead()
         self.costs = GraphCosts(self.batch.graphs.seconds)
         controller.use_costs(self.costs)
         self.row_of: dict[Request, int] = {}
         self.free_rows = list(range(config.max_num_seqs))  # a heap: low rows first keeps the batch dense
-        self.prefilling: dict[Request, Entry] = {}  # rows whose prompt is prefilled in chunks
+        self.prefilling: dict[Request, RowInit] = {}  # requests whose text is prefilled in chunks
         self.num_in_flight = 0  # launches of the last submission: not collected while the device works on them
+        self.halted: _Halted | None = None  # a cycle that waits for grammar masks
+        # Of requests with a row. Kept because the properties of `SamplingParams` take too long for 256 rows every cycle.
+        self.mode_of: dict[Request, int] = {}
+        self.masked: set[Request] = set()
+        self.with_logprobs: set[Request] = set()
         # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        if len(params.token_masks) < len(params.logits_processors):
+            raise RequestError(
+                "logits_processors are Python functions and run on the device cpu only; "
+                "on a GPU use logit_bias, bad_words or structured output"
+            )
+
+    def _method(self, drafter: Drafter | None) -> CapturedMethod | None:
+        limit, batch = self.controller.limit, self.batch
+        if isinstance(drafter, EagleSpeculator):
+            parts = (drafter.network, drafter.cache, batch.state, batch.max_positions)
+            if drafter.depth.threshold:
+                log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
+            return CapturedEagle(*parts, limit) if drafter.tree is None else CapturedTree(drafter.tree, *parts, max_depth=limit)
+        if isinstance(drafter, NgramSpeculator):
+            return CapturedNgram(batch.state, limit, drafter.longest, drafter.shortest)
+        assert drafter is None, "a drafting method without a captured side"
+        return None
 
     @property
     def max_unread_tokens(self) -> int:
@@ -102,15 +147,39 @@ class CudaGraphExecutor:
         return self.reader.read(but_last=self.num_in_flight, record=self.costs.record)
 
     def resume(self) -> None:
-        """Nothing is left to do: cycles are launched whole."""
+        """Fills the grammar masks of a cycle that waits for them, and enqueues the rest of it."""
+        if (halted := self.halted) is None:
+            return
+        self.halted = None
+        drafts = None
+        if halted.drafts is not None:
+            if halted.event is not None:
+                halted.event.synchronize()
+            drafts = halted.drafts.tolist()
+        masks = {}
+        for row, request in halted.masked.items():
+            if not request.finished:
+                masks[row] = self._masks(request, drafts[row] if drafts is not None else [])
+        if masks:
+            self.batch.state.set_masks(masks)
+        self._choose(halted.rows, halted.shape, halted.drafted)
+
+    def _masks(self, request: Request, drafts: list[int]) -> np.ndarray:
+        """Tokens that the request's grammar allows after its answer and after each drafted token; int32 [T, W]."""
+        answer, width = request.answer, num_words(self.decoder.config.vocab_size)
+        masks = torch.full((len(drafts) + 1, width), -1, dtype=torch.int32)
+        for position in range(len(drafts) + 1):
+            for mask in request.params.token_masks:
+                mask.fill(answer + drafts[:position], masks[position])
+        return masks.numpy()
 
     def _shape(self, decoding: Sequence[Request]) -> tuple[int, ...]:
         """Batch size, sampling mode and, where it is bounded, the KV length bucket of a cycle for these requests."""
         size = size_for(self.batch.sizes, max(self.row_of[request] for request in decoding) + 1)
-        mode = max(mode_of(request) for request in decoding)
+        mode = max(map(self.mode_of.__getitem__, decoding))
         longest = max(len(request.tokens) for request in decoding)
         most_keys = longest + self.reader.max_unread_tokens + MAX_CYCLES * (self.controller.limit + 1) + self.lookahead
-        return (size, mode, *self.batch.reach_for(most_keys))
+        return (size, mode, *self.batch.kv_bucket(most_keys))
 
     def _launch(self, plan: Plan) -> int:
         """Enqueues the plan's cycles; returns how many."""
@@ -120,20 +189,43 @@ class CudaGraphExecutor:
             self.launch_ahead.record(device_was_idle=self.reader.all_done)
         rows = {self.row_of[request]: request for request in plan.decodes}
         drafted = {row: request for row, request in rows.items() if request.speculate and not request.drafter_stale}
+        size, mode, *bucket = self._shape(list(plan.decodes))
         depth = plan.depth if drafted else 0
-        if drafted and not depth and self.controller.limit:
+        if mode == ADJUSTED and isinstance(self.method, CapturedTree):
+            depth = 0  # penalties and grammars along the paths of a tree are not captured: such a batch decodes plainly
+        if drafted and not depth and self.method is not None and not self.method.follows_plain_cycles:
             # A plain cycle keeps no hidden states: the drafter falls behind for good.
-            self.batch.slots.state.depth_limit.index_fill_(0, self.batch.upload(np.array(list(drafted))), 0)
+            self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(drafted))), 0)
             for request in drafted.values():
                 request.drafter_stale = True
         if depth and self.before_drafts is not None:
             self.before_drafts(drafted, depth)
-        size, *others = self._shape(list(plan.decodes))
-        shape = (size, depth, *others)
-        for _ in range(plan.cycles):
+        shape = (size, depth, mode, *bucket)
+        if shape not in self.batch.graphs.graphs:
+            self.batch.record([shape])
+        masked = {row: request for row, request in rows.items() if request in self.masked} if self.masked else {}
+        cycles = 1 if masked else plan.cycles
+        drafted_rows = drafted if depth else {}
+        for _ in range(cycles):
             self.batch.graphs.run(*shape)
-            self.reader.enqueue_copy(rows, depth, shape, drafted.keys() if depth else ())
-        return plan.cycles
+            if mode < ADJUSTED:
+                self.reader.enqueue_copy(rows, depth, shape, drafted_rows.keys())
+            elif not masked:
+                self._choose(rows, shape, drafted_rows)
+        if masked:
+            drafts, event = self.batch.download(self.batch.state.drafts[:size, :depth]) if depth else (None, None)
+            self.halted = _Halted(rows, shape, drafted_rows, masked, drafts, event)
+        return 0 if masked else cycles
+
+    def _choose(self, rows: dict[int, Request], shape: tuple[int, ...], drafted: dict[int, Request]) -> None:
+        """Enqueues the second half of an ADJUSTED cycle."""
+        size, depth, _, *bucket = shape
+        self.batch.graphs.run(size, depth, CHOICE, *bucket)
+        logprobs = None
+        if not self.with_logprobs.isdisjoint(rows.values()):
+            self.batch.graphs.run(size, depth, LOGPROBS, *bucket)
+            logprobs = self.batch.logprobs[size, depth, *bucket]
+        self.reader.enqueue_copy(rows, depth, shape, drafted.keys(), logprobs)
 
     def _add_pages(self, plan: Plan) -> None:
         rows, places, pages = [], [], []
@@ -142,34 +234,34 @@ class CudaGraphExecutor:
                 grown = range(before, len(request.pages))
                 rows, places, pages = rows + [row] * len(grown), places + list(grown), pages + request.pages[before:]
         if rows:
-            self.batch.slots.add_pages(*self.batch.upload(np.array([rows, places, pages])))
+            self.batch.state.add_pages(*self.batch.state.upload(np.array([rows, places, pages])))
 
     def _prefill(self, plan: Plan) -> int:
         """Enqueues the plan's prefills; returns how many passes give first tokens."""
-        whole: list[Entry] = []
+        whole: list[RowInit] = []
         num_passes = 0
         for chunk in plan.prefills:
             request = chunk.request
             if request not in self.row_of:
                 self.row_of[request] = heapq.heappop(self.free_rows)
             if chunk.completes and request not in self.prefilling:
-                whole.append(self._entry(request, chunk.start))
+                whole.append(self._row_init(request, chunk.start))
             elif request not in self.prefilling:
-                self.prefilling[request] = self._entry(request, chunk.start)
+                self.prefilling[request] = self._row_init(request, chunk.start)
         # Whole prompts attend over themselves, which is faster; those with a cached prefix attend over the cache.
-        for entries in ([one for one in whole if not one.cached], [one for one in whole if one.cached]):
-            if entries:
-                self.batch.read_prompts(entries)
+        for inits in ([one for one in whole if not one.num_cached], [one for one in whole if one.num_cached]):
+            if inits:
+                self.batch.prefill(inits)
         if whole:
-            rows = {entry.row for entry in whole}
+            rows = {init.row for init in whole}
             self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
             num_passes += 1
         for chunk in plan.prefills:
-            if (entry := self.prefilling.get(chunk.request)) is not None:
-                self.batch.read_piece(entry, chunk.start)
+            if (init := self.prefilling.get(chunk.request)) is not None:
+                self.batch.prefill_chunk(init, chunk.start)
                 if chunk.completes:
                     del self.prefilling[chunk.request]
-                    self._prefilled({entry.row: chunk.request})
+                    self._prefilled({init.row: chunk.request})
                     num_passes += 1
                 else:
                     self.reader.mark()
@@ -179,12 +271,25 @@ class CudaGraphExecutor:
         """Whole prompts are in the caches: others can use them, and the first tokens are on their way."""
         for request in rows.values():
             self.pool.share(request.pages, request.page_keys, request.prefill_end)
-        self.reader.enqueue_copy(rows)
+        wanted = not self.with_logprobs.isdisjoint(rows.values())
+        self.reader.enqueue_copy(rows, logprobs=self.batch.logprobs[()] if wanted else None)
 
-    def _entry(self, request: Request, num_cached: int) -> Entry:
-        params = request.params
-        return Entry(
-            self.row_of[request],
+    def _row_init(self, request: Request, num_cached: int) -> RowInit:
+        params, row = request.params, self.row_of[request]
+        options = None
+        if params.has_row_options:
+            options = RowOptions(
+                row,
+                request.prompt,
+                request.answer,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+                params.logit_bias or {},
+                params.bad_word_ids,
+            )
+        init = RowInit(
+            row,
             list(request.tokens),
             request.pages,
             min(params.max_tokens, self.config.max_model_len - len(request.prompt)),
@@ -197,7 +302,17 @@ class CudaGraphExecutor:
             request.num_answer,
             max(params.top_k, 0),
             params.min_p,
+            params.min_tokens,
+            options,
+            self._masks(request, [])[0] if params.token_masks else None,
+            params.logprobs is not None,
         )
+        self.mode_of[request] = init.mode
+        if init.mask is not None:
+            self.masked.add(request)
+        if init.wants_logprobs:
+            self.with_logprobs.add(request)
+        return init
 
     # Rows
 
@@ -206,13 +321,16 @@ class CudaGraphExecutor:
         leaving = [request for request in requests if request in self.row_of]
         if not leaving:
             return
-        self.batch.slots.stop(self.batch.upload(np.array([self.row_of[request] for request in leaving])))
+        self.batch.state.stop(self.batch.state.upload(np.array([self.row_of[request] for request in leaving])))
         for request in leaving:
             is_prefilled = request.num_answer and request not in self.prefilling
-            if is_prefilled and (self.drafter is None or (request.speculate and not request.drafter_stale)):
+            if is_prefilled and (not self._has_own_cache or (request.speculate and not request.drafter_stale)):
                 # Not the tokens of the last cycle: where it ended the answer, the drafter was not synced with it.
                 self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.lookahead)
             self.prefilling.pop(request, None)
+            self.mode_of.pop(request, None)
+            self.masked.discard(request)
+            self.with_logprobs.discard(request)
             heapq.heappush(self.free_rows, self.row_of.pop(request))
 
     def _compact(self, decoding: Sequence[Request]) -> None:
@@ -222,7 +340,8 @@ class CudaGraphExecutor:
             return
         moving = {request: row for request, row in self.row_of.items() if row >= size}
         targets = [heapq.heappop(self.free_rows) for _ in moving]
-        self.batch.slots.move(self.batch.upload(np.array(list(moving.values()))), self.batch.upload(np.array(targets)))
+        upload = self.batch.state.upload
+        self.batch.state.move(upload(np.array(list(moving.values()))), upload(np.array(targets)))
         for (request, source), target in zip(moving.items(), targets, strict=True):
             self.row_of[request] = target
             heapq.heappush(self.free_rows, source)
@@ -231,12 +350,12 @@ class CudaGraphExecutor:
 
     def chunk_tokens(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> int:
         """Prompts up to a chunk are prefilled whole, together. Of longer ones, one chunk a step."""
-        if remaining <= self.batch.piece:
+        if remaining <= self.batch.chunk_tokens:
             return remaining
-        return 0 if any(not chunk.completes for chunk in chunks) else self.batch.piece
+        return 0 if any(not chunk.completes for chunk in chunks) else self.batch.chunk_tokens
 
     def admits(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> bool:
-        return remaining > self.batch.piece or remaining <= budget or not chunks
+        return remaining > self.batch.chunk_tokens or remaining <= budget or not chunks
 
     def prefill_budget(self, num_decode_rows: int) -> int:
         return self.config.max_batched_tokens
@@ -244,17 +363,22 @@ class CudaGraphExecutor:
     def least_reuse(self, num_tokens: int) -> int:
         """Attention over the cache is slower than a prompt's over itself and takes a pass of its own: it must save half of
         the prompt, or a whole chunk of a long one."""
-        return min(-(-num_tokens // 2), self.batch.piece)
+        return min(-(-num_tokens // 2), self.batch.chunk_tokens)
 
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
-        return PageKeys(request.tokens, self.pool.page_size, drafted=self.batch.drafter is not None)
+        return PageKeys(request.tokens, self.pool.page_size, drafted=self._has_own_cache)
+
+    @property
+    def _has_own_cache(self) -> bool:
+        """Whether the drafter keeps a part of its own in the target's pages."""
+        return self.method is not None and self.method.cache is not None
 
     @property
     def prefill_seconds(self) -> float:
-        return self.batch.prompts.least_seconds
+        return self.batch.prefills.least_seconds
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
-        return self.batch.prompts.seconds_for(num_tokens)
+        return self.batch.prefills.seconds_for(num_tokens)
 
     def cycles_ahead(self, *, expects_requests: bool) -> int:
         cycles = self.launch_ahead.cycles
@@ -266,18 +390,20 @@ class CudaGraphExecutor:
         if not batch.graphs.capture:
             return []
         started, depths = time.perf_counter(), [0, *self.controller.acceptance.depths]
-        modes, near, sizes = (CUT, SAMPLED, GREEDY), batch.reach_for(0), batch.sizes[::-1]
-        shapes = [(size, depth, mode, *near) for size, mode, depth in product(sizes, modes, depths[::-1])]
-        if near:  # long contexts come in small numbers
+        modes, short, sizes = (TRUNCATED, SAMPLED, GREEDY), batch.kv_bucket(0), batch.sizes[::-1]
+        shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, depths[::-1])]
+        few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
+        shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, sorted({0, depths[-1]}, reverse=True))]
+        if short:  # long contexts come in small numbers
             few = [size for size in sizes if size <= FEW_LONG_ROWS]
             shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, depths[::-1])]
-        batch.graphs.record(shapes)
+        batch.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        largest = size_for(TOKENS, min(batch.piece, TOKENS[-1]))
+        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
         tokens = [size for size in TOKENS[::-1] if size <= largest]
-        batch.prompts.record(product(tokens, (4, 1), longest, modes))
-        if self.config.max_model_len > batch.piece:
-            batch.pieces.record([(batch.piece, mode) for mode in (MIDDLE, *modes)])
+        batch.prefills.record(product(tokens, (4, 1), longest, modes))
+        if self.config.max_model_len > batch.chunk_tokens:
+            batch.chunks.record([(batch.chunk_tokens, mode) for mode in (MIDDLE, *modes)])
         return [f"recorded {len(shapes)} cycles and their prefill passes in {time.perf_counter() - started:.0f} s"]
 
     def check_integrity(self, running: Sequence[Request]) -> None:
@@ -285,8 +411,3 @@ class CudaGraphExecutor:
         rows = sorted([*self.row_of.values(), *self.free_rows])
         assert rows == list(range(self.config.max_num_seqs)), "a row has two owners or none"
         assert self.prefilling.keys() <= self.row_of.keys(), "a prompt is prefilled without a row"
-
-
-def mode_of(request: Request) -> int:
-    params = request.params
-    return how_chosen(0.0 if params.greedy else params.temperature, params.top_p, params.top_k, params.min_p)

@@ -1,77 +1,85 @@
-"""The target, its drafter, their caches and the rows they work on, on one device: the captured speculation cycle.
+"""The captured speculation cycle: target, drafting method, their KV caches and the rows they work on, on one device.
 
-    step(size, depth, …)     draft `depth` tokens → verify them and the pending one → accept → commit → synchronise the drafter
-    read_prompts(…)          new requests enter: their prompts through the target and the drafter, their first tokens said
+    step(size, depth, mode)   draft `depth` tokens → verify them and the pending one → choose → accept → sync the drafter
+    prefill(…)                new requests take rows: their text through the target and the drafter, their first tokens
 
-All state between steps lies in `slots` and the caches, on the device; nothing here waits for it. Depth 0 is plain decoding and
-leaves the drafter behind: a row that took part in such a step must not be drafted for afterwards (its depth limit is 0).
+All state between cycles lies on the device; nothing here waits for it. Depth 0 is plain decoding. It keeps no hidden states, so
+a row that took part in it must not be drafted for afterwards unless the method follows plain cycles (n-gram does).
+
+A cycle in ADJUSTED mode is two graphs, so that the host can fill grammar masks between them while the target runs:
+
+    LOGITS   draft, verify, logits            CHOICE   adjust, choose, accept, sync            (LOGPROBS where asked for)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.batch_state import MAX_DEPTH, MAX_STOP_IDS, NewRows, Slots
-from fledge.engine.executors.chunked_prefill import MIDDLE, Piece, PiecePass
+from fledge.engine.executors.batch_state import (
+    ADJUSTED,
+    GREEDY,
+    NUM_INT_PARAMS,
+    TRUNCATED,
+    BatchState,
+    NewRows,
+    RowInit,
+)
+from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
-from fledge.engine.executors.prefill import PromptPass, Prompts, Rests
-from fledge.errors import UserError
+from fledge.engine.executors.prefill import CachedPrefillBatch, PrefillBatch, PrefillGraphs
 from fledge.kernels.accept import Accepted, accept
+from fledge.kernels.adjust import adjust
+from fledge.kernels.adjustments import count_tokens
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.rope_attention import FEW_KEYS
-from fledge.kernels.bits import KEEP
-from fledge.kernels.sample import Choice
+from fledge.kernels.compact_path import compact_path
+from fledge.kernels.logprobs import MAX_LOGPROBS, TokenLogprobs, token_logprobs
+from fledge.kernels.sample import Choice, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
-from fledge.models.drafter import EagleDrafter
 from fledge.ops.cuda_ops import CudaOps, DeterministicOps
-from fledge.speculation.methods.eagle import CapturedEagle
+from fledge.speculation.methods.base import CapturedMethod
+from fledge.speculation.methods.tree import (
+    TreeDraft,
+    TreePath,
+    accept_tree,
+    along_path,
+    collapse,
+    row_depths,
+    verify_attention,
+)
 
-# How a step chooses tokens: each of these is a graph of its own. The later ones also do what the earlier ones do.
-# CUT: sampled within top-k, min-p or top-p.
-GREEDY, SAMPLED, CUT = range(3)
+# Stages of a cycle in ADJUSTED mode, as graph modes.
+LOGITS, CHOICE, LOGPROBS = ADJUSTED, ADJUSTED + 1, ADJUSTED + 2
 # A block of the attention kernel's keys lies in one page.
 DEVICE_PAGE_SIZE = 128
-# A long prompt is read in pieces of this size at most, between which the others go on.
-PIECE = 1024
+# A long prompt is prefilled in chunks of this size at most, between which the running requests go on.
+CHUNK_TOKENS = 1024
 
 
-def how_chosen(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> int:
-    if temperature <= 0:
-        return GREEDY
-    return CUT if top_p < 1 or top_k > 0 or min_p > 0 else SAMPLED
+class Verified(NamedTuple):
+    """A target pass over pending tokens and drafts."""
+
+    x_ND: Tensor  # before the final norm
+    aux_hidden_states: list[Tensor]
+    starts_B: Tensor  # position of each row's pending token
+    active_B: Tensor
+    tree: TreeDraft | None
 
 
-@dataclass
-class Entry:
-    """A request that enters a row."""
+class _Half(NamedTuple):
+    """What the first graph of an ADJUSTED cycle leaves to the others."""
 
-    row: int
-    prompt: Sequence[int]
-    pages: Sequence[int]
-    limit: int  # most tokens of the answer
-    seed: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stop_ids: Sequence[int] = ()
-    depth_limit: int = MAX_DEPTH
-    cached: int = 0  # tokens of the prompt that the caches hold already, in its pages
-    answered: int = 0  # tokens at the prompt's end that are the answer's: it was interrupted
-    top_k: int = 0  # 0: none
-    min_p: float = 0.0
-    min_answer: int = 0  # fewest tokens of the answer
-
-    @property
-    def how(self) -> int:
-        return how_chosen(self.temperature, self.top_p, self.top_k, self.min_p)
+    verified: Verified
+    logits_NV: Tensor
 
 
 class DeviceBatch:
@@ -79,157 +87,264 @@ class DeviceBatch:
         self,
         decoder: Decoder,
         config: EngineConfig,
+        cache: PagedKV,
         *,
-        drafter: EagleDrafter | None = None,
+        max_depth: int = 0,
+        lookahead: int = 0,
         capture: bool = True,
-        cache: PagedKV | None = None,
-        drafter_cache: PagedKV | None = None,
-        max_depth: int = MAX_DEPTH,
     ) -> None:
-        """`cache`, `drafter_cache`: shared with another engine, page by page; None: own ones."""
-        self.decoder, self.config, self.device = decoder, config, torch.device(config.device)
+        """`lookahead`: KV slots that drafting and verification need past the text."""
+        self.decoder, self.config, self.cache, self.lookahead = decoder, config, cache, lookahead
+        self.device = torch.device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device.index or 0)  # kernels are launched on the current device
-        model, size = decoder.config, config.page_size
-        self.lookahead = 0 if drafter is None else max_depth + 1
-        longest = config.max_model_len + self.lookahead
-        self.max_pages = -(-longest // size)
-        self.num_pages = max(-(-config.kv_cache_tokens // size), self.max_pages)
-        self.cache = cache or self._cache(model.num_layers, model.num_kv_heads, model.head_dim)
-        rope_table = decoder.rotary.device_table(longest, self.device)
-        self.ops = (DeterministicOps if config.deterministic else CudaOps)(self.cache, rope_table)
-        self.slots = Slots(config.max_num_seqs, config.max_model_len, self.max_pages, model.vocab_size, self.device, max_depth)
-        self.drafter: CapturedEagle | None = None
-        if drafter is not None:
-            refuse_unsupported(drafter)
-            decoder.check_taps(drafter.config.aux_layer_ids)
-            drafter.share(decoder.embed_tokens, decoder.lm_head)
-            shape = drafter.config
-            drafter_cache = drafter_cache or self._cache(shape.num_layers, shape.num_kv_heads, shape.head_dim)
-            self.drafter = CapturedEagle(drafter, drafter_cache, self.slots, longest)
-        self.taps = self.drafter.taps if self.drafter is not None else ()
+        self.max_positions = config.max_model_len + lookahead
+        self.max_pages = -(-self.max_positions // config.page_size)
+        rope_table = decoder.rotary.device_table(self.max_positions, self.device)
+        self.ops = (DeterministicOps if config.deterministic else CudaOps)(cache, rope_table)
+        shape = (config.max_num_seqs, config.max_model_len, self.max_pages, decoder.config.vocab_size)
+        self.state = BatchState(*shape, self.device, max_depth)
+        self.method: CapturedMethod | None = None
+        self.capture = capture
         self.sizes = batch_sizes(config.max_num_seqs)
-        self.graphs = StepGraphs(self.step, self.device, capture=capture, harmless=self.all_rows_empty)
-        parts = (decoder, self.ops, self.drafter, self.slots, self.say_first)
-        self.prompts = PromptPass(*parts, max_pages=self.max_pages, capture=capture)
-        self.pieces = PiecePass(*parts, max_pages=self.max_pages, capture=capture)
+        self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
+        self.halves: dict[tuple[int, ...], _Half] = {}  # by size, depth and KV length bucket
+        self.accepted_tokens: dict[tuple[int, ...], Tensor] = {}  # of the last cycle in ADJUSTED mode, likewise
+        self.logprobs: dict[tuple[int, ...], TokenLogprobs] = {}  # likewise, and under () those of the last prefill, by row
+        self._make_prefill()
 
-    def _cache(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
-        size, dtype = self.config.page_size, self.config.activation_dtype
-        return PagedKV(num_layers, num_kv_heads, head_dim, self.num_pages, size, dtype, self.device)
+    def use(self, method: CapturedMethod) -> None:
+        """Drafts by this method from now on."""
+        self.method, self.state.method_state = method, list(method.row_state)
+        self._make_prefill()
 
-    def pages_for(self, length: int, limit: int) -> int:
-        """Pages of a request: its prompt, its longest answer, and what is drafted past its end."""
-        return -(-(length + limit + self.lookahead) // self.config.page_size)
+    def _make_prefill(self) -> None:
+        parts = (self.decoder, self.ops, self.method, self.state, self.choose_first)
+        self.prefills = PrefillGraphs(*parts, max_pages=self.max_pages, capture=self.capture)
+        self.chunks = ChunkedPrefill(*parts, max_pages=self.max_pages, capture=self.capture)
+
+    # The cycle
 
     @torch.inference_mode()
-    def step(self, size: int, depth: int, how: int, reach: int | None = None) -> None:
-        """One cycle for the first `size` rows. `reach`: none of them has more keys than this; see `reach_for`."""
-        slots, state = self.slots, self.slots.state
-        pages = slots.page_table[:size, : None if reach is None else reach // self.config.page_size]
-        last_draft = self.drafter.draft(pages, depth, sampled=how != GREEDY) if depth else None
-        embedding = self.decoder.embed_tokens.weight
-        x, starts, counts = verify_inputs(
-            size, depth, state.token, slots.drafts, state.length, state.active, embedding, last_draft
-        )
-        meta = AttentionMetadata.decode(pages, starts, counts)
-        x, taps = self.decoder.run(x, meta, self.ops, self.taps if depth else ())
-        accepted = self.accept(self.choose(x, slice(size), depth + 1, how), depth + 1)
-        if depth:
-            self.drafter.sync(taps, accepted, pages)
+    def step(self, size: int, depth: int, mode: int, kv_bucket: int | None = None) -> None:
+        """One cycle for the first `size` rows, or a stage of it. `kv_bucket`: no row has more keys; see `kv_bucket`."""
+        pages = self.state.page_table[:size, : None if kv_bucket is None else kv_bucket // self.config.page_size]
+        key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
+        if mode == LOGPROBS:
+            half = self.halves[key]
+            self.logprobs[key] = token_logprobs(half.logits_NV, self.accepted_tokens[key].flatten())
+        elif mode == CHOICE:
+            half = self.halves[key]
+            choice = self.choose_adjusted(half, size, depth)
+            self.accepted_tokens[key] = self.accept_and_sync(half.verified, choice, depth, pages).tokens_BT
+        else:
+            verified = self.verify(pages, size, depth, sampled=mode != GREEDY)
+            if mode == LOGITS:
+                self.halves[key] = _Half(verified, self.logits(verified.x_ND))
+            else:
+                choice = self.choose(verified, depth, mode)
+                self.accept_and_sync(verified, choice, depth, pages)
 
-    def reach_for(self, num_keys: int) -> tuple[int, ...]:
+    def verify(self, pages: Tensor, size: int, depth: int, *, sampled: bool) -> Verified:
+        """Drafts, and runs the target over the pending tokens and the drafts."""
+        state, method = self.state.rows, self.method
+        drafted = method.draft(pages, depth, sampled=sampled) if depth and method is not None else None
+        aux_layers = method.aux_layers if depth and method is not None else ()
+        if drafted is not None and drafted.tree is not None:
+            tree, page_size = drafted.tree, self.config.page_size
+            starts, active = state.length[:size] - 1, state.active[:size].clone()
+            x = self.decoder.embed(torch.cat([state.token[:size, None], tree.tokens_BN], 1).flatten())
+            at = verify_attention(tree, starts, active, pages, page_size)
+            where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
+            x, aux = self.decoder.run(x, AttentionMetadata.tree(pages, *where), self.ops, aux_layers)
+            return Verified(x, aux, starts, active, tree)
+        last = drafted.last if drafted is not None else None
+        embedding = self.decoder.embed_tokens.weight
+        inputs = verify_inputs(size, depth, state.token, self.state.drafts, state.length, state.active, embedding, last)
+        meta = AttentionMetadata.decode(pages, inputs.starts_B, inputs.counts_B)
+        x, aux = self.decoder.run(inputs.x_ND, meta, self.ops, aux_layers)
+        return Verified(x, aux, inputs.starts_B, inputs.counts_B, None)
+
+    def choose(self, verified: Verified, depth: int, mode: int) -> Choice:
+        """The target's choice after each verified row."""
+        size, tree = len(verified.starts_B), verified.tree
+        draws = None if mode == GREEDY else self.state.draws(slice(size), truncated=mode >= TRUNCATED)
+        num_new = depth + 1
+        if tree is not None and draws is not None:
+            draws, num_new = self._tree_draws(tree, size), 1
+        return self.ops.head(verified.x_ND, self.decoder.norm, self.decoder.lm_head, draws, num_new)
+
+    def _tree_draws(self, tree: TreeDraft, size: int):
+        """Draws of a tree's rows: the noise belongs to the position, which is a node's depth."""
+        depths = row_depths(tree)
+        draws, times = self.state.draws(slice(size), truncated=True), depths.shape[1]
+        counters = (draws.counters_B[:, None] + depths).flatten().to(draws.counters_B.dtype)
+        temperatures, seeds = (x.repeat_interleave(times) for x in draws[:2])
+        return draws._replace(
+            temperatures_B=temperatures,
+            seeds_B=seeds,
+            counters_B=counters,
+            cuts=None if draws.cuts is None else draws.cuts.repeated(times),
+        )
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        return self.ops.linear(self.decoder.lm_head, self.ops.norm(self.decoder.norm, x_ND))
+
+    def choose_adjusted(self, half: _Half, size: int, depth: int) -> Choice:
+        adjustments = self.state.make_adjustments()
+        logits = adjust(half.logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
+        return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
+
+    def accept_and_sync(self, verified: Verified, choice: Choice, depth: int, pages: Tensor) -> Accepted:
+        state, method, vocab_size = self.state, self.method, self.decoder.config.vocab_size
+        aux, drafts, path = verified.aux_hidden_states, state.drafts, None
+        if verified.tree is not None:
+            choice, drafts, path = self._collapse(verified, choice, depth)
+        accepted = accept(state.rows, choice, drafts, depth + 1, vocab_size)
+        if state.adjustments is not None:
+            count_tokens(state.adjustments, accepted.tokens_BT, accepted.counts_B)
+        if path is not None:
+            keys, values = self.cache.keys, self.cache.values
+            compact_path(keys, values, pages, self.config.page_size, verified.starts_B, path.rows_BT, path.counts_B)
+            aux = [along_path(x, path) for x in aux]
+        if method is not None and (depth or method.follows_plain_cycles):
+            method.sync(aux, accepted, pages)
+        return accepted
+
+    def _collapse(self, verified: Verified, choice: Choice, depth: int) -> tuple[Choice, Tensor, TreePath]:
+        """A verified tree as the chain along its accepted path."""
+        tree, vocab_size = verified.tree, self.decoder.config.vocab_size
+        assert tree is not None
+        chosen = picked(choice, vocab_size).view(len(verified.starts_B), -1)
+        path = accept_tree(chosen, tree, depth, verified.active_B)
+        chosen, drafts = collapse(chosen, tree, path)
+        flat = chosen.reshape(-1, 1).int()
+        return Choice(torch.zeros_like(flat, dtype=torch.float32), flat), drafts.contiguous(), path
+
+    def kv_bucket(self, num_keys: int) -> tuple[int, ...]:
         """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form.
 
-        Not where rows must not depend on each other, as on whether another one is long.
+        Not in deterministic mode, where rows must not depend on whether another one is long.
         """
-        is_near = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size and not self.config.deterministic
-        return (FEW_KEYS,) if is_near else ()
+        is_short = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size and not self.config.deterministic
+        return (FEW_KEYS,) if is_short else ()
 
-    def choose(self, x: Tensor, rows: slice | Tensor, num_new: int, how: int) -> Choice:
-        draws = None if how == GREEDY else self.slots.draws(rows, cuts=how == CUT)
-        return self.ops.head(x, self.decoder.norm, self.decoder.lm_head, draws, num_new)
-
-    def accept(self, choice: Choice, num_new: int, rows: Tensor | None = None) -> Accepted:
-        return accept(self.slots.state, choice, self.slots.drafts, num_new, self.decoder.config.vocab_size, rows)
+    def record(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        """Records cycles ahead of use. An ADJUSTED one is as long as its two graphs together."""
+        shapes = [shape for shape in shapes if shape not in self.graphs.graphs]
+        if any(shape[2] == ADJUSTED for shape in shapes):
+            self.state.make_adjustments()
+        self.graphs.record(shapes)
+        for size, depth, mode, *bucket in shapes:
+            if mode == ADJUSTED and self.graphs.capture:
+                self.graphs.record([(size, depth, CHOICE, *bucket)])
+                self.graphs.seconds[size, depth, ADJUSTED, *bucket] += self.graphs.seconds[size, depth, CHOICE, *bucket]
 
     @contextmanager
-    def all_rows_empty(self) -> Iterator[None]:
-        active = self.slots.state.active.clone()
-        self.slots.state.active.zero_()
+    def all_rows_inactive(self) -> Iterator[None]:
+        active = self.state.rows.active.clone()
+        self.state.rows.active.zero_()
         yield
-        self.slots.state.active.copy_(active)
+        self.state.rows.active.copy_(active)
+
+    # Prefill
 
     @torch.inference_mode()
-    def read_prompts(self, entries: Sequence[Entry]) -> None:
-        """One pass over several prompts: keys and values into the caches, first tokens said, rows filled.
+    def prefill(self, inits: Sequence[RowInit]) -> None:
+        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen.
 
-        Prompts of which nothing is cached attend over themselves, which is faster: they come apart from the others.
+        Texts of which nothing is cached attend over themselves, which is faster: they come apart from the others.
         """
-        starts = [entry.cached for entry in entries]
-        lengths = [len(entry.prompt) - entry.cached for entry in entries]
-        sequence = np.repeat(np.arange(len(entries)), lengths)
-        positions = np.concatenate([np.arange(entry.cached, len(entry.prompt)) for entry in entries])
-        numbers, fractions, table = self.new_rows(entries)
-        tokens = np.concatenate([np.asarray(entry.prompt[entry.cached :], dtype=np.int64) for entry in entries])
-        where = self.cache_slots(table[sequence, :], positions)
-        prompts = Prompts(tokens, positions, where, lengths, numbers, fractions, table)
+        self.start_rows(inits)
+        starts = [init.num_cached for init in inits]
+        lengths = [len(init.text) - init.num_cached for init in inits]
+        sequence = np.repeat(np.arange(len(inits)), lengths)
+        positions = np.concatenate([np.arange(init.num_cached, len(init.text)) for init in inits])
+        int_params, float_params, table = self.new_rows(inits)
+        tokens = np.concatenate([np.asarray(init.text[init.num_cached :], dtype=np.int64) for init in inits])
+        slots = self.cache_slots(table[sequence, :], positions)
+        batch = PrefillBatch(tokens, positions, slots, lengths, int_params, float_params, table)
         if any(starts):
-            prompts = Rests(**vars(prompts), starts=starts)
-        self.prompts.read(prompts, max(entry.how for entry in entries))
+            batch = CachedPrefillBatch(**vars(batch), starts=starts)
+        self.prefills.run(batch, max(init.mode for init in inits))
 
     @torch.inference_mode()
-    def read_piece(self, entry: Entry, start: int) -> int:
-        """The next piece of a long prompt, from `start`; returns how far it is read. After the last, the row runs."""
-        length, size = len(entry.prompt), self.piece
+    def prefill_chunk(self, init: RowInit, start: int) -> int:
+        """The next chunk of a long text, from `start`; returns how far it is prefilled. After the last, the row runs."""
+        length, size = len(init.text), self.chunk_tokens
         end = min(start + size, length)
         start = max(end - size, 0)
-        numbers, fractions, table = self.new_rows([entry])
+        if end == length:
+            self.start_rows([init])
+        int_params, float_params, table = self.new_rows([init])
         positions = np.arange(start, end)
-        tokens = np.asarray(entry.prompt[start:end], dtype=np.int64)
-        following = np.asarray([*entry.prompt[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
-        piece = Piece(tokens, positions, self.cache_slots(table, positions), following, numbers, fractions, table)
-        self.pieces.read(piece, entry.how if end == length else MIDDLE)
+        tokens = np.asarray(init.text[start:end], dtype=np.int64)
+        following = np.asarray([*init.text[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
+        slots = self.cache_slots(table, positions)
+        chunk = ChunkBatch(tokens, positions, slots, following, int_params, float_params, table)
+        self.chunks.run(chunk, init.mode if end == length else MIDDLE)
         return end
 
     @property
-    def piece(self) -> int:
-        """Tokens of one piece of a long prompt."""
-        return min(PIECE, self.config.max_batched_tokens)
+    def chunk_tokens(self) -> int:
+        return min(CHUNK_TOKENS, self.config.max_batched_tokens)
 
-    def say_first(self, new: NewRows, x: Tensor, how: int) -> Tensor:
-        """Requests take their rows and say their first tokens, which are returned; `x`: the states of their prompts' ends."""
-        self.slots.fill(new)
-        return self.accept(self.choose(x, new.rows, 1, how), 1, new.rows).tokens_BT[:, 0]
+    def start_rows(self, inits: Sequence[RowInit]) -> None:
+        self.state.prepare_rows(inits, keeps_text=self.method is not None and self.method.reads_text)
 
-    def new_rows(self, entries: Sequence[Entry]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def choose_first(self, new: NewRows, x: Tensor, mode: int) -> Tensor:
+        """Requests take their rows and get their first tokens, which are returned; `x`: the states of their texts' ends."""
+        state, rows, vocab_size = self.state, new.rows, self.decoder.config.vocab_size
+        state.init_rows(new)
+        if mode < ADJUSTED:
+            draws = None if mode == GREEDY else state.draws(rows, truncated=mode == TRUNCATED)
+            choice = self.ops.head(x, self.decoder.norm, self.decoder.lm_head, draws, 1)
+            return accept(state.rows, choice, state.drafts, 1, vocab_size, rows).tokens_BT[:, 0]
+        logits, adjustments = self.logits(x), state.make_adjustments()
+        adjusted = adjust(logits, state.rows, adjustments, state.drafts, 1, rows)
+        choice = choose(adjusted, state.draws(rows, truncated=True), 1)
+        accepted = accept(state.rows, choice, state.drafts, 1, vocab_size, rows)
+        count_tokens(adjustments, accepted.tokens_BT, accepted.counts_B, rows)
+        self.keep_first_logprobs(token_logprobs(logits, accepted.tokens_BT.flatten()), rows)
+        return accepted.tokens_BT[:, 0]
+
+    def keep_first_logprobs(self, found: TokenLogprobs, rows: Tensor) -> None:
+        """By row, in tensors that stay where they are: prefill graphs have many shapes."""
+        if () not in self.logprobs:
+            num_rows, count = len(self.state.seed), min(MAX_LOGPROBS, self.decoder.config.vocab_size)
+            self.logprobs[()] = TokenLogprobs(
+                *(
+                    torch.zeros(shape, dtype=dtype, device=self.device)
+                    for shape, dtype in (
+                        ((num_rows,), torch.float32),
+                        ((num_rows, count), torch.float32),
+                        ((num_rows, count), torch.int32),
+                    )
+                )
+            )
+        for kept, new in zip(self.logprobs[()], found, strict=True):
+            kept.index_copy_(0, rows, new)
+
+    def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""
         numbers = [
-            (e.row, 1, len(e.prompt), e.answered, e.limit, e.min_answer, e.depth_limit, e.seed, e.top_k) for e in entries
+            (i.row, 1, len(i.text), i.num_answered, i.limit, i.min_answer, i.depth_limit, i.seed, i.top_k) for i in inits
         ]
-        stops = [self.stop_numbers(entry) for entry in entries]
-        table = np.zeros((len(entries), self.max_pages), dtype=np.int64)
-        for index, entry in enumerate(entries):
-            table[index, : len(entry.pages)] = entry.pages
-        fractions = np.array([[entry.temperature, entry.top_p, entry.min_p] for entry in entries], dtype=np.float64)
-        return np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1), fractions, table
-
-    def stop_numbers(self, entry: Entry) -> list[int]:
-        """Stop ids as `NewRows` has them. More than fit there are set in the row's bits at once."""
-        stop_ids = list(entry.stop_ids)
-        if len(stop_ids) > MAX_STOP_IDS:
-            self.slots.set_stop_ids(entry.row, stop_ids)
-            stop_ids = [KEEP]
-        return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
+        stops = [self.state.stop_params(init.stop_ids) for init in inits]
+        table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
+        for index, init in enumerate(inits):
+            table[index, : len(init.pages)] = init.pages
+        float_params = np.array([[init.temperature, init.top_p, init.min_p] for init in inits], dtype=np.float64)
+        int_params = np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1)
+        assert int_params.shape[1] == NUM_INT_PARAMS + len(stops[0])
+        return int_params, float_params, table
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
         size = self.config.page_size
         pages = np.take_along_axis(tables, (positions // size)[:, None], 1) if len(tables) > 1 else tables[0, positions // size]
         return pages.reshape(-1).astype(np.int64) * size + positions % size
 
-    def upload(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+    # Copies to the host
 
     def download(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """A copy on the host that is there once the event has passed."""
@@ -246,16 +361,3 @@ class DeviceBatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def refuse_unsupported(drafter: EagleDrafter) -> None:
-    if why := why_not_captured(drafter):
-        raise UserError(f"{why}: the captured cycle cannot run it; use the eager engine")
-
-
-def why_not_captured(drafter: EagleDrafter) -> str | None:
-    """What keeps a drafter from the captured cycle; None: nothing does."""
-    config = drafter.config
-    if config.hidden_size != config.target_hidden_size and not config.own_embedding:
-        return "the drafter's size differs from its embedding's"
-    return None

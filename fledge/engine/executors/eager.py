@@ -25,6 +25,7 @@ from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.kernels.native import best_of
 from fledge.models.decoder import Decoder
 from fledge.ops.eager import eager_ops
+from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import RowCosts
 from fledge.speculation.depth import TreeShape
@@ -93,6 +94,9 @@ class EagerExecutor:
         self.spans: list[AcceptedSpan] = []  # of the last pass, and
         self.aux_hidden_states: list[Tensor] = []  # its states: not seen by the drafter yet
         self.outputs: list[Output] = []
+
+    def check(self, params: SamplingParams) -> None:
+        """Every option is served."""
 
     # A step
 

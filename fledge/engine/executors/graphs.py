@@ -1,4 +1,4 @@
-"""Device work recorded once per shape and replayed without the host. The eager twin runs the same function."""
+"""CUDA graphs: device work recorded once per shape and replayed with one launch. Without capture the function is called."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ WARM_UPS = 2
 class StepGraphs:
     """`step(*shape)` for each shape that is asked for, captured as a CUDA graph on first use; without capture simply called.
 
-    A step reads and writes tensors that stay where they are, and runs once or more before it is recorded: `harmless` is the
-    context in which that has no effect (all rows empty).
+    A step reads and writes tensors that stay where they are, and runs once or more before it is recorded: `idle` is the
+    context in which that has no effect (no row is active).
     """
 
     def __init__(
@@ -23,9 +23,9 @@ class StepGraphs:
         device: torch.device,
         *,
         capture: bool,
-        harmless: Callable[[], AbstractContextManager[None]],
+        idle: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.step, self.device, self.capture, self.harmless = step, device, capture, harmless
+        self.step, self.device, self.capture, self.idle = step, device, capture, idle
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.seconds: dict[tuple, float] = {}  # of a replay with all rows empty, measured when it was recorded
         self.pool = None
@@ -46,7 +46,7 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
-        with self.harmless():
+        with self.idle():
             for shape in missing:
                 side.wait_stream(current)
                 with torch.cuda.stream(side):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fledge.engine.executors.base import Output
 from fledge.engine.executors.device_batch import DeviceBatch
-from fledge.engine.request import Request
+from fledge.engine.request import Request, TokenLogprob
 from fledge.kernels.accept import DRAFTED
+from fledge.kernels.logprobs import TokenLogprobs
 from fledge.speculation.costs import GraphShape
 from fledge.speculation.verification import VerifiedPass
 
@@ -28,6 +29,7 @@ class _Copy:
     event: torch.cuda.Event | None
     shape: GraphShape | None  # of a cycle; None: a prefill
     before: torch.cuda.Event | None  # behind the launch before it, if the device went on from there without a pause
+    logprobs: TokenLogprobs | None = None  # by row and position, where a request asked for them
 
 
 class OutputReader:
@@ -55,12 +57,18 @@ class OutputReader:
         self.last_launch = self.batch.mark()
 
     def enqueue_copy(
-        self, rows: dict[int, Request], depth: int = 0, shape: GraphShape | None = None, drafted_rows: Collection[int] = ()
+        self,
+        rows: dict[int, Request],
+        depth: int = 0,
+        shape: GraphShape | None = None,
+        drafted_rows: Collection[int] = (),
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Copies what the last launch emitted for these rows, without waiting for it."""
         before = None if self.all_done else self.last_launch
-        report, self.last_launch = self.batch.download(self.batch.slots.state.report[: max(rows) + 1])
-        self.copies.append(_Copy(rows, depth, frozenset(drafted_rows), report, self.last_launch, shape, before))
+        copied = None if logprobs is None else TokenLogprobs(*(self.batch.download(x)[0] for x in logprobs))
+        report, self.last_launch = self.batch.download(self.batch.state.rows.report[: max(rows) + 1])
+        self.copies.append(_Copy(rows, depth, frozenset(drafted_rows), report, self.last_launch, shape, before, copied))
 
     def read(self, *, but_last: int, record: Callable[[GraphShape, float], None]) -> list[Output]:
         """The output of all launches but the last so many; waits for them. `record(shape, seconds)`: of each cycle."""
@@ -83,5 +91,19 @@ class OutputReader:
                 emitted = emitted[:count]
                 output.tokens += [token % DRAFTED for token in emitted]
                 output.drafted += [token >= DRAFTED for token in emitted]
-                output.passes.append(VerifiedPass(count, depth, depth, depth))
+                nodes = self.batch.method.num_drafted(depth) if depth and self.batch.method is not None else 0
+                output.passes.append(VerifiedPass(count, depth, nodes, depth))
+                if copy.logprobs is not None and request.params.logprobs is not None:
+                    output.logprobs += self._logprobs(copy, row, output.tokens[-count:], request.params.logprobs)
         return list(outputs.values())
+
+    @staticmethod
+    def _logprobs(copy: _Copy, row: int, tokens: list[int], count: int) -> list[TokenLogprob]:
+        assert copy.logprobs is not None
+        chosen, values, ids = copy.logprobs
+        first = row * (copy.depth + 1)
+        found = []
+        for index, token in enumerate(tokens, first):
+            top = list(zip(ids[index, :count].tolist(), values[index, :count].tolist(), strict=True))
+            found.append(TokenLogprob(token, float(chosen[index]), top))
+        return found

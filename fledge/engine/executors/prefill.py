@@ -1,13 +1,12 @@
-"""New requests enter: their prompts through the target and the drafter, their first tokens said, their rows filled.
+"""Prefill graphs: new requests' texts through the target and the drafter, their rows initialised, their first tokens chosen.
 
-All of it is one pass that is recorded once per size (eagerly it is ten times as long as its work) and reads one buffer, which
-the host fills with one copy. Prompts lie one after the other in it; it is a little longer than they are. What is left over
-belongs to no prompt, is stored nowhere, and its rows are never read. One token at least is left over: ends of prompts that are
-not there point at it, and such prompts enter a row that is nobody's.
+It is one pass that is recorded once per size (eagerly it takes ten times as long as its work) and reads one buffer, which the
+host fills with one copy. Texts lie one after the other in it, then padding, which is stored nowhere. At least one token is
+padding: the ends of missing texts point at it, and missing texts initialise the dummy row.
 
-    tokens   | prompt A | prompt B | padding … |        ends  | A's last | B's last | the buffer's last … |
+    tokens   | text A | text B | padding … |        ends  | A's last | B's last | the buffer's last … |
 
-Prompts whose beginnings the cache holds go the same way from there on, but attend over the cache: `Rests`.
+Texts whose beginnings the cache holds are prefilled from there on, and attend over the cache: `CachedPrefillBatch`.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.engine.executors.batch_state import FIRST_STOP_ID, MAX_STOP_IDS, NewRows, Slots
+from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, BatchState, NewRows
 from fledge.engine.executors.graphs import StepGraphs, size_for
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
 from fledge.models.decoder import Decoder
 from fledge.ops.cuda_ops import CudaOps, attends_by_device_lengths
-from fledge.speculation.methods.eagle import CapturedEagle
+from fledge.speculation.methods.base import CapturedMethod
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
 PROMPTS = [1, 4, 16, 64]
 LONGEST = [256, 1024]
 RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
-OVER_CACHE = 0  # instead of the longest: `Rests`, whose blocks are all of one length
+OVER_CACHE = 0  # instead of the longest: `CachedPrefillBatch`, whose blocks are all of one length
 
 
 def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
-    """The same with more entries at its end; `np.pad` takes ten times as long, and every row under way waits for it."""
+    """The same with more entries at its end. `np.pad` takes ten times as long, and every running request waits for it."""
     longer = np.full((length, *array.shape[1:]), filling, dtype=array.dtype)
     longer[: len(array)] = array
     return longer
 
 
 @dataclass
-class Prompts:
-    """Tokens of several prompts, one after the other, where they go, and the rows they enter. All on the host."""
+class PrefillBatch:
+    """Tokens of several texts, one after the other, where they go, and the rows they take. All on the host."""
 
     tokens: np.ndarray  # int64 [N]
     positions: np.ndarray  # int64 [N]
     slots: np.ndarray  # int64 [N], of the caches
     lengths: list[int]
-    numbers: np.ndarray  # int64 [S, …] and
-    fractions: np.ndarray  # float64 [S, 3]: as `NewRows` has them
-    tables: np.ndarray  # int64 [S, P]: the prompts' pages
+    int_params: np.ndarray  # int64 [S, …] and
+    float_params: np.ndarray  # float64 [S, 3]: as `NewRows` has them
+    tables: np.ndarray  # int64 [S, P]: the texts' pages
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -64,19 +63,19 @@ class Prompts:
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), size_for(LONGEST, wanted[2]))
 
-    def padded(self, num_tokens: int, num_prompts: int, nobody: int) -> Prompts:
-        """The same, with as many tokens and prompts as asked for; what is added is stored nowhere and enters `nobody`."""
-        numbers = lengthened(self.numbers, num_prompts, 0)
-        numbers[len(self.lengths) :, 0] = nobody
+    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> PrefillBatch:
+        """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
+        int_params = lengthened(self.int_params, num_texts, 0)
+        int_params[len(self.lengths) :, 0] = dummy_row
         return replace(
             self,
             tokens=lengthened(self.tokens, num_tokens, 0),
             positions=lengthened(self.positions, num_tokens, 0),
             slots=lengthened(self.slots, num_tokens, -1),
-            lengths=self.lengths + [0] * (num_prompts - len(self.lengths)),
-            numbers=numbers,
-            fractions=lengthened(self.fractions, num_prompts, 1.0),
-            tables=lengthened(self.tables, num_prompts, 0),
+            lengths=self.lengths + [0] * (num_texts - len(self.lengths)),
+            int_params=int_params,
+            float_params=lengthened(self.float_params, num_texts, 1.0),
+            tables=lengthened(self.tables, num_texts, 0),
         )
 
     def arrays(self) -> list[np.ndarray]:
@@ -85,11 +84,11 @@ class Prompts:
         offsets = np.concatenate([[0], lengths.cumsum()])
         ends = np.where(lengths > 0, offsets[1:] - 1, len(self.tokens) - 1)
         tokens = np.stack([self.tokens, self.positions, self.slots])
-        return [tokens, offsets, ends, self.numbers, self.fractions, self.tables]
+        return [tokens, offsets, ends, self.int_params, self.float_params, self.tables]
 
 
 @dataclass
-class Rests(Prompts):
+class CachedPrefillBatch(PrefillBatch):
     """Ends of prompts: `tokens`, `positions`, `slots` and `lengths` are theirs alone."""
 
     starts: list[int]  # tokens before them
@@ -101,9 +100,9 @@ class Rests(Prompts):
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), OVER_CACHE)
 
-    def padded(self, num_tokens: int, num_prompts: int, nobody: int) -> Rests:
-        padded = super().padded(num_tokens, num_prompts, nobody)
-        return replace(padded, starts=self.starts + [0] * (num_prompts - len(self.starts)))
+    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> CachedPrefillBatch:
+        padded = super().padded(num_tokens, num_texts, dummy_row)
+        return replace(padded, starts=self.starts + [0] * (num_texts - len(self.starts)))
 
     def arrays(self) -> list[np.ndarray]:
         return [*super().arrays(), *self.blocks()]
@@ -145,27 +144,27 @@ class Buffer:
         self.whole.copy_(whole.pin_memory() if self.whole.is_cuda else whole, non_blocking=True)
 
 
-class RecordedPass(ABC):
-    """What passes over prompts, and over pieces of long ones, have in common."""
+class CapturedPrefill(ABC):
+    """What prefill of whole texts and of chunks have in common."""
 
     def __init__(
         self,
         decoder: Decoder,
         ops: CudaOps,
-        drafter: CapturedEagle | None,
-        slots: Slots,
-        say_first: Callable[[NewRows, Tensor, int], Tensor],
+        method: CapturedMethod | None,
+        state: BatchState,
+        choose_first: Callable[[NewRows, Tensor, int], Tensor],
         *,
         max_pages: int,
         capture: bool,
     ) -> None:
-        """`say_first(new, states, how)`: fills rows and gives their first tokens. `max_pages`: of one prompt's page table."""
-        self.decoder, self.ops, self.drafter = decoder, ops, drafter
-        self.slots, self.say_first = slots, say_first
-        self.device, self.max_pages = slots.seed.device, max_pages
-        self.taps = drafter.taps if drafter is not None else ()
+        """`choose_first(new, states, mode)`: initialises rows and gives their first tokens. `max_pages`: of one page table."""
+        self.decoder, self.ops, self.method = decoder, ops, method
+        self.state, self.choose_first = state, choose_first
+        self.device, self.max_pages = state.device, max_pages
+        self.aux_layers = method.aux_layers if method is not None else ()
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
-        self.graphs = StepGraphs(self._run, self.device, capture=capture, harmless=nullcontext)
+        self.graphs = StepGraphs(self._run, self.device, capture=capture, idle=nullcontext)
         self.uses: Counter[tuple] = Counter()
 
     @abstractmethod
@@ -173,28 +172,27 @@ class RecordedPass(ABC):
         """The pass of this shape over what its buffer holds."""
 
 
-class PromptPass(RecordedPass):
-    def __init__(self, decoder: Decoder, ops: CudaOps, drafter: CapturedEagle | None, *others, max_pages: int, capture: bool):
-        caches = [ops.cache, *([drafter.cache] if drafter is not None else [])]
-        capture = capture and all(attends_by_device_lengths(cache.keys) for cache in caches)
-        super().__init__(decoder, ops, drafter, *others, max_pages=max_pages, capture=capture)
+class PrefillGraphs(CapturedPrefill):
+    def __init__(self, decoder: Decoder, ops: CudaOps, *others, max_pages: int, capture: bool) -> None:
+        capture = capture and attends_by_device_lengths(ops.cache.keys)
+        super().__init__(decoder, ops, *others, max_pages=max_pages, capture=capture)
         self.buffers: dict[tuple[int, int, int], Buffer] = {}
         self.pads = capture
-        self.lengths: Sequence[int] = ()  # of the prompts that were read last
+        self.lengths: Sequence[int] = ()  # of the last batch
 
-    def read(self, prompts: Prompts, how: int) -> None:
-        shape = prompts.shape if self.pads else None
-        self.uses[shape, how] += 1
-        if shape is None or (self.uses[shape, how] < RECORDED_AT and (*shape, how) not in self.graphs.graphs):
-            arrays = prompts.arrays()
+    def run(self, batch: PrefillBatch, mode: int) -> None:
+        shape = batch.shape if self.pads else None
+        self.uses[shape, mode] += 1
+        if shape is None or (self.uses[shape, mode] < RECORDED_AT and (*shape, mode) not in self.graphs.graphs):
+            arrays = batch.arrays()
             buffer = Buffer(arrays, self.device)
             buffer.fill(arrays)
-            self._pass(buffer, prompts.lengths, max(prompts.lengths), how)
+            self._pass(buffer, batch.lengths, max(batch.lengths), mode)
         else:
-            prompts = prompts.padded(*shape[:2], self.slots.nobody)
-            self._filled(shape, prompts)
-            self.lengths = prompts.lengths
-            self.graphs.run(*shape, how)
+            batch = batch.padded(*shape[:2], self.state.dummy_row)
+            self._fill(shape, batch)
+            self.lengths = batch.lengths
+            self.graphs.run(*shape, mode)
 
     @property
     def least_seconds(self) -> float:
@@ -202,48 +200,45 @@ class PromptPass(RecordedPass):
         return min(self.graphs.seconds.values(), default=0.0)
 
     def seconds_for(self, num_tokens: int) -> float | None:
-        """Of the least recorded pass that holds so many tokens, if there is one; recorded with nothing to read."""
+        """Of the smallest recorded pass that holds so many tokens, if there is one; recorded with nothing to read."""
         return min((seconds for shape, seconds in self.graphs.seconds.items() if shape[0] > num_tokens), default=None)
 
     @torch.inference_mode()
     def record(self, shapes: Iterable[tuple[int, int, int, int]]) -> None:
-        """Ahead of use: tokens, prompts, the longest of them, and how tokens are chosen."""
+        """Ahead of use: tokens, texts, the longest of them, and the sampling mode."""
         nothing = np.zeros(0, dtype=np.int64)
-        width = FIRST_STOP_ID + MAX_STOP_IDS
-        for *shape, how in shapes if self.graphs.capture else ():
-            shape = tuple(shape)
+        width = NUM_INT_PARAMS + MAX_STOP_IDS
+        for *sizes, mode in shapes if self.graphs.capture else ():
+            shape = (sizes[0], sizes[1], sizes[2])
             tables = np.zeros((0, self.max_pages), dtype=np.int64)
-            empty = Prompts(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 3)), tables)
+            empty = PrefillBatch(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 3)), tables)
             if shape[-1] == OVER_CACHE:
-                empty = Rests(**vars(empty), starts=[])
-            if (*shape, how) not in self.graphs.graphs:
-                self._filled(shape, empty.padded(*shape[:2], self.slots.nobody))
-                self.graphs.record([(*shape, how)])
+                empty = CachedPrefillBatch(**vars(empty), starts=[])
+            if (*shape, mode) not in self.graphs.graphs:
+                self._fill(shape, empty.padded(*shape[:2], self.state.dummy_row))
+                self.graphs.record([(*shape, mode)])
 
-    def _filled(self, shape: tuple[int, int, int], prompts: Prompts) -> None:
-        arrays = prompts.arrays()
+    def _fill(self, shape: tuple[int, int, int], batch: PrefillBatch) -> None:
+        arrays = batch.arrays()
         if shape not in self.buffers:
             self.buffers[shape] = Buffer(arrays, self.device)
         self.buffers[shape].fill(arrays)
 
-    def _run(self, num_tokens: int, num_prompts: int, longest: int, how: int) -> None:
-        self._pass(self.buffers[num_tokens, num_prompts, longest], self.lengths, longest, how)
+    def _run(self, num_tokens: int, num_texts: int, longest: int, mode: int) -> None:
+        self._pass(self.buffers[num_tokens, num_texts, longest], self.lengths, longest, mode)
 
-    def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, how: int) -> None:
+    def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, mode: int) -> None:
         """`lengths`: used where nothing is recorded."""
-        (tokens, positions, slots), offsets, ends, numbers, fractions, tables, *blocks = buffer.parts
-        new = NewRows(numbers, fractions, tables)
-        places, block_tables, block_lengths = (blocks[0], *(part.int() for part in blocks[1:])) if blocks else (None,) * 3
-        offsets = offsets.int()
-
+        (tokens, positions, slots), offsets, ends, int_params, float_params, tables, *blocks = buffer.parts
+        new = NewRows(int_params, float_params, tables)
         if blocks:
+            places, block_tables, block_lengths = blocks[0], *(part.int() for part in blocks[1:])
             meta = AttentionMetadata.cached_prefill(positions, slots, places, block_tables, block_lengths)
         else:
-            meta = AttentionMetadata.prefill(positions, slots, lengths, offsets, longest)
-        x, taps = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.taps)
-        first_tokens = self.say_first(new, x[ends], how)
-        if self.drafter is not None:
-            # pair (x1, g0), (x2, g1), … (the first token said, g of the prompt's last)
+            meta = AttentionMetadata.prefill(positions, slots, lengths, offsets.int(), longest)
+        x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
+        first_tokens = self.choose_first(new, x[ends], mode)
+        if self.method is not None:
+            # The token after each one; after a text's last, the one just chosen.
             following = tokens.roll(-1).index_copy_(0, ends, first_tokens)
-            states = self.drafter.prefill(taps, following, meta)
-            self.slots.draft_state.index_copy_(0, new.rows, states[ends])
+            self.method.prefill(aux, following, meta, new.rows, ends)

@@ -20,17 +20,16 @@ method is `draft`, `sync` and its state:
 
                  EAGLE chain               EAGLE tree              n-gram                    block drafter (to come)
     aux_layers   the drafter's             the drafter's           none                      the drafter's
-    row_state    the last output [R, D]    the same                the texts [R, L]          as the network needs
+    row_state    the last output [R, D]    the same                none: it reads the texts  as the network needs
     own KV       pairs, in the target's pages (the pair at t in slot t)   none               likewise
-    start        nothing                   nothing                 the prompt into its row   nothing
     prefill      pairs of all positions    the same                nothing                   states of all positions
-    draft        depth passes, one row     depth - 1 passes of W   `append_tokens` (pending  one pass of `depth` masked
-                 each                      rows: `grow_tree`       token), `ngram_drafts`    positions: a chain
-    sync         pairs of the accepted     the same                `append_tokens`           states of the accepted span
+    draft        depth passes, one row     depth - 1 passes of W   `ngram_drafts`            one pass of `depth` masked
+                 each                      rows: `grow_tree`                                 positions: a chain
+    sync         pairs of the accepted     the same                nothing                   states of the accepted span
                  span, from its states
     lookahead    depth + 1                 max(nodes + 1,          depth + 1                 depth + 1
                                            W * (depth - 1))
-    plain cycles leave it behind           leave it behind         are followed              leave it behind
+    plain cycles make it stale             make it stale           are followed              make it stale
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.sample import Choice
-from fledge.speculation.drafting import DraftedSequence, Settled
+from fledge.speculation.drafting import AcceptedSpan, DraftedRequest
 from fledge.speculation.methods.tree import TreeDraft
 from fledge.speculation.verification import Draft
 
@@ -56,13 +56,13 @@ class Method(Protocol):
 
 
 class EagerMethod(Method, Protocol):
-    """The side of the eager executor: it drafts right after the pass that accepted, and synchronises in the same call."""
+    """The side of the eager executor: it syncs and drafts in one call."""
 
-    def draft(self, settled: Sequence[Settled], aux: Sequence[Tensor]) -> list[Draft]:
-        """Takes in the accepted span of each request, then drafts; an empty draft where nothing is wanted or known."""
+    def draft(self, spans: Sequence[AcceptedSpan], aux: Sequence[Tensor]) -> list[Draft]:
+        """Processes the accepted span of each request, then drafts; an empty draft where nothing is wanted or known."""
         ...
 
-    def forget(self, sequence: DraftedSequence) -> None:
+    def forget(self, request: DraftedRequest) -> None:
         """The request is finished, cancelled or preempted: what is kept for it beyond its pages goes."""
         ...
 
@@ -70,8 +70,7 @@ class EagerMethod(Method, Protocol):
 class Drafted(NamedTuple):
     """What a captured `draft` returns; lives within one cycle."""
 
-    tokens_BN: Tensor  # int64, in the order of verification; valid ids in every row, an empty one too
-    tree: TreeDraft | None = None  # None: a chain, N = depth
+    tree: TreeDraft | None = None  # None: a chain, written to the batch's `drafts`, valid ids in every row
     # A chain's last token while it is a partial argmax: `verify_inputs` resolves it, which saves a launch.
     last: Choice | None = None
 
@@ -82,17 +81,14 @@ class CapturedMethod(Method, Protocol):
     touch no KV slot. The first len(pages_BP) rows are the batch."""
 
     row_state: Sequence[Tensor]  # [R, …] each: belongs to a row from cycle to cycle and moves with it
-    # Whether `sync` also runs in cycles without drafts (depth 0). If not, such a cycle leaves a row's state stale, and the
-    # row is drafted for again only after its prompt and answer were recomputed.
+    # Whether cycles without drafts (depth 0) keep its state up to date. If not, they make a row stale: it is drafted for
+    # again only after its text was prefilled again.
     follows_plain_cycles: bool
+    reads_text: bool  # `RowState.tokens` must hold a request's text when it takes a row
+    cache: PagedKV | None  # its own keys and values, in the target's pages
 
     def num_drafted(self, depth: int) -> int:
         """Tokens a row that a cycle of this depth verifies behind the pending one. At most `depth` of them are accepted."""
-        ...
-
-    def start(self, row: int, text: Sequence[int]) -> None:
-        """A request takes a row, at first or after a preemption, with all of its text. On the host, outside of graphs: it may
-        copy to the device but not wait for it. The text's cached part goes through no prefill, only through here."""
         ...
 
     def prefill(self, aux: Sequence[Tensor], following_N: Tensor, attention: Any, rows_S: Tensor, last_S: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fledge.errors import UserError
-from fledge.kernels.decode_attention import MAX_TAIL
+from fledge.kernels.attention.decode_attention import MAX_TAIL
 from fledge.speculation.depth import TreeShape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from fledge.kernels.decode_attention import decode_attention
+from fledge.kernels.attention.decode_attention import decode_attention
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted, RowState, accept
