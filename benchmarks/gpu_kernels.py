@@ -16,7 +16,7 @@ from fledge.kernels.linear.cublas import cublas_linear
 from fledge.kernels.linear.dispatch import run_kernel
 from fledge.kernels.sample import Choice
 from fledge.models.decoder import Decoder
-from fledge.models.layers import Layer, Rotary
+from fledge.models.layers import MLP, Rotary
 from fledge.ops.base import Ops
 from fledge.ops.cuda_ops import CudaOps
 
@@ -91,17 +91,13 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
     def no_head(x: torch.Tensor, chosen: slice, num_new: int, how: int) -> Choice:
         return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
 
-    def no_mlp(
-        layer: Layer, x: torch.Tensor, meta: object, ops: Ops, attention_input=None, *, in_place=False, before_attention=False
-    ) -> torch.Tensor:
-        inputs = (x, meta, ops, layer.input_layernorm) if attention_input is None else (attention_input, meta, ops)
-        attended = layer.self_attn(*inputs, before_attention=before_attention)
-        return ops.linear(layer.self_attn.o_proj, attended, residual=x, in_place=in_place)
+    def no_mlp(mlp: MLP, x: torch.Tensor, ops: Ops, norm: object) -> torch.Tensor:
+        return x
 
     return {
         "nothing": nullcontext,
         "attention": lambda: patch.object(CudaOps, "attention", no_attention),
-        "MLP": lambda: patch.object(Layer, "forward", no_mlp),
+        "MLP": lambda: patch.object(MLP, "forward", no_mlp),
         "the target's head": lambda: patch.object(rows, "choose", no_head),
     }
 

@@ -159,6 +159,11 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
+    def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm) -> Tensor:
+        """The residual stream with the MLP of its norm added."""
+        gated = ops.linear(self.gate_up_proj, x_ND, norm=norm, gated=True)
+        return ops.linear(self.down_proj, gated, residual=x_ND, in_place=True)
+
 
 class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream: a layer of a target or of a drafter.
@@ -189,5 +194,4 @@ class Layer(nn.Module):
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
         attended = self.self_attn(*inputs, before_attention=before_attention)
         x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)
-        gated = ops.linear(self.mlp.gate_up_proj, x_ND, norm=self.post_attention_layernorm, gated=True)
-        return ops.linear(self.mlp.down_proj, gated, residual=x_ND, in_place=True)
+        return self.mlp(x_ND, ops, self.post_attention_layernorm)

@@ -43,14 +43,7 @@ class CpuOps(TorchOps):
         return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
     def layer(
-        self,
-        layer: nn.Module,
-        x_ND: Tensor,
-        meta: AttentionMetadata | None,
-        attention_input: Tensor | None = None,
-        *,
-        in_place: bool = False,
-        before_attention: bool = False,
+        self, layer: nn.Module, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None = None, **_: bool
     ) -> Tensor:
         batch = meta.kept.get(self)  # `meta.once` costs a microsecond more, in every layer
         if batch is None:

@@ -25,7 +25,7 @@ from fledge.kernels.linear.fixed_order import fixed_order_linear, fixed_order_no
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.sample import Choice, Draws, choose
+from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, NormModule, Ops
@@ -48,19 +48,8 @@ class CudaOps(Ops):
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
-    def linear(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        *,
-        norm: NormModule | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-        in_place: bool = False,
-        before_attention: bool = False,
-    ) -> Tensor:
-        surroundings = {"norm": norm, "gated": gated, "residual_MO": residual, "in_place": in_place}
-        return linear(x, weight_of(module), module.bias, **surroundings, before_attention=before_attention)
+    def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
+        return linear(x, weight_of(module), module.bias, residual_MO=residual, **surroundings)
 
     def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         if meta.form is Form.DECODE:
@@ -96,17 +85,8 @@ class CudaOps(Ops):
             return add_rms_norm(x_ND, None, module.weight, module.eps)
         return F.rms_norm(x_ND, module.weight.shape, module.weight, module.eps)
 
-    def head(
-        self,
-        x_ND: Tensor,
-        norm: NormModule,
-        head: nn.Module,
-        draws: Draws | None = None,
-        num_new: int = 1,
-        ahead: int = 0,
-        ids_V: Tensor | None = None,
-    ) -> Choice:
-        return head_choice(x_ND, norm, weight_of(head), draws, num_new, ahead, ids_V)
+    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
+        return head_choice(x_ND, norm, weight_of(head), *sampling, **options)
 
     def fuse_inputs(
         self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype
@@ -224,17 +204,8 @@ class DeterministicOps(CudaOps):
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return fixed_order_norm(x_ND, module)
 
-    def head(
-        self,
-        x_ND: Tensor,
-        norm: NormModule,
-        head: nn.Module,
-        draws: Draws | None = None,
-        num_new: int = 1,
-        ahead: int = 0,
-        ids_V: Tensor | None = None,
-    ) -> Choice:
-        return choose(self.linear(head, x_ND, norm=norm), draws, num_new, ahead, ids_V)
+    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
+        return choose(self.linear(head, x_ND, norm=norm), *sampling, **options)
 
 
 def weight_of(module: nn.Module) -> Tensor | QuantizedWeight:

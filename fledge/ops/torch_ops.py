@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend, PagedKV, paged_attention
 from fledge.kernels.attention.rope_cache import rotate
-from fledge.kernels.sample import Choice, Draws, choose
+from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.swiglu import swiglu_reference
 from fledge.ops.base import AttentionModule, NormModule, Ops
@@ -34,8 +34,7 @@ class TorchOps(Ops):
         norm: NormModule | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
-        in_place: bool = False,
-        before_attention: bool = False,
+        **hints: bool,
     ) -> Tensor:
         out = module(x if norm is None else norm(x))
         if gated:
@@ -64,17 +63,8 @@ class TorchOps(Ops):
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return module(x_ND)
 
-    def head(
-        self,
-        x_ND: Tensor,
-        norm: NormModule,
-        head: nn.Module,
-        draws: Draws | None = None,
-        num_new: int = 1,
-        ahead: int = 0,
-        ids_V: Tensor | None = None,
-    ) -> Choice:
-        return choose(self.linear(head, self.norm(norm, x_ND)), draws, num_new, ahead, ids_V)
+    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
+        return choose(self.linear(head, self.norm(norm, x_ND)), *sampling, **options)
 
     def fuse_inputs(
         self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype

@@ -20,10 +20,9 @@ def fixed_order_linear(
     norm: Norm | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    in_place: bool = False,
-    before_attention: bool = False,
+    **hints: bool,
 ) -> Tensor:
-    """As `ops.base.Ops.linear`. The last two are hints, of no use here: attention waits for everything before it."""
+    """As `ops.base.Ops.linear`. Its hints are of no use here: attention waits for everything before it."""
     x_MK = x_MK.contiguous()
     if not use_triton(x_MK):
         return rows_apart(module, x_MK, norm=norm, gated=gated, residual=residual)
@@ -40,8 +39,7 @@ def rows_apart(
     norm: Norm | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    in_place: bool = False,
-    before_attention: bool = False,
+    **hints: bool,
 ) -> Tensor:
     """One product a row, by torch."""
     rows = []
