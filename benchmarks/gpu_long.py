@@ -73,7 +73,7 @@ def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, flo
     length = context - ANSWER - (depth + 1) * 24
     prompt = torch.randint(0, engine.model.vocab_size, (length,), generator=generator).tolist()
     engine.depths.choose = lambda *_: depth
-    reach = engine.rows.reach_for(context)
+    reach = engine.rows.kv_bucket(context)
     params = SamplingParams(max_tokens=ANSWER + (depth + 1) * 24, temperature=0, ignore_eos=True)
     # The first run records graphs and compiles kernels.
     for _ in range(2):

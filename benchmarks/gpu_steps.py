@@ -11,7 +11,7 @@ from gpu_kernels import event_time
 from gpu_show import show
 
 from fledge.engine.executors.graphs import size_for
-from fledge.engine.executors.device_batch import GREEDY, DeviceBatch, Entry
+from fledge.engine.executors.device_batch import GREEDY, DeviceBatch, RowInit
 from fledge.kernels import triton_support
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ H200_BYTES_PER_S = 4.8e12
 
 
 def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> None:
-    rows.slots.clear()
+    rows.state.clear()
     page, entries = 0, []
     for row, prompt in enumerate(bench.some_prompts(concurrency)):
         count = rows.pages_for(len(prompt), tokens)
-        entries.append(Entry(row, prompt, range(page, page + count), tokens))
+        entries.append(RowInit(row, prompt, range(page, page + count), tokens))
         page += count
-    rows.read_prompts(entries)
+    rows.prefill(entries)
 
 
 @torch.inference_mode()
@@ -39,8 +39,8 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
     for _ in range(3):
         rows.graphs.run(size, depth, GREEDY)
     found = event_time(lambda: rows.graphs.run(size, depth, GREEDY), steps)
-    assert int(rows.slots.state.active.sum()) == concurrency, "a row ended while it was timed"
-    rows.slots.clear()
+    assert int(rows.state.rows.active.sum()) == concurrency, "a row ended while it was timed"
+    rows.state.clear()
     return found
 
 
@@ -71,7 +71,7 @@ def launch_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, s
         began = time.perf_counter()
         rows.graphs.run(concurrency, depth, GREEDY)
         seconds.append(time.perf_counter() - began)
-    rows.slots.clear()
+    rows.state.clear()
     return statistics.median(seconds) * 1e6
 
 
@@ -89,7 +89,7 @@ def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, 
         for event in recorded.key_averages()
         if event.self_device_time_total
     }
-    rows.slots.clear()
+    rows.state.clear()
     ordered = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
     launches = sum(kernel["launches"] for kernel in kernels.values())
     return {"launches": launches, "sum_us": sum(kernel["us"] for kernel in kernels.values()), "kernels": ordered}

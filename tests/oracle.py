@@ -10,15 +10,18 @@ from fledge.engine.admission import OfflineRefill
 from fledge.engine.build import Speculation, build_engine, paged_kv
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.kv_pool import PagePool
 from fledge.engine.offline import AnswerGenerator
 from fledge.engine.request import Request
 from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.drafting import AcceptedSpan, Drafter
+from fledge.speculation.methods.eagle import CapturedEagle
 from fledge.speculation.verification import Draft
 
 CPU = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=16, kv_cache_tokens=4096)
@@ -119,3 +122,25 @@ def captured_answers(decoder: Decoder, config: EngineConfig, drafter=None, depth
     speculation = Speculation(drafter, depth).fixed_depth()
     engine = build_engine(decoder, speculation, config, capture=None if capture else False, admission=OfflineRefill())
     return AnswerGenerator(engine)
+
+
+def make_batch(
+    decoder: Decoder, config: EngineConfig, drafter: EagleDrafter | None = None, *, capture: bool = False, max_depth: int = 16
+) -> DeviceBatch:
+    """A batch with caches of its own, drafting a chain with `drafter`."""
+    lookahead = 0 if drafter is None else max_depth + 1
+    tokens = max(config.kv_cache_tokens, config.max_model_len + lookahead)
+    pool = PagePool(-(-tokens // config.page_size), config.page_size)
+    model = decoder.config
+    cache = paged_kv(config, pool, model.num_layers, model.num_kv_heads, model.head_dim)
+    batch = DeviceBatch(decoder, config, cache, max_depth=max_depth, lookahead=lookahead, capture=capture)
+    if drafter is not None:
+        drafter.share(decoder.embed_tokens, decoder.lm_head)
+        shape = drafter.config
+        own = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        batch.use(CapturedEagle(drafter, own, batch.state, batch.max_positions, max_depth))
+    return batch
+
+
+def pages_for(batch: DeviceBatch, length: int, limit: int) -> int:
+    return -(-(length + limit + batch.lookahead) // batch.config.page_size)

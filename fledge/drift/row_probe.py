@@ -46,11 +46,11 @@ class _Look(NamedTuple):
 class RowProbe:
     def __init__(self, executor: CudaGraphExecutor, probe: LiveProbe, every: int) -> None:
         """`probe` is told what was seen. `every`: launches of speculative cycles to a look."""
-        self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.drafter, probe, every
+        self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.method, probe, every
         self.seen = 0
         self.looks: deque[_Look] = deque()
         # What a look needs is compiled and loaded now: a request would wait for it.
-        self.look(self.rows.slots.nobody, max(executor.controller.acceptance.depths), self.rows.config.page_size)
+        self.look(self.rows.state.dummy_row, max(executor.controller.acceptance.depths), self.rows.config.page_size)
         executor.before_drafts = self
 
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
@@ -80,11 +80,11 @@ class RowProbe:
     @torch.inference_mode()
     def look(self, row: int, depth: int, num_keys: int) -> Tensor:
         """As `CapturedEagle.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
-        compiled anew for tensors that lie crooked in memory."""
-        slots, drafter = self.rows.slots, self.drafter
+        compiled anew for tensors that are not aligned."""
+        slots, drafter = self.rows.state, self.drafter
         own = slice(row, row + 1)
-        length, active = slots.state.length[own].clone(), slots.state.active[own].clone()
-        pages, h = slots.page_table[own].clone(), slots.draft_state[own].clone()
+        length, active = slots.rows.length[own].clone(), slots.rows.active[own].clone()
+        pages, h = slots.page_table[own].clone(), drafter.states_RD[own].clone()
         drafts = torch.zeros_like(slots.drafts[own])
         sizes, attention = [self.size(h)], [torch.full((1, len(NAMES) - 1), torch.nan, device=h.device)]
         choice = drafter.choose(h, None, 0)

@@ -106,7 +106,7 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
     assert probe.looked_at == looked_at + 1
-    engine.rows.slots.state.active.zero_()  # it has ended on the device, which the host does not know yet
+    engine.rows.state.rows.active.zero_()  # it has ended on the device, which the host does not know yet
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
     assert probe.looked_at == looked_at + 1

@@ -13,7 +13,6 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.engine import Engine
 from fledge.engine.executors import sync_queue
 from fledge.engine.request import Request
-from fledge.kernels.sample import Choice
 from fledge.sampling import SamplingParams
 from fledge.speculation import controller as controller_module
 from fledge.speculation.acceptance import AcceptanceModel
@@ -21,6 +20,7 @@ from fledge.speculation.controller import PLAIN_EVERY, SpeculationController
 from fledge.speculation.costs import CostTable, RowCosts
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.guard import DriftGuard
+from fledge.speculation.methods.base import Drafted
 from tests.engine.test_cuda_graph import device_engine, drafter
 from tests.engine.test_lossless import drafted_from_scratch, random_prompts
 from tests.oracle import CPU, OracleSpeculator, eager_engine, engine_with, record_drafts, run
@@ -109,9 +109,9 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
     truth = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
     cycles: list[tuple[int, int]] = []
 
-    def oracle(pages: torch.Tensor, depth: int, *, sampled: bool) -> Choice:
-        slots = engine.executor.batch.slots
-        state, drafts = slots.state, slots.drafts
+    def oracle(pages: torch.Tensor, depth: int, *, sampled: bool) -> Drafted:
+        slots = engine.executor.batch.state
+        state, drafts = slots.rows, slots.drafts
         cycles.append((int(state.active.sum()), depth))
         for request, row in engine.executor.row_of.items():
             said = int(state.answered[row])
@@ -119,9 +119,9 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
             coming = truth[tuple(request.prompt)][said : said + depth]
             for place, token in enumerate(coming):
                 drafts[row, place] = token if place < right else (token + 1) % 128
-        return Choice(torch.zeros(len(pages), 1), drafts[: len(pages), depth - 1 : depth].int())
+        return Drafted()
 
-    engine.executor.batch.drafter.draft = oracle
+    engine.executor.batch.method.draft = oracle
     others = [replace(LONG, max_tokens=90), LONG, replace(LONG, max_tokens=120), replace(LONG, max_tokens=130)]
     requests = [engine.add_request(text, params) for text, params in zip(texts, others, strict=True)]
     depths = watch_depths(engine, requests)

@@ -170,7 +170,7 @@ def test_seeded_draws_do_not_depend_on_speculation_or_company():
 
 
 def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
-    monkeypatch.setattr(device_batch, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     decoder = tiny_decoder(3)
     engine = device_engine(decoder, max_model_len=256)
     rng = random.Random(0)
@@ -219,7 +219,7 @@ def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
     engine.step()
     assert len(engine.executor.reader.copies) == cycles
     assert all(request.num_answer == 1 for request in engine.requests.values())
-    assert int(engine.executor.batch.slots.state.answered.sum()) > num_rows
+    assert int(engine.executor.batch.state.rows.answered.sum()) > num_rows
     finish(engine)
 
 
@@ -248,7 +248,7 @@ def loaded_engine(decoder, **settings) -> Engine:
     """Speculation costs next to nothing for two rows and ten times as much as it brings for more."""
     engine = device_engine(decoder, **settings)
     with_costs(engine, lambda size, depth: 1.0 + (10.0 if size > 2 else 0.01) * depth)
-    engine.executor.batch.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.5
+    engine.executor.batch.prefills.graphs.seconds[4096, 1, 1024, 0] = 0.5
     return engine
 
 
@@ -294,7 +294,7 @@ def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypa
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     engine = device_engine(decoder)
     with_costs(engine, lambda size, depth: 1.0 + 0.25 * depth)
-    engine.executor.batch.prompts.graphs.seconds[4096, 1, 1024, 0] = 0.1
+    engine.executor.batch.prefills.graphs.seconds[4096, 1, 1024, 0] = 0.1
     for text in texts[1:]:
         engine.add_request(text, params, speculate=False)
     lonely = engine.add_request(texts[0], params)
@@ -350,10 +350,10 @@ def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, c
 def test_a_reach_is_given_only_where_it_makes_a_difference(monkeypatch):
     monkeypatch.setattr(device_batch, "FEW_KEYS", 128)
     rows = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor.batch
-    assert (rows.reach_for(128), rows.reach_for(129)) == ((128,), ())
-    assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).executor.batch.reach_for(10) == ()
+    assert (rows.kv_bucket(128), rows.kv_bucket(129)) == ((128,), ())
+    assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).executor.batch.kv_bucket(10) == ()
     assert (
-        device_engine(tiny_decoder(3), max_model_len=400, page_size=64, deterministic=True).executor.batch.reach_for(10) == ()
+        device_engine(tiny_decoder(3), max_model_len=400, page_size=64, deterministic=True).executor.batch.kv_bucket(10) == ()
     )
 
 
@@ -367,8 +367,8 @@ def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
     finish(plain)
     engine = device_engine(decoder, max_num_seqs=16, kv_cache_tokens=4096)
     groups = []
-    read = engine.executor.batch.read_prompts
-    monkeypatch.setattr(engine.executor.batch, "read_prompts", lambda entries: (groups.append(len(entries)), read(entries)))
+    read = engine.executor.batch.prefill
+    monkeypatch.setattr(engine.executor.batch, "prefill", lambda entries: (groups.append(len(entries)), read(entries)))
     found = []
     for text in texts:
         found.append(engine.add_request(text, GREEDY))
@@ -421,14 +421,14 @@ class Event:
 
 
 def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(monkeypatch):
-    monkeypatch.setattr(device_batch, "PIECE", 16)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 16)
     engine, clock = device_engine(tiny_decoder(3), max_model_len=400, kv_cache_tokens=4096), Clock()
     rows, cycle = engine.executor.batch, 5e-4
-    run, read_piece = rows.graphs.run, rows.read_piece
+    run, prefill_chunk = rows.graphs.run, rows.prefill_chunk
     monkeypatch.setattr(rows, "mark", lambda: Event(clock))
     monkeypatch.setattr(rows, "download", lambda tensor: (tensor.clone(), Event(clock)))
     monkeypatch.setattr(rows.graphs, "run", lambda *shape: (run(*shape), clock.work(cycle)))
-    monkeypatch.setattr(rows, "read_piece", lambda *given: (clock.work(6 * cycle), read_piece(*given))[1])
+    monkeypatch.setattr(rows, "prefill_chunk", lambda *given: (clock.work(6 * cycle), prefill_chunk(*given))[1])
     seen = []
     monkeypatch.setattr(engine.executor.costs, "record", lambda shape, seconds: seen.append(seconds))
     engine.add_request(prompts(1, seed=3)[0], SamplingParams(max_tokens=120, temperature=0, ignore_eos=True))

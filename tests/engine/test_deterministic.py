@@ -13,7 +13,7 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch
-from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
+from fledge.engine.executors.batch_state import GREEDY
 from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels import native
@@ -22,6 +22,7 @@ from fledge.serving import flags
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import entries
 from tests.kernels.test_native_build import is_wanted
+from tests.oracle import make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 # Weights whose logits lie close together: were sums taken in another order, some answer would show it.
@@ -110,7 +111,7 @@ def test_answers_do_not_depend_on_speculation(path, params, speculation):
 
 def keys_of(batch: DeviceBatch, row: int, length: int) -> torch.Tensor:
     size, place = batch.config.page_size, torch.arange(length)
-    slot = batch.slots.page_table[row].long()[place // size] * size + place % size
+    slot = batch.state.page_table[row].long()[place // size] * size + place % size
     return batch.cache.keys[:, :, slot].clone()
 
 
@@ -118,23 +119,23 @@ def keys_of(batch: DeviceBatch, row: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "depth"), [(6, 0), (1, 0), (6, 3)])
 def test_the_captured_cycle_run_eagerly(reading, rows, depth, monkeypatch):
     """With its kernels' references: however prompts are read, in chains or token by token, the cache holds the same bits."""
-    monkeypatch.setattr(device_batch, "PIECE", 8)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 8)
     decoder, drafter = networks()
     texts = [text for text in prompts(8) if len(text) > 17][:6]
     config = replace(SETTINGS, dtype="float32").resolve(decoder.config)
     wanted = plainly_said(decoder, config, texts)
     for first in range(0, len(texts), rows):
-        batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
+        batch = make_batch(decoder, config, drafter=drafter if depth else None, capture=False)
         some = entries(batch, texts[first : first + rows], limit=16)
         if reading != "in pieces":
-            batch.read_prompts(some)
+            batch.prefill(some)
         if reading == "behind what is cached":
-            batch.read_prompts([replace(entry, cached=16) for entry in some])
+            batch.prefill([replace(entry, cached=16) for entry in some])
         if reading == "in pieces":
             for entry in some:
                 read = 0
                 while read < len(entry.prompt):
-                    read = batch.read_piece(entry, read)
+                    read = batch.prefill_chunk(entry, read)
         for _ in range(10):
             batch.step(len(some), depth, GREEDY)
         for row, keys in enumerate(wanted[first : first + rows]):
@@ -145,8 +146,8 @@ def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
     """The keys of each text and ten tokens of its answer, one text at a time."""
     found = []
     for text in texts:
-        batch = DeviceBatch(decoder, config, capture=False)
-        batch.read_prompts(entries(batch, [text], limit=16))
+        batch = make_batch(decoder, config, capture=False)
+        batch.prefill(entries(batch, [text], limit=16))
         for _ in range(10):
             batch.step(1, 0, GREEDY)
         found.append(keys_of(batch, 0, len(text) + 10))

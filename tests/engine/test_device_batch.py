@@ -12,10 +12,11 @@ from fledge.config import MLAConfig
 from fledge.engine.build import Speculation
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch as device_batch_module
-from fledge.engine.executors.device_batch import GREEDY, SAMPLED, DeviceBatch, Entry
+from fledge.engine.executors.batch_state import GREEDY, SAMPLED, RowInit
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.kernels.accept import DRAFTED
 from fledge.sampling import SamplingParams
-from tests.oracle import captured_answers, engine_with, record_drafts
+from tests.oracle import captured_answers, engine_with, make_batch, pages_for, record_drafts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)
@@ -48,21 +49,21 @@ def settings(decoder, rows: int, max_len: int = 128) -> EngineConfig:
 
 
 def device_batch(decoder, drafter, rows: int, max_len: int = 128) -> DeviceBatch:
-    return DeviceBatch(decoder, settings(decoder, rows, max_len), drafter=drafter, capture=False)
+    return make_batch(decoder, settings(decoder, rows, max_len), drafter)
 
 
-def entries(batch: DeviceBatch, texts, limit: int = 40, **options) -> list[Entry]:
+def entries(batch: DeviceBatch, texts, limit: int = 40, **options) -> list[RowInit]:
     size, made, page = batch.config.page_size, [], 0
     for row, text in enumerate(texts):
-        count = batch.pages_for(len(text), limit)
-        made.append(Entry(row, text, list(range(page, page + count)), limit, **options))
+        count = pages_for(batch, len(text), limit)
+        made.append(RowInit(row, text, list(range(page, page + count)), limit, **options))
         page += count
-    assert page * size <= batch.num_pages * size
+    assert page * size <= batch.cache.keys.shape[2]
     return made
 
 
 def answer_of(batch: DeviceBatch, row: int) -> list[int]:
-    state = batch.slots.state
+    state = batch.state.rows
     length = int(state.length[row])
     return state.tokens[row, length - int(state.answered[row]) : length].tolist()
 
@@ -84,7 +85,7 @@ def test_drafts_equal_the_speculators(version):
     texts, depth = prompts(4, seed=1), 4
     expected = [drafts_of_the_engine(decoder, tiny_drafter(config), text, depth, 8) for text in texts]
     batch = device_batch(decoder, tiny_drafter(config), rows=4)
-    batch.read_prompts(entries(batch, texts))
+    batch.prefill(entries(batch, texts))
     compared = 0
     for _ in range(8):
         before = [answer_of(batch, row) for row in range(4)]
@@ -93,7 +94,7 @@ def test_drafts_equal_the_speculators(version):
             text = texts[row] + answer
             wanted = {tuple(key): draft for key, draft in expected[row]}.get(tuple(text))
             if wanted is not None:
-                assert batch.slots.drafts[row, :depth].tolist() == wanted
+                assert batch.state.drafts[row, :depth].tolist() == wanted
                 compared += 1
     assert compared > 25
 
@@ -116,21 +117,21 @@ def test_speculation_says_what_plain_decoding_says(version, depth):
 
 def oracle_drafts(batch: DeviceBatch, answers: list[list[int]], reach) -> None:
     """Makes the batch draft the true continuation, wrong after `reach(answered)` tokens."""
-    draft = batch.drafter.draft
+    draft = batch.method.draft
 
     def cheat(pages, depth: int, *, sampled: bool):
-        choice = draft(pages, depth, sampled=sampled)
+        drafted = draft(pages, depth, sampled=sampled)
         for row, answer in enumerate(answers[: len(pages)]):
-            answered = int(batch.slots.state.answered[row])
+            answered = int(batch.state.rows.answered[row])
             for place in range(depth):
                 true = answer[answered + place] if answered + place < len(answer) else 0
                 token = true if place < reach(answered) else (true + 1) % 128
-                batch.slots.drafts[row, place] = token
+                batch.state.drafts[row, place] = token
                 if place == depth - 1:
-                    choice.ids_NC[row] = token
-        return choice
+                    drafted.last.ids_NC[row] = token
+        return drafted
 
-    batch.drafter.draft = cheat
+    batch.method.draft = cheat
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED])
@@ -140,16 +141,16 @@ def test_accepted_drafts(how, reach):
     decoder, texts, depth = tiny_decoder(3), prompts(6, seed=4), 4
     options = {"limit": 30, "stop_ids": STOPS} | ({"temperature": 0.9, "seed": 5} if how else {})
     plain = device_batch(decoder, None, rows=8)
-    plain.read_prompts(entries(plain, texts, **options))
-    while plain.slots.state.active.any():
+    plain.prefill(entries(plain, texts, **options))
+    while plain.slots.rows.active.any():
         plain.graphs.run(8, 0, how)
     answers = [answer_of(plain, row) for row in range(6)]
 
     config = tiny_drafter_config(fc_norm=True, norm_output=True)
     batch = device_batch(decoder, tiny_drafter(config), rows=8)
-    batch.read_prompts(entries(batch, texts, **options))
+    batch.prefill(entries(batch, texts, **options))
     oracle_drafts(batch, answers, reach)
-    state, steps, accepted = batch.slots.state, 0, 0
+    state, steps, accepted = batch.state.rows, 0, 0
     while state.active.any():
         batch.graphs.run(8, depth, how)
         steps += 1
@@ -166,48 +167,48 @@ def test_the_drafter_is_synchronised_by_accepted_tokens():
     decoder, texts, depth = tiny_decoder(3), prompts(4, seed=6), 4
     config = tiny_drafter_config(fc_norm=True, norm_output=True, draft_vocab_size=64)
     plain = device_batch(decoder, None, rows=4)
-    plain.read_prompts(entries(plain, texts))
+    plain.prefill(entries(plain, texts))
     for _ in range(20):
         plain.graphs.run(4, 0, GREEDY)
     answers = [answer_of(plain, row) for row in range(4)]
     batch = device_batch(decoder, tiny_drafter(config), rows=4)
-    batch.read_prompts(entries(batch, texts))
-    honest = batch.drafter.draft
+    batch.prefill(entries(batch, texts))
+    honest = batch.method.draft
     oracle_drafts(batch, answers, lambda answered: answered % 4)
     for _ in range(4):
         batch.graphs.run(4, depth, GREEDY)
-    batch.drafter.draft = honest
-    said = [texts[row] + answers[row][: int(batch.slots.state.answered[row])] for row in range(4)]
+    batch.method.draft = honest
+    said = [texts[row] + answers[row][: int(batch.state.rows.answered[row])] for row in range(4)]
     batch.graphs.run(4, depth, GREEDY)
     fresh = device_batch(decoder, tiny_drafter(config), rows=4)
-    fresh.read_prompts(entries(fresh, [text[:-1] for text in said]))
+    fresh.prefill(entries(fresh, [text[:-1] for text in said]))
     fresh.graphs.run(4, depth, GREEDY)
-    assert batch.slots.drafts[:, :depth].tolist() == fresh.slots.drafts[:, :depth].tolist()
+    assert batch.state.drafts[:, :depth].tolist() == fresh.slots.drafts[:, :depth].tolist()
 
 
 def test_a_depth_limit_of_a_row():
     """A row that may not be drafted for says one token a step while the others say more."""
     decoder, texts = tiny_decoder(3), prompts(2, seed=7)
     plain = device_batch(decoder, None, rows=2)
-    plain.read_prompts(entries(plain, texts))
+    plain.prefill(entries(plain, texts))
     for _ in range(20):
         plain.graphs.run(2, 0, GREEDY)
     answers = [answer_of(plain, row) for row in range(2)]
     batch = device_batch(decoder, tiny_drafter(), rows=2)
     both = entries(batch, texts)
     both[1].depth_limit = 0
-    batch.read_prompts(both)
+    batch.prefill(both)
     oracle_drafts(batch, answers, lambda answered: 9)
     for _ in range(3):
         batch.graphs.run(2, 3, GREEDY)
-    assert batch.slots.state.answered[: batch.slots.nobody].tolist() == [1 + 3 * 4, 1 + 3]
+    assert batch.state.rows.answered[: batch.state.dummy_row].tolist() == [1 + 3 * 4, 1 + 3]
     assert answer_of(batch, 1) == answers[1][:4]
 
 
 @pytest.mark.parametrize("length", [65, 150])
 def test_a_long_prompt_in_pieces(length, monkeypatch):
     """Equals the prompt read in one pass, for target and drafter."""
-    monkeypatch.setattr(device_batch_module, "PIECE", 64)
+    monkeypatch.setattr(device_batch_module, "CHUNK_TOKENS", 64)
     decoder = tiny_decoder(3)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
     text = prompts(1, seed=8)[0] + [random.Random(1).randrange(128) for _ in range(length)]
@@ -219,11 +220,11 @@ def test_a_long_prompt_in_pieces(length, monkeypatch):
         if pieces:
             read = 0
             while read < length:
-                assert not batch.slots.state.active.any()
-                read = batch.read_piece(entry, read)
+                assert not batch.state.rows.active.any()
+                read = batch.prefill_chunk(entry, read)
         else:
-            batch.read_prompts([entry])
+            batch.prefill([entry])
         for _ in range(3):
             batch.graphs.run(1, 3, GREEDY)
-        found.append((answer_of(batch, 0)[:4], batch.slots.drafts[0, :3].tolist()))
+        found.append((answer_of(batch, 0)[:4], batch.state.drafts[0, :3].tolist()))
     assert found[0] == found[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fledge.engine.executors import prefill as prompt_pass
-from fledge.engine.executors.device_batch import GREEDY
+from fledge.engine.executors.batch_state import GREEDY
 from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -39,11 +39,11 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
     batches[1].prompts.pads = True
     texts = [prompts(count, seed) for seed in (1, 2)]  # the second set finds the buffers of the first
     for batch in batches:
-        for cache in (batch.cache, batch.drafter.cache):
+        for cache in (batch.cache, batch.method.cache):
             cache.keys.fill_(9.0)
             cache.values.fill_(9.0)
         for some_texts in texts:
-            batch.read_prompts(entries(batch, some_texts))
+            batch.prefill(entries(batch, some_texts))
     assert len(batches[1].prompts.buffers) >= 1
     for mine, theirs in zip(batches[1].slots.carried, batches[0].slots.carried, strict=True):
         torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is nobody's
@@ -55,7 +55,7 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
 def test_recording_ahead_makes_the_buffers_that_are_used():
     """Of whole prompts and of rests; without a device the recorded step is simply run."""
     batch = device_batch(tiny_decoder(), tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)), 8)
-    passes = batch.prompts
+    passes = batch.prefills
     passes.pads = True
     passes.graphs.capture, passes.graphs.record = True, lambda shapes: [passes._run(*shape) for shape in shapes]
     passes.record([(64, 4, 256, GREEDY), (64, 4, OVER_CACHE, GREEDY)])
@@ -63,17 +63,17 @@ def test_recording_ahead_makes_the_buffers_that_are_used():
     before = dict(passes.buffers)
     made = entries(batch, [list(range(20)), list(range(40, 47))])
     passes.graphs.graphs = {(*shape, GREEDY): None for shape in before}  # they count as recorded
-    batch.read_prompts(made)
+    batch.prefill(made)
     for entry, cached in zip(made, (16, 0), strict=True):
         entry.cached = cached
-    batch.read_prompts(made)
+    batch.prefill(made)
     assert {shape: id(buffers) for shape, buffers in passes.buffers.items()} == {k: id(v) for k, v in before.items()}
     assert len(before) == 2
 
 
 def test_a_size_is_recorded_when_it_comes_again():
     batch = device_batch(tiny_decoder(), None, 8)
-    batch.prompts.pads = True
+    batch.prefills.pads = True
     for expected in (0, 1, 1):
-        batch.read_prompts(entries(batch, [[1, 2, 3]]))
-        assert len(batch.prompts.buffers) == expected
+        batch.prefill(entries(batch, [[1, 2, 3]]))
+        assert len(batch.prefills.buffers) == expected

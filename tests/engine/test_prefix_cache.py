@@ -328,25 +328,25 @@ def test_rests_that_are_padded_as_for_recording(monkeypatch):
     answers = []
     for pads, caching in ((True, True), (False, False)):
         engine = row_engine(decoder, prefix_caching=caching)
-        engine.executor.batch.prompts.pads = pads
+        engine.executor.batch.prefills.pads = pads
         answered(engine, text(81))
         requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
         finish(engine)
         answers.append([(request.answer, request.stats) for request in requests])
         if pads:
             assert [request.num_cached for request in requests] == [80, 80, 80, 80, 80, 0]
-            assert (256, 16, 0) in engine.executor.batch.prompts.buffers
+            assert (256, 16, 0) in engine.executor.batch.prefills.buffers
     assert answers[0] == answers[1]
 
 
 def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
-    monkeypatch.setattr(device_batch, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     decoder, base = tiny_decoder(3), text(150)
     engine, fresh = row_engine(decoder), row_engine(decoder, prefix_caching=False)
     starts = []
-    read_piece = engine.executor.batch.read_piece
+    prefill_chunk = engine.executor.batch.prefill_chunk
     monkeypatch.setattr(
-        engine.executor.batch, "read_piece", lambda entry, start: starts.append(start) or read_piece(entry, start)
+        engine.executor.batch, "prefill_chunk", lambda entry, start: starts.append(start) or prefill_chunk(entry, start)
     )
     first = answered(engine, base)
     assert starts == [0, 64, 128]
@@ -369,7 +369,7 @@ def test_what_a_plain_step_left_behind_is_not_shared(monkeypatch):
 
 
 def test_an_unread_prompt_is_not_shared(monkeypatch):
-    monkeypatch.setattr(device_batch, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     cancelled = engine.add_request(prompt, GREEDY)
     engine.step()
@@ -382,7 +382,7 @@ def test_an_unread_prompt_is_not_shared(monkeypatch):
 @pytest.mark.parametrize("again", ["abort", "preempt"])
 def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
     """Interrupted after some tokens it has an answer, and yet its new pages hold only what was read so far."""
-    monkeypatch.setattr(device_batch, "PIECE", 64)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     request = engine.add_request(prompt, replace(GREEDY, max_tokens=40, ignore_eos=True))
     while request.num_answer < 3:

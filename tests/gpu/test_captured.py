@@ -10,13 +10,13 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch
+from fledge.engine.executors.batch_state import GREEDY, SAMPLED, TRUNCATED
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.executors.device_batch import CUT, GREEDY, SAMPLED, DeviceBatch
 from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
 from fledge.kernels.attention import rope_attention
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
-from tests.oracle import captured_answers, engine_with
+from tests.oracle import captured_answers, engine_with, make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -50,29 +50,27 @@ def test_captured_equals_eager_and_the_cpu(version):
     for where in ("cpu", "eager", "captured"):
         if where == "cpu":
             cpu_decoder = tiny_decoder(12)
-            batch = DeviceBatch(
-                cpu_decoder, cpu_config.resolve(cpu_decoder.config), drafter=tiny_drafter(config), capture=False
-            )
+            batch = make_batch(cpu_decoder, cpu_config.resolve(cpu_decoder.config), drafter=tiny_drafter(config), capture=False)
         else:
-            batch = DeviceBatch(decoder, settings(decoder, 32), drafter=drafter, capture=where == "captured")
-        batch.read_prompts(entries(batch, texts))
+            batch = make_batch(decoder, settings(decoder, 32), drafter=drafter, capture=where == "captured")
+        batch.prefill(entries(batch, texts))
         found = []
         for _ in range(5):
             batch.graphs.run(32, depth, GREEDY)
-            found.append(batch.slots.drafts[:24, :depth].tolist())
+            found.append(batch.state.drafts[:24, :depth].tolist())
         found.append([answer_of(batch, row)[:5] for row in range(24)])
         results.append(found)
     assert results[1] == results[2]
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED, CUT])
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED, TRUNCATED])
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_replayed_cycle_never_waits(how, depth):
     decoder, drafter = networks()
-    batch = DeviceBatch(decoder, settings(decoder, 8), drafter=drafter)
+    batch = make_batch(decoder, settings(decoder, 8), drafter=drafter, capture=True)
     options = [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}][how]
-    batch.read_prompts(entries(batch, prompts(8), **options))
+    batch.prefill(entries(batch, prompts(8), **options))
     batch.graphs.record([(8, depth, how)])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -116,8 +114,8 @@ def test_serving_equals_the_eager_engine_on_the_cpu():
 def test_launches_of_a_cycle(depth):
     """One row: five a layer; drafting and synchronising add what their names say."""
     decoder, drafter = networks()
-    batch = DeviceBatch(decoder, settings(decoder, 1), drafter=drafter)
-    batch.read_prompts(entries(batch, prompts(1)))
+    batch = make_batch(decoder, settings(decoder, 1), drafter=drafter, capture=True)
+    batch.prefill(entries(batch, prompts(1)))
     batch.graphs.run(1, depth, GREEDY)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
@@ -138,11 +136,11 @@ def test_recorded_prompt_passes_equal_eager_ones():
     ).resolve(decoder.config)
     found = []
     for capture in (True, False):
-        batch = DeviceBatch(decoder, config, drafter=drafter, capture=capture)
+        batch = make_batch(decoder, config, drafter=drafter, capture=capture)
         for seed in (1, 2, 3):
-            batch.read_prompts(entries(batch, prompts(5, seed=seed)))
-        assert bool(batch.prompts.graphs.graphs) == capture
-        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5].tolist(), batch.cache.keys[:, :, :16]))
+            batch.prefill(entries(batch, prompts(5, seed=seed)))
+        assert bool(batch.prefills.graphs.graphs) == capture
+        found.append((batch.state.draft_state[:5].float(), batch.state.rows.token[:5].tolist(), batch.cache.keys[:, :, :16]))
     scale = found[1][0].abs().max().item()
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
     torch.testing.assert_close(found[0][2], found[1][2], rtol=0.05, atol=0.05)
@@ -190,15 +188,15 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
     ).resolve(decoder.config)
     found = []
     for capture in (True, False):
-        batch = DeviceBatch(decoder, config, drafter=drafter, capture=capture)
+        batch = make_batch(decoder, config, drafter=drafter, capture=capture)
         made = entries(batch, [[(number * 7 + seed) % 128 for number in range(100 + 40 * seed)] for seed in range(5)])
-        batch.read_prompts(made)
+        batch.prefill(made)
         for entry in made:
             entry.cached = 64
         for _ in range(RECORDED_AT):
-            batch.read_prompts(made)
-        assert ((768, 16, OVER_CACHE, GREEDY) in batch.prompts.graphs.graphs) == capture
-        found.append((batch.slots.draft_state[:5].float(), batch.slots.state.token[:5]))
+            batch.prefill(made)
+        assert ((768, 16, OVER_CACHE, GREEDY) in batch.prefills.graphs.graphs) == capture
+        found.append((batch.state.draft_state[:5].float(), batch.state.rows.token[:5]))
     same = found[0][1] == found[1][1]
     assert same.sum() >= 4  # two logits lie a rounding apart: that tie may fall the other way, and the drafter reads the token
     scale = found[1][0].abs().max().item()
@@ -214,31 +212,31 @@ def test_cycles_of_less_reach_say_the_same(monkeypatch):
     found = []
     for num_keys in (64, 65):
         forms.clear()
-        batch = DeviceBatch(decoder, settings(decoder, 4), drafter=drafter)
-        batch.read_prompts(entries(batch, prompts(4, seed=2)))
-        reach = batch.reach_for(num_keys)
+        batch = make_batch(decoder, settings(decoder, 4), drafter=drafter, capture=True)
+        batch.prefill(entries(batch, prompts(4, seed=2)))
+        reach = batch.kv_bucket(num_keys)
         assert reach == ((64,) if num_keys == 64 else ())
         for _ in range(4):
             batch.graphs.run(4, 3, GREEDY, *reach)
-        found.append(([answer_of(batch, row)[:5] for row in range(4)], batch.slots.drafts[:4, :3].tolist()))
+        found.append(([answer_of(batch, row)[:5] for row in range(4)], batch.state.drafts[:4, :3].tolist()))
         assert set(forms) == {rope_attention.FEW if reach else rope_attention.SOME}
     assert found[0] == found[1]
 
 
 def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
     """The first prompt's second piece is recorded, the second prompt runs on the recordings."""
-    monkeypatch.setattr(device_batch, "PIECE", 32)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 32)
     decoder, drafter = networks()
     found = []
     for capture in (True, False):
-        batch = DeviceBatch(decoder, settings(decoder, 2), drafter=drafter, capture=capture)
+        batch = make_batch(decoder, settings(decoder, 2), drafter=drafter, capture=capture)
         texts = [(one * 100)[:length] for one, length in zip(prompts(3, seed=4), (100, 65, 90), strict=True)]
         for entry in entries(batch, texts[:2]) + entries(batch, texts[2:]):
             read = 0
             while read < len(entry.prompt):
-                read = batch.read_piece(entry, read)
-        assert bool(batch.pieces.graphs.graphs) == capture
+                read = batch.prefill_chunk(entry, read)
+        assert bool(batch.chunks.graphs.graphs) == capture
         for _ in range(4):
             batch.graphs.run(2, 3, GREEDY)
-        found.append(([answer_of(batch, row)[:5] for row in range(2)], batch.slots.drafts[:2, :3].tolist()))
+        found.append(([answer_of(batch, row)[:5] for row in range(2)], batch.state.drafts[:2, :3].tolist()))
     assert found[0] == found[1]

@@ -75,7 +75,7 @@ def test_answers_do_not_depend_on_the_batch_or_on_speculation(params, monkeypatc
     assert answers(SETTINGS, texts[::-1], params)[::-1] == wanted
     assert answers(SETTINGS, texts, params, depth=3) == wanted
     assert answers(replace(SETTINGS, max_num_seqs=3, max_batched_tokens=256), texts, params) == wanted
-    monkeypatch.setattr(device_batch, "PIECE", 96)
+    monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 96)
     assert answers(replace(SETTINGS, prefix_caching=False), texts, params, depth=5) == wanted
 
 

@@ -7,14 +7,14 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.executors.batch_state import GREEDY
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
 from fledge.kernels.accept import DRAFTED
 from fledge.kernels.quantization import QuantizedLinear, quantize_linears
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import entries, prompts
-from tests.oracle import captured_answers
+from tests.oracle import captured_answers, make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -56,11 +56,11 @@ def test_captured_equals_eager(quantization, rows, depth):
     decoder, drafter = networks(quantization)
     texts, results = prompts(rows, seed=1), []
     for capture in (False, True):
-        batch = DeviceBatch(decoder, settings(decoder, 32), drafter=drafter, capture=capture)
-        batch.read_prompts(entries(batch, texts))
+        batch = make_batch(decoder, settings(decoder, 32), drafter=drafter, capture=capture)
+        batch.prefill(entries(batch, texts))
         for _ in range(5):
             batch.graphs.run(rows, depth, GREEDY)
-        results.append((batch.slots.state.answers[:rows, :6] % DRAFTED).tolist())
+        results.append((batch.state.rows.answers[:rows, :6] % DRAFTED).tolist())
     assert results[0] == results[1]
 
 

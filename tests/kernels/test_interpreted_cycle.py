@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.device_batch import GREEDY, DeviceBatch
+from fledge.engine.executors.batch_state import GREEDY
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import causal_attend
 from tests.engine.test_device_batch import answer_of, entries
 from tests.kernels.support import INTERPRETED
+from tests.oracle import make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")]
@@ -38,8 +39,8 @@ def test_says_what_the_network_says(deterministic, quantization, depth):
     config = EngineConfig(
         device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, kv_cache_tokens=256, deterministic=deterministic
     ).resolve(decoder.config)
-    batch = DeviceBatch(decoder, config, drafter=drafter if depth else None, capture=False)
-    batch.read_prompts(entries(batch, TEXTS, limit=8))
+    batch = make_batch(decoder, config, drafter=drafter if depth else None, capture=False)
+    batch.prefill(entries(batch, TEXTS, limit=8))
     for _ in range(STEPS):
         batch.step(len(TEXTS), depth, GREEDY)
     answers = [answer_of(batch, row)[: STEPS + 1] for row in range(len(TEXTS))]

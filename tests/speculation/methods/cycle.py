@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from fledge.kernels.attention.decode_attention import decode_attention
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted, RowState, accept
+from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.ngram import append_tokens, ngram_drafts
