@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 DEFAULT_DEPTH = 5
+Network = TypeVar("Network", Decoder, EagleDrafter)
 # On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes.
 DRAFTER_BITS = 8
 
@@ -80,7 +82,7 @@ def build_engine(
         torch.set_num_threads(config.threads)
     is_cpu = resolve_device(config.device).type == "cpu"
     is_eager = is_cpu if capture is None else False
-    if not is_eager and config.page_size == EngineConfig.page_size:
+    if not is_cpu and config.page_size == EngineConfig.page_size:
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if isinstance(model, Decoder):
         name, decoder = "", model
@@ -92,8 +94,8 @@ def build_engine(
         # What was quantised in a file is found again only in exact weights.
         exact = is_cpu or config.quantization != "none"
         decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
-    decoder = fit(decoder, config)
-    network, coverage = _load_network(speculation, name, decoder, config)
+    decoder = fit(decoder, config, pack=is_eager)
+    network, coverage = _load_network(speculation, name, decoder, config, pack=is_eager)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
     config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
     pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
@@ -112,10 +114,11 @@ def build_engine(
     return Engine(config, executor, pool, controller, drafter=drafter, tokenizer=tokenizer, admission=admission)
 
 
-def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | EagleDrafter:
-    """Moves a network to its device and type; a target's linears are quantised if so configured.
+def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network:
+    """Places a network on its device in its type; a target's linears are quantised if so configured.
 
-    On CPU linears are packed, float16 or float32, between fp32 activations.
+    On CPU linears are packed for the native kernels, float16 or float32, between fp32 activations. `pack`: False leaves them
+    as they are, for the captured executor's functions.
     """
     network.eval().requires_grad_(False)
     if config.quantization != "none" and isinstance(network, Decoder):
@@ -123,6 +126,8 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
     if not _is_cpu(config):
         return network.to(device=config.device, dtype=config.weight_dtype)
     network = network.float()
+    if not pack:
+        return network
     if config.dtype == "float16":
         if network.embed_tokens is not None:
             network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
@@ -133,7 +138,7 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
 
 
 def _load_network(
-    speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig
+    speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig, *, pack: bool
 ) -> tuple[EagleDrafter | str | None, float | None]:
     """The drafter's network on its device, `ngram`, or None; and the recorded coverage of its vocabulary."""
     if config.deterministic and speculation.tree is not None:
@@ -149,7 +154,7 @@ def _load_network(
     network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config)
     decoder.check_taps(network.config.aux_layer_ids)
     coverage = recorded_coverage(found) if isinstance(found, Path) else None
-    return fit(network, config).share(decoder.embed_tokens, decoder.lm_head), coverage
+    return fit(network, config, pack=pack).share(decoder.embed_tokens, decoder.lm_head), coverage
 
 
 def _drafter(

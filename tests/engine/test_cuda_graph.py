@@ -12,6 +12,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors import cuda_graph, device_batch
+from fledge.engine.executors.batch_state import ADJUSTED
 from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
@@ -446,15 +447,19 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor
     batch, recorded = executor.batch, {}
     monkeypatch.setattr(batch.graphs, "capture", True)
-    for name in ("graphs", "prompts", "pieces"):
+    monkeypatch.setattr(batch, "record", lambda shapes: recorded.update(cycles=list(shapes)))
+    for name in ("prefills", "chunks"):
         monkeypatch.setattr(getattr(batch, name), "record", lambda shapes, name=name: recorded.update({name: list(shapes)}))
     assert len(executor.warm_up()) == 1
-    cycles, reach = recorded["graphs"], () if few_keys > 400 else (128,)
+    cycles, bucket = recorded["cycles"], () if few_keys > 400 else (128,)
     assert len(set(cycles)) == len(cycles)
-    assert {shape for shape in cycles if shape[3:] == reach} == {
-        (size, depth, mode, *reach) for size in batch.sizes for depth in (0, 1, 2, 3) for mode in range(3)
+    assert {shape for shape in cycles if shape[3:] == bucket and shape[2] < ADJUSTED} == {
+        (size, depth, mode, *bucket) for size in batch.sizes for depth in (0, 1, 2, 3) for mode in range(ADJUSTED)
     }
-    assert {shape[0] for shape in cycles if shape[3:] != reach} == ({1, 2, cuda_graph.FEW_LONG_ROWS} if reach else set())
+    assert {shape[:2] for shape in cycles if shape[2] == ADJUSTED} == {
+        (size, depth) for size in batch.sizes for depth in (0, 3)
+    }
+    assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, cuda_graph.FEW_LONG_ROWS} if bucket else set())
     assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
-    assert recorded["prompts"]
-    assert "pieces" not in recorded  # no prompt is longer than one
+    assert recorded["prefills"]
+    assert "chunks" not in recorded  # no prompt is longer than one

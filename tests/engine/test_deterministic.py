@@ -14,12 +14,12 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.request import Request
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.sampling import SamplingParams
 from fledge.serving import flags
 from fledge.speculation.depth import TreeShape
+from fledge.speculation.distribution import draw
 from tests.engine.test_device_batch import entries
 from tests.kernels.test_native_build import is_wanted
 from tests.oracle import make_batch
@@ -109,7 +109,7 @@ def test_answers_do_not_depend_on_speculation(path, params, speculation):
         assert answers(settings(path, **changes), texts, params, speculation) == wanted
 
 
-def keys_of(batch: DeviceBatch, row: int, length: int) -> torch.Tensor:
+def keys_of(batch, row: int, length: int) -> torch.Tensor:
     size, place = batch.config.page_size, torch.arange(length)
     slot = batch.state.page_table[row].long()[place // size] * size + place % size
     return batch.cache.keys[:, :, slot].clone()
@@ -130,11 +130,11 @@ def test_the_captured_cycle_run_eagerly(reading, rows, depth, monkeypatch):
         if reading != "in pieces":
             batch.prefill(some)
         if reading == "behind what is cached":
-            batch.prefill([replace(entry, cached=16) for entry in some])
+            batch.prefill([replace(entry, num_cached=16) for entry in some])
         if reading == "in pieces":
             for entry in some:
                 read = 0
-                while read < len(entry.prompt):
+                while read < len(entry.text):
                     read = batch.prefill_chunk(entry, read)
         for _ in range(10):
             batch.step(len(some), depth, GREEDY)
@@ -155,9 +155,9 @@ def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
 
 
 def test_a_tokens_own_random_numbers_are_as_good_as_any():
-    request = Request("one", [1], SamplingParams(temperature=1.0, seed=4), frozenset())
-    probabilities, count = torch.tensor([0.6, 0.3, 0.1]), 1000
-    drawn = [int(torch.multinomial(probabilities, 1, generator=request.generator_of(n))) for n in range(count)]
+    params, count = SamplingParams(temperature=1.0, seed=4), 1000
+    probabilities = torch.tensor([0.6, 0.3, 0.1])
+    drawn = [draw(probabilities.log(), params, 4, position) for position in range(count)]
     for token, wanted in enumerate(probabilities.tolist()):
         assert abs(drawn.count(token) / count - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5
 

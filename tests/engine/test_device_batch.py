@@ -142,7 +142,7 @@ def test_accepted_drafts(how, reach):
     options = {"limit": 30, "stop_ids": STOPS} | ({"temperature": 0.9, "seed": 5} if how else {})
     plain = device_batch(decoder, None, rows=8)
     plain.prefill(entries(plain, texts, **options))
-    while plain.slots.rows.active.any():
+    while plain.state.rows.active.any():
         plain.graphs.run(8, 0, how)
     answers = [answer_of(plain, row) for row in range(6)]
 
@@ -183,7 +183,7 @@ def test_the_drafter_is_synchronised_by_accepted_tokens():
     fresh = device_batch(decoder, tiny_drafter(config), rows=4)
     fresh.prefill(entries(fresh, [text[:-1] for text in said]))
     fresh.graphs.run(4, depth, GREEDY)
-    assert batch.state.drafts[:, :depth].tolist() == fresh.slots.drafts[:, :depth].tolist()
+    assert batch.state.drafts[:, :depth].tolist() == fresh.state.drafts[:, :depth].tolist()
 
 
 def test_a_depth_limit_of_a_row():

@@ -99,7 +99,7 @@ def test_the_batch_shrinks_with_its_work():
     graphs.step = lambda size, *how: (sizes.append(size), step(size, *how))
     found = collected(rows.generate(texts, max_tokens=60, stop_ids=STOPS))
     assert found == collected(by_engine(decoder).generate(texts, max_tokens=60, stop_ids=STOPS))
-    assert sizes[0] == 40
+    assert max(sizes) == 40
     assert 16 in sizes
 
 

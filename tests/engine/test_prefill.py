@@ -8,14 +8,14 @@ import torch
 
 from fledge.engine.executors import prefill as prompt_pass
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, Prompts
+from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, PrefillBatch
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
-def some(lengths: list[int]) -> Prompts:
+def some(lengths: list[int]) -> PrefillBatch:
     numbers, nothing = np.arange(sum(lengths)), np.zeros((len(lengths), 0))
-    return Prompts(numbers, numbers, numbers, lengths, nothing, nothing, nothing)
+    return PrefillBatch(numbers, numbers, numbers, lengths, nothing, nothing, nothing)
 
 
 def test_the_smallest_pass_that_holds_them_and_a_spare_token():
@@ -36,7 +36,7 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
     decoder = tiny_decoder(windows=windows) if windows else tiny_decoder()
     drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
     batches = [device_batch(decoder, drafter, 8) for _ in range(2)]
-    batches[1].prompts.pads = True
+    batches[1].prefills.pads = True
     texts = [prompts(count, seed) for seed in (1, 2)]  # the second set finds the buffers of the first
     for batch in batches:
         for cache in (batch.cache, batch.method.cache):
@@ -44,10 +44,10 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
             cache.values.fill_(9.0)
         for some_texts in texts:
             batch.prefill(entries(batch, some_texts))
-    assert len(batches[1].prompts.buffers) >= 1
-    for mine, theirs in zip(batches[1].slots.carried, batches[0].slots.carried, strict=True):
-        torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is nobody's
-    for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].drafter.cache, batches[0].drafter.cache)):
+    assert len(batches[1].prefills.buffers) >= 1
+    for mine, theirs in zip(batches[1].state.carried, batches[0].state.carried, strict=True):
+        torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is the dummy
+    for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].method.cache, batches[0].method.cache)):
         torch.testing.assert_close(mine.keys, theirs.keys)  # padding is stored nowhere
         torch.testing.assert_close(mine.values, theirs.values)
 
@@ -65,7 +65,7 @@ def test_recording_ahead_makes_the_buffers_that_are_used():
     passes.graphs.graphs = {(*shape, GREEDY): None for shape in before}  # they count as recorded
     batch.prefill(made)
     for entry, cached in zip(made, (16, 0), strict=True):
-        entry.cached = cached
+        entry.num_cached = cached
     batch.prefill(made)
     assert {shape: id(buffers) for shape, buffers in passes.buffers.items()} == {k: id(v) for k, v in before.items()}
     assert len(before) == 2

@@ -192,7 +192,7 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
         made = entries(batch, [[(number * 7 + seed) % 128 for number in range(100 + 40 * seed)] for seed in range(5)])
         batch.prefill(made)
         for entry in made:
-            entry.cached = 64
+            entry.num_cached = 64
         for _ in range(RECORDED_AT):
             batch.prefill(made)
         assert ((768, 16, OVER_CACHE, GREEDY) in batch.prefills.graphs.graphs) == capture
@@ -233,7 +233,7 @@ def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
         texts = [(one * 100)[:length] for one, length in zip(prompts(3, seed=4), (100, 65, 90), strict=True)]
         for entry in entries(batch, texts[:2]) + entries(batch, texts[2:]):
             read = 0
-            while read < len(entry.prompt):
+            while read < len(entry.text):
                 read = batch.prefill_chunk(entry, read)
         assert bool(batch.chunks.graphs.graphs) == capture
         for _ in range(4):
