@@ -14,3 +14,11 @@ class ModelError(UserError):
 
 class RequestError(UserError):
     """A request the engine refuses: empty, too long, or with parameters that make no sense."""
+
+
+class StepFailure(Exception):
+    """A step failed over one request, before anything was committed: without that request it can be repeated."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id} failed in a step")
+        self.request_id = request_id

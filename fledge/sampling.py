@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from fledge.errors import RequestError
 
 # (tokens produced so far, logits of the next one) -> logits
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+_NUMBERS = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS |= dict.fromkeys(_FLOATS, Real)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,11 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, kinds in _NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
+        biases = (self.logit_bias or {}).values()
         checks = {
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "min_tokens must lie between 0 and max_tokens": 0 <= self.min_tokens <= self.max_tokens,
@@ -48,13 +59,20 @@ class SamplingParams:
             "repetition_penalty must lie in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
-            "stop strings must not be empty": all(stop),
+            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in biases),
+            "stop strings must be text and not empty": all(isinstance(one, str) and one for one in stop),
             "logprobs must lie between 0 and 20": self.logprobs is None or 0 <= self.logprobs <= 20,
         }
         for rule, holds in checks.items():
             if not holds:
                 raise RequestError(rule)
+
+    def for_answer(self, seed: int | None, logits_processors: Sequence[LogitsProcessor]) -> SamplingParams:
+        """The same for another answer: what was checked is shared, neither copied nor checked again."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        object.__setattr__(other, "logits_processors", logits_processors)
+        return other
 
     @property
     def greedy(self) -> bool:
@@ -72,3 +90,17 @@ class SamplingParams:
             or self.min_tokens
             or self.logits_processors
         )
+
+
+def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+    """Refuses what cannot be followed with this vocabulary, before it reaches a step that others share."""
+    named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
+    for name, tokens in named.items():
+        foreign = next((token for token in tokens if not isinstance(token, Integral) or not 0 <= token < vocab_size), None)
+        if foreign is not None:
+            raise RequestError(f"{name} names token {foreign}, outside the vocabulary of {vocab_size}")
+    if params.min_tokens:
+        # Until then end tokens are banned: something must be left to say.
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if len(ends) >= vocab_size:
+            raise RequestError("min_tokens cannot be reached: stop_token_ids name every token of the vocabulary")

@@ -84,6 +84,9 @@ class DeviceEngine:
         self.times = CycleTimes(self.rows.graphs.seconds)
         self.reports = RowReports(self.rows, self.depths, self.stats, self.depth_control, self.times, self.config.max_model_len)
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.engine.check_request(prompt, params)
+
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
     ) -> Request:

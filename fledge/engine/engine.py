@@ -16,11 +16,11 @@ from fledge.engine.kv_cache import PageKeys, PagePool
 from fledge.engine.request import Delta, Request, TokenLogprob
 from fledge.engine.runner import Runner, Verified
 from fledge.engine.scheduler import Scheduled, Scheduler
-from fledge.errors import RequestError
+from fledge.errors import RequestError, StepFailure
 from fledge.kernels.native import best_of
 from fledge.kernels.paged_attention import PagedKV
 from fledge.models.decoder import Decoder
-from fledge.sampling import SamplingParams
+from fledge.sampling import SamplingParams, check_params
 from fledge.speculation.distribution import adjust, probabilities
 from fledge.speculation.drafting import Drafter, Settled
 from fledge.speculation.stats import AcceptanceStats
@@ -56,6 +56,14 @@ class Engine:
         self.stats = AcceptanceStats()
         self._ids = itertools.count()
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises RequestError for whatever `add_request` would refuse; changes nothing."""
+        bad = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {self.model.vocab_size}")
+        check_params(params, self.model.vocab_size, self.model.eos_token_ids)
+        self.scheduler.check(len(prompt), params.max_tokens)
+
     def add_request(
         self,
         prompt: Sequence[int],
@@ -64,12 +72,7 @@ class Engine:
         request_id: str | None = None,
         speculate: bool = True,
     ) -> Request:
-        bad = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {self.model.vocab_size}")
-        foreign = [token for token in params.logit_bias or () if not 0 <= token < self.model.vocab_size]
-        if foreign:
-            raise RequestError(f"logit_bias names token {foreign[0]}, outside the vocabulary of {self.model.vocab_size}")
+        self.check_request(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
             raise RequestError(f"a request {request_id!r} is already running")
@@ -128,7 +131,10 @@ class Engine:
                 best = best_of(verified.logits)[0] if best is None else best
                 verdicts.append(verify_greedy(best[first : first + 1 + len(item.draft)], item.draft))
             else:
-                verdicts.append(self._accept_lazily(item.request, item.draft, verified.logits[first:]))
+                try:
+                    verdicts.append(self._accept_lazily(item.request, item.draft, verified.logits[first:]))
+                except Exception as error:
+                    raise StepFailure(item.request.id) from error
         return verdicts
 
     def _accept_lazily(self, request: Request, draft: Draft, logits: Tensor) -> Verdict:

@@ -46,21 +46,24 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
 
-    def add(self, request: Request) -> None:
-        length = len(request.prompt)
+    def check(self, length: int, max_tokens: int) -> None:
+        """Refuses a prompt of `length` tokens that could never be served."""
         if not length:
             raise RequestError("the prompt is empty; give at least one token")
         if length >= self.max_len:
             raise RequestError(
                 f"the prompt has {length} tokens and the context holds {self.max_len}, answer included; shorten the prompt"
             )
-        longest = min(length + request.params.max_tokens, self.max_len) + self.lookahead
+        longest = min(length + max_tokens, self.max_len) + self.lookahead
         capacity = self.pool.num_pages * self.pool.page_size
         if self.pool.pages_for(longest) > self.pool.num_pages:
             raise RequestError(
-                f"the request may need {longest} tokens of cache (prompt {length}, answer up to {request.params.max_tokens}, "
+                f"the request may need {longest} tokens of cache (prompt {length}, answer up to {max_tokens}, "
                 f"draft {self.lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
             )
+
+    def add(self, request: Request) -> None:
+        self.check(len(request.prompt), request.params.max_tokens)
         self.waiting.append(request)
 
     def schedule(self) -> list[Scheduled]:
