@@ -10,9 +10,9 @@ from fledge.serving.foreign_flags import MAY_BE, REFUSED
 from fledge.serving.launch import chosen_engine
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_are_vllms_but_for_the_address() -> None:
     flags = parse([])
-    assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("0.0.0.0", 8000, 20, "info")
+    assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("127.0.0.1", 8000, 20, "info")
     assert flags.model == "smollm2-135m"
     assert flags.speculative_config.speculation.drafter == "auto"
     assert flags.api_key == ()
