@@ -44,9 +44,8 @@ class _Server(uvicorn.Server):
         self.service.close()
 
 
-def run(flags: ServeFlags) -> None:
-    _log_to_stderr(flags.uvicorn_log_level)
-    _give_back_large_blocks()
+def build(flags: ServeFlags) -> _Server:
+    """The server, not started yet; it ends when its engine does."""
     service = Service(flags)
     config = uvicorn.Config(
         create_app(service),
@@ -62,6 +61,13 @@ def run(flags: ServeFlags) -> None:
     )
     server = _Server(config, service)
     service.engine.on_failure = lambda: setattr(server, "should_exit", True)
+    return server
+
+
+def run(flags: ServeFlags) -> None:
+    _log_to_stderr(flags.uvicorn_log_level)
+    _give_back_large_blocks()
+    server = build(flags)
     # The server waits for running requests and then raises the signal again: by then it has been followed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     sockets = None if flags.uds else [_bind(flags)]
@@ -74,8 +80,8 @@ def run(flags: ServeFlags) -> None:
     elif not flags.api_key and not flags.uds:
         log.warning("open to whoever reaches %s:%s: give an --api-key", flags.host, flags.port)
     server.run(sockets=sockets)
-    if service.engine.failure is not None:
-        raise service.engine.failure
+    if server.service.engine.failure is not None:
+        raise server.service.engine.failure
 
 
 def _give_back_large_blocks() -> None:
