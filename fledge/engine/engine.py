@@ -58,8 +58,8 @@ class Engine:
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError for whatever `add_request` would refuse; changes nothing."""
-        bad = next((token for token in prompt if not 0 <= token < self.model.vocab_size), None)
-        if bad is not None:
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < self.model.vocab_size)
             raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {self.model.vocab_size}")
         check_params(params, self.model.vocab_size, self.model.eos_token_ids)
         self.scheduler.check(len(prompt), params.max_tokens)

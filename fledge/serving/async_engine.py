@@ -322,7 +322,9 @@ class AsyncEngine:
         """Into the queue, if all of its answers can be produced."""
         answer: ApiError | None = None
         try:
-            for work in generation.works:
+            # Answers to one prompt share all that is checked: a thousand of them must not hold up a step.
+            alike = {(id(work.prompt), id(work.params.logit_bias), work.params.max_tokens): work for work in generation.works}
+            for work in alike.values():
                 self.engine.check_request(work.prompt, work.params)
         except UserError as error:
             answer = ApiError(str(error))

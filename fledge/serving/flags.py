@@ -214,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--log-interval", type=float, default=10.0, help="seconds between lines of figures")
-    limits.add_flags(top.add_argument_group("limits"), human_int)
+    limits.add_flags(own, human_int)
     return top
 
 

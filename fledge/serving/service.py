@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -64,6 +65,7 @@ class Service:
         self._tokenizing_long = ThreadPoolExecutor(1, "tokenizer-long")
         self._compiling = ThreadPoolExecutor(self.limits.max_grammars_compiling, "grammar")
         self._compiling_by_caller: dict[str, asyncio.Semaphore] = {}
+        self._num_compiling: Counter[str] = Counter()
 
     def _build(self) -> Engine:
         flags = self.flags
@@ -192,12 +194,14 @@ class Service:
     async def compile(self, work: Callable[[], Result], caller: str = "") -> Result:
         """Runs `work` in a thread that waits for the process which compiles. Nobody takes all of these threads."""
         turn = self._compiling_by_caller.setdefault(caller, asyncio.Semaphore(COMPILING_PER_CALLER))
+        self._num_compiling[caller] += 1
         try:
             async with turn:
                 return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
         finally:
-            if not turn.locked() and turn._value == COMPILING_PER_CALLER:
-                self._compiling_by_caller.pop(caller, None)
+            self._num_compiling[caller] -= 1
+            if not self._num_compiling[caller]:
+                del self._num_compiling[caller], self._compiling_by_caller[caller]
 
     async def grammar(self, fields: SamplingFields, caller: str = "") -> Any | None:
         """The compiled grammar that a request asks for by `response_format` or `structured_outputs`."""

@@ -430,3 +430,34 @@ def test_a_refusal_of_the_engine_is_told_before_a_stream_begins(in_process) -> N
         await check_all_free(service)
 
     run(in_process, test)
+
+
+def test_a_caller_who_does_not_read_is_let_go(in_process, caplog: pytest.LogCaptureFixture) -> None:
+    """The socket takes nothing more: the request is freed, and nothing is logged as our failure."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        app = client._transport.app
+        body = json.dumps({"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+        inbox = [{"type": "http.request", "body": body, "more_body": False}]
+        sent = []
+
+        async def receive() -> dict[str, Any]:
+            if inbox:
+                return inbox.pop()
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message["type"])
+            if len(sent) > 3:
+                await asyncio.sleep(60)
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "path": CHAT}
+        scope |= {"raw_path": CHAT.encode(), "query_string": b"", "root_path": "", "headers": headers, "scheme": "http"}
+        await asyncio.wait_for(app(scope | {"client": ("1.2.3.4", 5), "server": ("x", 1)}, receive, send), 20)
+        assert len(sent) == 4
+        await check_all_free(service)
+
+    run(in_process, test, "--write-timeout", "0.2")
+    assert not [record for record in caplog.records if record.exc_info]
