@@ -20,6 +20,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer
 
+        self._texts: dict[int, str] = {}
         odd = [file.name for file in sorted(Path(folder).glob("*")) if file.exists() and not (file.is_file() or file.is_dir())]
         if odd:  # a pipe would be waited for, for ever
             raise ModelError(f"{folder}: {printable(odd[0])} is not a plain file")
@@ -69,6 +70,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return self._tokenizer.decode(list(ids), **options)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token alone; each is worked out once."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it, for reports."""

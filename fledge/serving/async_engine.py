@@ -348,6 +348,7 @@ class AsyncEngine:
                 self._fail(generation, as_api_error(error))
                 continue
             request.arrival = generation.arrival
+            request.prompt = work.prompt  # one list for all answers to it
             self._tracked[request.id] = _Tracked(generation, index, request)
 
     def _abort(self, tracked: _Tracked) -> None:
@@ -380,8 +381,11 @@ class AsyncEngine:
         except Exception as error:
             log.exception("an engine step failed")
             self._failures += 1
+            is_dead = self._failures >= MAX_FAILURES or _is_device_error(error)
+            if is_dead:
+                self.state = "failing"  # before anyone is told, and asks
             self._fail_all(internal_error())
-            if self._failures >= MAX_FAILURES or _is_device_error(error):
+            if is_dead:
                 self._die(UserError("the engine failed; the log above says why"))
             return None
         self._failures = 0

@@ -144,7 +144,9 @@ def _after_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> C
     mark = tokenizer.encode(reasoning.end, add_special_tokens=False)
 
     def begin(tokens: Sequence[int]) -> int:
-        for at in range(len(tokens) - len(mark) + 1):
+        at = -1
+        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
+            at = tokens.index(mark[0], at + 1)
             if list(tokens[at : at + len(mark)]) == mark:
                 return at + len(mark)
         return -1

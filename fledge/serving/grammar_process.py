@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -87,13 +88,15 @@ class GrammarProcess:
         if self._control is not None:
             self._control.close()
         self._control, theirs = socket.socketpair()
-        with theirs:
+        # As a file, which it reads when it is up: through the socket we would wait for that, some seconds.
+        with theirs, tempfile.TemporaryFile() as vocabulary:
+            vocabulary.write(self.vocabulary.encode())
+            vocabulary.seek(0)
             command = [sys.executable, "-m", "fledge.serving.grammar_worker", str(theirs.fileno())]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
+                command, pass_fds=[theirs.fileno()], stdin=vocabulary, stdout=subprocess.DEVNULL, env=environment
             )
-        send(self._control, self.vocabulary.encode())
 
     def close(self) -> None:
         """Ends the worker and whatever it compiles; callers that wait are told at once."""

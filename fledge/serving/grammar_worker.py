@@ -2,7 +2,7 @@
 
     server                          worker                         fork
     ------                          ------                         ----
-    vocabulary   --- control --->   reads it once
+    vocabulary   ---- stdin ---->   reads it once
     job socket   --- control --->   forks, hands it the socket --> reads the job, compiles, answers on the socket
 
 A fork that outlasts its limits is killed by the system: its socket closes without an answer. When the server ends, the control
@@ -62,10 +62,7 @@ def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
 def serve(control: socket.socket) -> None:
     import xgrammar
 
-    vocabulary = receive(control)
-    if vocabulary is None:
-        return
-    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary.decode())
+    info = xgrammar.TokenizerInfo.deserialize_json(sys.stdin.read())
     forks: set[int] = set()
     while True:
         ready, _, _ = select.select([control], [], [], 1.0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,9 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._tokenizing_long = ThreadPoolExecutor(1, "tokenizer-long")
         self._compiling = ThreadPoolExecutor(self.limits.max_grammars_compiling, "grammar")
+        self._grammars = None
+        self._grammars_lock = threading.Lock()
+        self._closed = False
         self._compiling_by_caller: dict[str, asyncio.Semaphore] = {}
         self._num_compiling: Counter[str] = Counter()
 
@@ -115,22 +119,27 @@ class Service:
         """A second one, for the thread that takes long texts."""
         return self.tokenizer.copy()
 
-    @cached_property
+    @property
     def grammars(self):
         """Made on first use: reading the vocabulary takes a moment."""
-        try:
-            from fledge.serving.structured import GrammarCompiler
-        except ImportError:
-            raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
-        model = self.engine.engine.model
-        compiler = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids, self.limits)
-        self.engine.before_step = compiler.clock.new_step
-        return compiler
+        with self._grammars_lock:
+            if self._grammars is None:
+                try:
+                    from fledge.serving.structured import GrammarCompiler
+                except ImportError:
+                    raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
+                model = self.engine.engine.model
+                self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids, self.limits)
+                self.engine.before_step = self._grammars.clock.new_step
+                if self._closed:  # while it was made
+                    self._grammars.close()
+            return self._grammars
 
     def close(self) -> None:
         """Ends what is being compiled; callers that wait for it are told."""
-        if (grammars := self.__dict__.get("grammars")) is not None:
-            grammars.close()
+        self._closed = True
+        if self._grammars is not None:
+            self._grammars.close()
 
     def check_limits(self, fields: SamplingFields, num_prompts: int = 1) -> None:
         """What a request asks for, before any of it is made."""

@@ -461,3 +461,32 @@ def test_a_caller_who_does_not_read_is_let_go(in_process, caplog: pytest.LogCapt
 
     run(in_process, test, "--write-timeout", "0.2")
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> None:
+    """Closed while it is still made: nothing is compiled, and no process is left behind."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        service.close()
+        response = await client.post(CHAT, json=SHORT | {"structured_outputs": {"regex": "a"}})
+        assert response.status_code == 400
+        assert "shutting down" in response.text
+        assert service.grammars._process._process is None
+
+    run(in_process, test)
+
+
+def test_a_dead_engine_is_known_before_its_requests_are_told(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        engine, states = service.engine, []
+        deliver = engine._deliver
+        engine._deliver = lambda events: (states.append(engine.state), deliver(events))
+        engine.engine.step = lambda: 1 / 0
+        for _ in range(3):
+            await ask(client, status=500, **SHORT)
+        assert states[-1] == "failing"
+        assert states.count("failing") >= 1
+        assert states[states.index("failing") - 1] == "ready"
+        assert (await client.get("/health")).status_code == 503
+
+    run(in_process, test)
