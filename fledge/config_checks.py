@@ -79,7 +79,7 @@ def check_sizes(config: Any, what: str) -> None:
             raise ModelError(f"{what}: {name} must lie between 1 and {most}, not {shown(size)}")
     if config.num_heads % config.num_kv_heads:
         raise ModelError(f"{what}: {config.num_heads} heads cannot share {config.num_kv_heads} key/value heads")
-    if config.head_dim % 2:
+    if getattr(config, "rotary_dim", config.head_dim) % 2:  # of latent attention only a part is rotated
         raise ModelError(f"{what}: head_dim {config.head_dim} is odd: rotations go by pairs")
     if not 0 <= config.rms_norm_eps < 1:
         raise ModelError(f"{what}: rms_norm_eps must lie between 0 and 1, not {shown(config.rms_norm_eps)}")
