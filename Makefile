@@ -10,7 +10,7 @@ STRUCTURED := xgrammar apache-tvm-ffi
 COMPILER = @command -v $${CC:-cc} >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang
 KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
-.PHONY: demo test test-vllm test-browser lint install clean
+.PHONY: demo test test-vllm test-browser soak lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -25,6 +25,10 @@ test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 # Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
 test-browser: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m browser tests/serving/test_page.py
+
+# An hour under load, some of it rude: memory and open files stay bounded.
+soak: $(VENV)/.installed-test
+	FLEDGE_LOAD_SECONDS=3600 $(BIN)/python -m pytest -q --timeout 7200 tests/serving/test_load.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

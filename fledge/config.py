@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fledge.errors import ModelError
+from fledge.config_checks import LARGEST, architecture_of, check_sizes, mapping, number, shown, token_ids, whole_number
+from fledge.errors import ModelError, printable
 
 # Architectures the decoder serves, with what sets each apart from Llama.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,27 +40,39 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
         """Reads both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`."""
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        scaling = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-        if kind not in cls.KINDS:
-            raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(cls.KINDS)}")
-        if (scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        if not isinstance(kind, str) or kind not in cls.KINDS:
+            raise ModelError(f"rope type {shown(kind)} is not supported; supported: {', '.join(cls.KINDS)}")
+        partial = number(scaling, "partial_rotary_factor") or number(config, "partial_rotary_factor")
+        if (partial or 1.0) != 1.0:
             raise ModelError("partial rotary embeddings (partial_rotary_factor < 1) are not supported")
-        original = scaling.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        return cls(
-            theta=float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        source = scaling if scaling.get("original_max_position_embeddings") else config
+        longest = whole_number(config, "max_position_embeddings", 2048)
+        rope = cls(
+            theta=number(scaling, "rope_theta") or number(config, "rope_theta", 10000.0),
             kind=kind,
-            factor=float(scaling.get("factor") or 1.0),
-            original_max_positions=int(original or config.get("max_position_embeddings") or 2048),
-            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
-            attention_factor=scaling.get("attention_factor"),
-            mscale=scaling.get("mscale"),
-            mscale_all_dim=scaling.get("mscale_all_dim"),
+            factor=number(scaling, "factor", 1.0),
+            original_max_positions=whole_number(source, "original_max_position_embeddings", longest),
+            low_freq_factor=number(scaling, "low_freq_factor", 1.0),
+            high_freq_factor=number(scaling, "high_freq_factor", 4.0),
+            beta_fast=number(scaling, "beta_fast", 32.0),
+            beta_slow=number(scaling, "beta_slow", 1.0),
+            attention_factor=number(scaling, "attention_factor"),
+            mscale=number(scaling, "mscale"),
+            mscale_all_dim=number(scaling, "mscale_all_dim"),
             truncate=bool(scaling.get("truncate", True)),
         )
+        rope.check()
+        return rope
+
+    def check(self) -> None:
+        """Angles must be finite at every position."""
+        for name in ("theta", "factor", "original_max_positions", "beta_fast", "beta_slow"):
+            if not 0 < getattr(self, name) < 1e30:
+                raise ModelError(f"rope {name} must be positive, not {shown(getattr(self, name))}")
+        if self.kind == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ModelError("rope low_freq_factor and high_freq_factor must differ")
 
 
 @dataclass(frozen=True)
@@ -86,31 +99,39 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
+    def __post_init__(self) -> None:
+        check_sizes(self, "the model's configuration")
+        for end in self.eos_token_ids:
+            if not 0 <= end < self.vocab_size:
+                raise ModelError(f"the end token {shown(end)} is outside the vocabulary of {self.vocab_size}")
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, name: str = "the model") -> ModelConfig:
-        architecture = (config.get("architectures") or ["(none named)"])[0]
+        architecture = architecture_of(config)
         family = FAMILIES.get(architecture)
         if family is None:
-            raise ModelError(f"{name}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}")
+            known = ", ".join(FAMILIES)
+            raise ModelError(f"{name}: architecture {printable(architecture, 80)} is not supported; supported: {known}")
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise ModelError(f"{name}: activation {activation!r} is not supported; supported: silu")
         if config.get("quantization_config"):
             raise ModelError(f"{name}: pre-quantised Hugging Face weights are not supported; use the plain checkpoint")
         try:
-            num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-            hidden_size = int(config["hidden_size"])
-            eos = config.get("eos_token_id")
+            num_heads, hidden_size = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
+            num_layers = whole_number(config, "num_hidden_layers")
+            if not num_heads >= 1 or not 1 <= num_layers <= LARGEST["num_layers"]:  # before anything is as long as they say
+                raise ModelError(f"{name}: {num_layers} layers of {num_heads} heads are not a model")
             return cls(
                 architecture=architecture,
-                vocab_size=int(config["vocab_size"]),
+                vocab_size=whole_number(config, "vocab_size"),
                 hidden_size=hidden_size,
-                intermediate_size=int(config["intermediate_size"]),
+                intermediate_size=whole_number(config, "intermediate_size"),
                 num_layers=num_layers,
                 num_heads=num_heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-                head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-                max_positions=int(config.get("max_position_embeddings") or 2048),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                num_kv_heads=whole_number(config, "num_key_value_heads", num_heads),
+                head_dim=whole_number(config, "head_dim", hidden_size // num_heads),
+                max_positions=whole_number(config, "max_position_embeddings", 2048),
+                rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
                 rope=RopeConfig.from_hf(config),
                 qkv_bias=bool(family.get("qkv_bias") or config.get("attention_bias", False)),
                 output_bias=bool(config.get("attention_bias", False)) and architecture != "Qwen2ForCausalLM",
@@ -118,8 +139,8 @@ class ModelConfig:
                 qk_norm=bool(family.get("qk_norm", False)),
                 tie_embeddings=bool(config.get("tie_word_embeddings", False)),
                 windows=_windows(config, num_layers, architecture) if family.get("sliding_window") else (None,) * num_layers,
-                eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (int(eos),)),
-                bos_token_id=config.get("bos_token_id"),
+                eos_token_ids=token_ids(config.get("eos_token_id")),
+                bos_token_id=next(iter(token_ids(config.get("bos_token_id"), "bos_token_id")), None),
             )
         except KeyError as missing:
             raise ModelError(f"{name}: config.json lacks {missing}") from None
@@ -128,16 +149,19 @@ class ModelConfig:
 def _windows(config: Mapping[str, Any], num_layers: int, architecture: str) -> tuple[int | None, ...]:
     """Sliding window per layer, with transformers' defaults: Mistral has one for all layers, Qwen switches it on by flag
     and from a layer upwards."""
-    if architecture == "MistralForCausalLM":
-        window, first = config.get("sliding_window", 4096), 0
-    else:
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-        first = int(config.get("max_window_layers", 28))
+    window, first = config.get("sliding_window", 4096), 0
+    if architecture != "MistralForCausalLM":
+        window = window if config.get("use_sliding_window", False) else None
+        first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     if not window:
         return (None,) * num_layers
+    if (window := whole_number({"sliding_window": window}, "sliding_window")) < 1:
+        raise ModelError(f"config.json: sliding_window must be positive, not {window}")
     if kinds := config.get("layer_types"):
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 @dataclass(frozen=True)
@@ -209,6 +233,7 @@ class DrafterConfig:
     mla: MLAConfig | None = None  # None: grouped-query attention
 
     def __post_init__(self) -> None:
+        check_sizes(self, "the drafter's configuration")
         if self.mla is not None:
             # What the rest of the house sees: as many key/value heads as heads, each as wide as its whole key.
             assert (self.num_kv_heads, self.head_dim) == (self.num_heads, self.mla.qk_head_dim), "sizes of latent attention"

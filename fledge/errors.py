@@ -1,6 +1,12 @@
 """What went wrong, said to the person who can put it right."""
 
 
+def printable(text: str, most: int = 4000) -> str:
+    """One line that is safe to print: no control characters, which move a terminal's cursor or forge lines of a log."""
+    line = "".join(char if char.isprintable() else " " if char.isspace() else "\ufffd" for char in text[: most + 1])
+    return line if len(line) <= most else line[:most] + "…"
+
+
 class UserError(ValueError):
     """A mistake in what the user gave: printed as one line, without a traceback.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -24,6 +26,10 @@ class TokenMask(Protocol):
 
 # (tokens produced so far, logits of the next one) -> logits
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+_NUMBERS = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS |= dict.fromkeys(_FLOATS, Real)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()) if not isinstance(self.bad_words, str) else None)
         object.__setattr__(self, "bad_word_ids", tuple(tuple(word) for word in self.bad_word_ids or ()))
+        for name, kinds in _NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
+        biases = (self.logit_bias or {}).values()
         checks = {
             "stop_token_ids must be token ids": all(_is_token(token) for token in self.stop_token_ids),
             "bad_words must be a list of texts that are not empty": self.bad_words is not None
@@ -69,13 +80,20 @@ class SamplingParams:
             "repetition_penalty must lie in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()),
-            "stop strings must not be empty": all(stop),
+            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in biases),
+            "stop strings must be text and not empty": all(isinstance(one, str) and one for one in stop),
             "logprobs must lie between 0 and 20": self.logprobs is None or 0 <= self.logprobs <= 20,
         }
         for rule, holds in checks.items():
             if not holds:
                 raise RequestError(rule)
+
+    def for_answer(self, seed: int | None, logits_processors: Sequence[LogitsProcessor]) -> SamplingParams:
+        """The same for another answer: what was checked is shared, neither copied nor checked again."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        object.__setattr__(other, "logits_processors", logits_processors)
+        return other
 
     @property
     def greedy(self) -> bool:
@@ -114,4 +132,19 @@ class SamplingParams:
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+
+
+def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+    """Refuses what cannot be followed with this vocabulary, before it reaches a step that others share."""
+    named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
+    named["bad_word_ids"] = [token for word in params.bad_word_ids for token in word]
+    for name, tokens in named.items():
+        foreign = next((token for token in tokens if not isinstance(token, Integral) or not 0 <= token < vocab_size), None)
+        if foreign is not None:
+            raise RequestError(f"{name} names token {foreign}, outside the vocabulary of {vocab_size}")
+    if params.min_tokens:
+        # Until then end tokens are banned: something must be left to say.
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if len(ends) >= vocab_size:
+            raise RequestError("min_tokens cannot be reached: stop_token_ids name every token of the vocabulary")

@@ -26,9 +26,10 @@ from pathlib import Path
 
 from filelock import FileLock
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 
-from fledge.errors import ModelError
+from fledge.errors import ModelError, printable
 
 # Raise when the same GGUF would convert to something else: older conversions are then left aside.
 CONVERTER_VERSION = 1
@@ -271,7 +272,7 @@ def _size(folder: Path) -> int:
 @contextmanager
 def _spinner(text: str) -> Iterator[None]:
     """On standard error: standard output belongs to what a command prints."""
-    with Console(stderr=True).status(text):
+    with Console(stderr=True).status(escape(printable(text))):
         yield
 
 

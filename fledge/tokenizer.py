@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from fledge.errors import ModelError, RequestError
+from fledge.errors import ModelError, RequestError, printable
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -19,11 +20,22 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer
 
+        self._texts: dict[int, str] = {}
+        odd = [file.name for file in sorted(Path(folder).glob("*")) if file.exists() and not (file.is_file() or file.is_dir())]
+        if odd:  # a pipe would be waited for, for ever
+            raise ModelError(f"{folder}: {printable(odd[0])} is not a plain file")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            # A folder's own Python code is never run, whatever its tokenizer_config.json asks for.
+            self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+
+    def copy(self) -> Tokenizer:
+        """Another one, to be used by another thread at the same time."""
+        other = copy.copy(self)
+        other._tokenizer = copy.deepcopy(self._tokenizer)
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -59,9 +71,18 @@ class Tokenizer:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return self._tokenizer.decode(list(ids), **options)
 
+    def text_of(self, token_id: int) -> str:
+        """The text of one token alone; each is worked out once."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it, for reports."""
         return self._tokenizer.convert_ids_to_tokens(token_id)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return self._tokenizer.convert_ids_to_tokens(list(ids))
 
     def render_chat(
         self,
@@ -85,7 +106,7 @@ class Tokenizer:
                 tokenize=False,
                 **kwargs,
             )
-        except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
+        except (TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             # Templates refuse by raising, and stumble over messages they do not foresee.
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 

@@ -21,7 +21,7 @@ ALLOWED = {
     "bench": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
     "serving": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
 }
-BELOW_ALL = {"config", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
+BELOW_ALL = {"config", "config_checks", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
 ABOVE_ENGINE = {"llm", "LLM", "Completion", "SamplingParams", "TreeShape"}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from fledge import SamplingParams
 from fledge.errors import RequestError
+from fledge.sampling import check_params
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,38 @@ def test_a_vanishing_temperature_is_greedy():
 
 def test_a_single_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"stop_token_ids": [2_000_000_000], "min_tokens": 1}, "2000000000"),
+        ({"stop_token_ids": [-1]}, "-1"),
+        ({"stop_token_ids": ["7"]}, "7"),
+        ({"logit_bias": {50: 1.0}}, "50"),
+        ({"stop_token_ids": list(range(50)), "min_tokens": 1, "temperature": 0.8}, "every token"),
+        ({"stop_token_ids": list(range(49)), "min_tokens": 1}, "every token"),  # with the end token, which is 49
+    ],
+)
+def test_what_the_vocabulary_cannot_follow_is_refused(given, word):
+    with pytest.raises(RequestError, match=word):
+        check_params(SamplingParams(max_tokens=4, **given), 50, [49])
+
+
+def test_what_it_can_follow_is_not():
+    check_params(SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=list(range(49)), ignore_eos=True), 50, [49])
+    check_params(SamplingParams(stop_token_ids=list(range(50))), 50)
+
+
+@pytest.mark.parametrize("given", [{"temperature": "hot"}, {"max_tokens": 1.5}, {"top_k": True}, {"stop": [3]}])
+def test_wrong_types_are_refused(given):
+    with pytest.raises(RequestError, match=next(iter(given))):
+        SamplingParams(**given)
+
+
+def test_answers_share_what_was_checked():
+    params = SamplingParams(logit_bias={3: 1.0}, stop=["a"])
+    other = params.for_answer(7, ())
+    assert (other.seed, params.seed) == (7, None)
+    assert other.logit_bias is params.logit_bias
+    assert other.stop is params.stop

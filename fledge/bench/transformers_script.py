@@ -21,7 +21,7 @@ def main(task_file: str, out_file: str) -> None:
     device, dtype = task["device"], getattr(torch, task["dtype"])
 
     def load(name: str):
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).to(device).eval()
 
     model = load(task["model"])
     ways = {"plain": {}}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.config_checks import architecture_of
 from fledge.errors import ModelError
 
 ARCHITECTURES = (
@@ -38,7 +39,7 @@ def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = 
 def parse_config(
     raw: Mapping[str, Any], target: ModelConfig | None, tensor_names: Collection[str] | None
 ) -> tuple[DrafterConfig | None, list[str]]:
-    architecture = (raw.get("architectures") or ["(none named)"])[0]
+    architecture = architecture_of(raw)
     if architecture not in SUPPORTED:
         return None, [f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"]
     reader = _ConfigReader(raw, target, architecture)
@@ -46,7 +47,7 @@ def parse_config(
         config = reader.read()
     except ModelError as error:
         return None, [*reader.problems, str(error)]
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         return None, [*reader.problems, f"config.json has a value of the wrong kind ({error})"]
     if config is None:
         return None, reader.problems

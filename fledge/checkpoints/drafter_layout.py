@@ -110,6 +110,9 @@ def tensor_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> lis
     for name in expected:
         if name in tensors and not tensors[name].is_floating_point():
             problems.append(f"{name} is {tensors[name].dtype}; quantised drafters are not supported")
+        elif name in tensors and not torch.isfinite(tensors[name]).all():
+            # One of these makes every draft's probabilities NaN, and a sampled request fails on them.
+            problems.append(f"{name} holds values that are not finite (NaN or infinity): the training failed, or the file did")
     return problems + vocabulary_problems(tensors, config)
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints import hf
-from fledge.checkpoints.gguf_tokenizer import write_tokenizer
+from fledge.checkpoints.gguf_header import check_header
+from fledge.checkpoints.gguf_tokenizer import check_tokenizer, write_tokenizer
 from fledge.config import ModelConfig, RopeConfig
+from fledge.config_checks import LARGEST, shown, token_ids
 from fledge.errors import ModelError
 from fledge.models.layers import Rotary
 
@@ -45,6 +47,7 @@ def convert(file: str | Path, folder: str | Path) -> Path:
     file, folder = Path(file), Path(folder)
     metadata, tensors = _open(file)
     config = read_config(metadata, tensors, str(file))
+    check_tokenizer(metadata, str(file))
     if strange := sorted({tensor.tensor_type.name for tensor in tensors.values()} - set(QUANTISATIONS)):
         known = ", ".join(QUANTISATIONS)
         raise ModelError(f"{file}: quantisation {', '.join(strange)} is not supported; supported: {known}")
@@ -73,7 +76,7 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{source}: GGUF architecture {arch!r} is not supported; supported: {known}")
-    if metadata.get("split.count", 1) > 1:
+    if plain_number(metadata.get("split.count", 1), "split.count", source) > 1:
         raise ModelError(f"{source}: one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     if metadata.get(f"{arch}.expert_count"):
         raise ModelError(f"{source}: mixture-of-experts models are not supported")
@@ -84,13 +87,15 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
             raise ModelError(f"{source}: {arch}.{key} is missing from the file")
         if isinstance(value, list):
             raise ModelError(f"{source}: {arch}.{key} differs by layer, which is not supported")
-        return value
+        return plain_number(value, f"{arch}.{key}", source)
 
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{source}: token_embd.weight is missing from the file")
     vocab_size = int(tensors["token_embd.weight"].shape[-1])
     num_layers, num_heads = int(get("block_count")), int(get("attention.head_count"))
     hidden_size = int(get("embedding_length"))
+    if num_heads < 1 or not 1 <= num_layers <= LARGEST["num_layers"]:  # before anything is as long as they say
+        raise ModelError(f"{source}: {num_layers} layers of {num_heads} heads are not a model")
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
     rotated = int(get("rope.dimension_count", head_dim))
     if rotated != head_dim or int(get("attention.value_length", head_dim)) != head_dim:
@@ -117,16 +122,24 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         tie_embeddings="output.weight" not in tensors,
         windows=(window,) * num_layers,
-        eos_token_ids=tuple(dict.fromkeys(int(end) for end in ends if end is not None)),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=token_ids(list(dict.fromkeys(end for end in ends if end is not None)), "tokenizer.ggml.eos_token_id"),
+        bos_token_id=next(iter(token_ids(metadata.get("tokenizer.ggml.bos_token_id"), "tokenizer.ggml.bos_token_id")), None),
     )
+
+
+def plain_number(value: Any, key: str, source: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise ModelError(f"{source}: {key} must be a number, not {shown(value)}")
+    return value
 
 
 def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, source: str) -> RopeConfig:
     def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{arch}.rope.{key}", default)
+        value = metadata.get(f"{arch}.rope.{key}", default)
+        return value if value is None or key == "scaling.type" else plain_number(value, f"{arch}.rope.{key}", source)
 
     theta, context = float(get("freq_base", 10000.0)), int(metadata[f"{arch}.context_length"])
+    RopeConfig(theta, original_max_positions=context).check()
     if factors is not None:
         return _llama3_rope(theta, context, head_dim, dequantise(factors), source)
     kind = get("scaling.type", "none")
@@ -137,7 +150,7 @@ def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, 
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{source}: rope scaling {kind!r} is not supported; supported: none, linear, yarn, llama3")
     factor, magnitude = float(get("scaling.factor", 1.0)), get("scaling.attn_factor", get("scaling.yarn_attn_factor"))
-    return RopeConfig(
+    rope = RopeConfig(
         theta,
         kind,
         factor,
@@ -147,6 +160,8 @@ def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, 
         # GGUF's attention factor multiplies YaRN's own; Hugging Face's replaces it.
         attention_factor=float(magnitude * (0.1 * np.log(factor) + 1.0)) if magnitude not in (None, 1.0) else None,
     )
+    rope.check()
+    return rope
 
 
 def _llama3_rope(theta: float, context: int, head_dim: int, factors: Tensor, source: str) -> RopeConfig:
@@ -189,9 +204,12 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
     if magic != b"GGUF":
         raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r})")
     try:
+        check_header(file)
         reader = gguf.GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         return metadata, {tensor.name: tensor for tensor in reader.tensors}
+    except ModelError:
+        raise
     except Exception as error:  # the reader trusts the file: whatever it stumbles over, the file is damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{file}: damaged or truncated GGUF ({reason}); fetch it again") from None

@@ -10,8 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from fledge.checkpoints.tensors import write_json
+from fledge.config_checks import shown
 from fledge.errors import ModelError
 
+MAX_PIECE_CHARACTERS = 64 << 20
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how sentencepiece spells a space
 
@@ -38,6 +40,32 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "gpt2", "default"), "gpt-2"),
     "tekken": "tekken",
 }
+
+
+def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
+    """Lists hold what their names say, and are as long as the vocabulary."""
+    pieces = metadata.get("tokenizer.ggml.tokens")
+    kinds = {"tokens": str, "merges": str, "scores": int | float, "token_type": int}
+    for name, kind in kinds.items():
+        values = metadata.get(f"tokenizer.ggml.{name}")
+        if values is None:
+            continue
+        if not isinstance(values, list) or not all(isinstance(one, kind) for one in values):
+            raise ModelError(f"{source}: tokenizer.ggml.{name} holds values of the wrong kind")
+        if name in ("scores", "token_type") and pieces and len(values) != len(pieces):
+            raise ModelError(f"{source}: tokenizer.ggml.{name} has {len(values)} values for {len(pieces)} tokens")
+    if any(" " not in merge for merge in metadata.get("tokenizer.ggml.merges") or ()):
+        raise ModelError(f"{source}: tokenizer.ggml.merges holds a merge that is not two pieces")
+    for name in ("bos", "eos", "unknown", "padding"):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool) or token < 0):
+            raise ModelError(f"{source}: tokenizer.ggml.{name}_token_id must be a token id, not {shown(token)}")
+    for name in ("model", "pre", "chat_template"):
+        key = f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        if not isinstance(metadata.get(key), str | None):
+            raise ModelError(f"{source}: {key} must be text, not {shown(metadata[key])}")
+    if pieces and sum(map(len, pieces)) > MAX_PIECE_CHARACTERS:
+        raise ModelError(f"{source}: tokens of {sum(map(len, pieces))} characters together are not a vocabulary")
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
@@ -117,7 +145,10 @@ def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     pieces, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
     if not scores:
         raise ModelError(f"{source}: the tokenizer's scores (tokenizer.ggml.scores) are missing")
-    unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if unknown_id >= len(pieces):
+        raise ModelError(f"{source}: tokenizer.ggml.unknown_token_id {unknown_id} is outside the vocabulary of {len(pieces)}")
+    unknown = pieces[unknown_id]
     merges = _merges_by_score(pieces, scores)
     tokenizer = _bpe(metadata, source, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)

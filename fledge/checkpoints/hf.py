@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fledge.checkpoints.tensors import TensorReader, listed, read_json, write_json, write_tensors
 from fledge.config import ModelConfig
+from fledge.config_checks import token_ids
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
 from fledge.models.layers import Rotary
@@ -48,8 +49,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     config = ModelConfig.from_hf(read_json(folder / "config.json"), name=str(folder))
     if not (folder / "generation_config.json").exists():
         return config
-    eos = read_json(folder / "generation_config.json").get("eos_token_id")
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *more])))
 
 

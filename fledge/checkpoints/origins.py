@@ -26,6 +26,7 @@ from torch import Tensor
 from fledge.checkpoints import speculators
 from fledge.checkpoints.drafter_config import LAYER_IDS
 from fledge.checkpoints.drafter_files import DrafterFiles
+from fledge.config_checks import architecture_of, mapping
 from fledge.errors import ModelError
 
 # Computed, not learned, or the training's bookkeeping: nothing is lost without them.
@@ -59,8 +60,8 @@ def canonical(files: DrafterFiles) -> DrafterFiles:
 
 
 def recognise(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    architecture = (config.get("architectures") or [""])[0]
-    eagle_config = config.get("eagle_config") or {}
+    architecture = architecture_of(config)
+    eagle_config = mapping(config, "eagle_config")
     if speculators.is_speculators(config):
         return "speculators"
     if "_torchspec_version" in config:

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fledge.errors import ModelError
+from fledge.errors import ModelError, printable
 
+MAX_JSON_BYTES = 256 << 20
 SHARD_BYTES = 2 << 30  # also what writing needs of memory
 
 
@@ -54,6 +55,8 @@ class TensorReader:
                 raise ModelError(f"{index}: no weight_map in it; fetch the model again")
             by_file: dict[str, list[str]] = {}
             for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise ModelError(f"{index}: names {printable(repr(file), 80)}, which is not a file beside it")
                 by_file.setdefault(str(file), []).append(name)
             yield from ((self.folder / file, names) for file, names in sorted(by_file.items()))
             return
@@ -69,6 +72,8 @@ class TensorReader:
     def _open(self, file: Path, wanted: Sequence[str] | None) -> None:
         if not file.exists():
             raise ModelError(f"{file}: named by the index but missing; fetch the model again")
+        if not file.is_file():  # a pipe would be waited for, for ever
+            raise ModelError(f"{file}: not a plain file; fetch the model again")
         try:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
             names = list(opened.keys())
@@ -89,10 +94,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+            raise ModelError(f"{path}: not a plain file; fetch the model again")
+        if path.exists() and path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB; fetch the model again")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except ModelError:
+        raise
     except FileNotFoundError:
         raise ModelError(f"{path.parent}: no {path.name} in it; give a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds no JSON object; fetch the model again")

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.cli.options import Device, Dtype, MaxTokens, Model
+from fledge.errors import printable
 
 
 def doctor(
@@ -49,12 +51,12 @@ def _print(diagnosis: Diagnosis) -> None:
     if diagnosis.as_it_stands is not None:
         table.add_row("as it stands", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
     for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
-        table.add_row(f"{trial.fault}: {trial.remedy}", f"{trial.accepted:.2f}", f"{trial.first:.1%}")
+        table.add_row(escape(printable(f"{trial.fault}: {trial.remedy}")), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
     console.print(table)
     for problem in diagnosis.problems:
-        console.print("[red]problem:[/red]", problem)
+        console.print("[red]problem:[/red]", escape(printable(problem)))
     if diagnosis.healthy:
-        console.print("[green]healthy:[/green]", diagnosis.explanation)
+        console.print("[green]healthy:[/green]", escape(printable(diagnosis.explanation)))
     else:
-        console.print(f"[red]{diagnosis.fault}:[/red]", diagnosis.explanation)
-        console.print("[bold]what to do:[/bold]", diagnosis.remedy)
+        console.print(f"[red]{diagnosis.fault}:[/red]", escape(printable(diagnosis.explanation)))
+        console.print("[bold]what to do:[/bold]", escape(printable(diagnosis.remedy)))

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fledge.checkpoints.drafter_config import FLAGS
 from fledge.checkpoints.inspect import DrafterReport, inspect_drafter
+from fledge.errors import printable
 
 
 def inspect(
@@ -56,13 +58,13 @@ def _print(report: DrafterReport) -> None:
             f"{', '.join(report.dtypes)}",
         }
         for name, value in rows.items():
-            table.add_row(f"[bold]{name}[/bold]", value)
+            table.add_row(f"[bold]{name}[/bold]", escape(printable(value)))
         console.print(table)
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {escape(printable(note))}")
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}")
+        console.print(f"[yellow]warning:[/yellow] {escape(printable(warning))}")
     for problem in report.problems:
-        console.print("[red]problem:[/red]", problem)
+        console.print(f"[red]problem:[/red] {escape(printable(problem))}")
     if not report.problems:
         console.print("[green]no problem found[/green]")

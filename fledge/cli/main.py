@@ -62,7 +62,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main() -> None:
     """A user's mistake is one line on standard error and exit code 1; anything else is a bug and shows its traceback."""
-    from fledge.errors import UserError
+    from fledge.errors import UserError, printable
 
     # The progress bars and warnings of libraries would drown our own output.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -71,7 +71,7 @@ def main() -> None:
         _register()
         app()
     except UserError as error:
-        print(f"fledge: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"fledge: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("fledge: interrupted", file=sys.stderr)

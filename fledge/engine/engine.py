@@ -23,7 +23,7 @@ from fledge.engine.scheduler import Scheduler
 from fledge.errors import RequestError
 from fledge.kernels.adjustments import check_bad_words
 from fledge.models.decoder import Decoder
-from fledge.sampling import SamplingParams
+from fledge.sampling import SamplingParams, check_params
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.drafting import Drafter
 from fledge.speculation.stats import AcceptanceStats
@@ -62,16 +62,20 @@ class Engine:
     def stats(self) -> AcceptanceStats:
         return self.controller.stats
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """Refuses, by name and before anything runs, what cannot be served; the parameters with bad words as tokens."""
+        vocab_size = self.model.vocab_size
+        if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            bad = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {vocab_size}")
+        check_params(params, vocab_size, self.model.eos_token_ids)
+        self.scheduler.check(len(prompt), params.max_tokens)
+        return self._resolved(params)
+
     def add_request(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
     ) -> Request:
-        """Refuses, by name and before anything runs, what cannot be served."""
-        vocab_size = self.model.vocab_size
-        for name, tokens in (("the prompt", prompt), ("logit_bias", params.logit_bias or ())):
-            bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
-            if bad is not None:
-                raise RequestError(f"{name} names token {bad}, outside the model's vocabulary of {vocab_size}")
-        params = self._resolved(params)
+        params = self.check_request(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
             raise RequestError(f"a request {request_id!r} is already running")
@@ -111,11 +115,15 @@ class Engine:
         return deltas
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
-        """Appends new tokens to their requests; those that end leave."""
+        """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""
         deltas = []
         for output in outputs:
             request = output.request
             if request.finished:  # aborted meanwhile
+                continue
+            if output.failure is not None:
+                request.fail(output.failure)
+                deltas.append(Delta(request, [], [], "", True, []))
                 continue
             delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
             request.logprobs += output.logprobs[: len(delta.tokens)]

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fledge.engine.kv_pool import PageKeys
+from fledge.engine.stop_strings import StopMatcher
 from fledge.sampling import SamplingParams
 from fledge.speculation.stats import AcceptanceStats
 from fledge.speculation.verification import VerifiedPass
@@ -50,17 +51,19 @@ class Request:
     prefill_end: int = 0  # length of the text when it was admitted: what has to be prefilled
     num_cached: int | None = None  # tokens of the prompt that the cache had when it entered
     drafter_stale: bool = False  # the drafter lacks hidden states of a part of the text: it cannot draft for it
-    finish_reason: str | None = None  # stop | length | abort
+    finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: str | int | None = None  # the stop string or id that ended it
     text: str = ""
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    failure: Exception | None = None  # why it ended with the reason `error`
     num_preemptions: int = 0
     first_token_time: float | None = None
     finish_time: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.stop_matcher = StopMatcher(self.params.stop) if self.params.stop else None
 
     @cached_property
     def seed(self) -> int:
@@ -104,7 +107,7 @@ class Request:
             spans.append((part, from_draft))
             if ends:
                 self.finish("stop", None if token in self.eos_token_ids else token)
-            elif (found := self._stop_string()) is not None:
+            elif (found := self._stop_string(part)) is not None:
                 self.finish("stop", found)
             elif self.num_answer >= self.params.max_tokens or len(self.tokens) >= max_len:
                 self.finish("length")
@@ -142,6 +145,11 @@ class Request:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finish_time = time.perf_counter()
 
+    def fail(self, failure: Exception) -> None:
+        """Ends it because something is wrong with it alone; `failure` says what."""
+        self.failure = failure
+        self.finish("error")
+
     def _decode(self, token: int, ends: bool) -> str:
         if ends and not self.params.include_stop_str_in_output:
             piece = self.decoder.flush()
@@ -150,31 +158,17 @@ class Request:
         self.text += piece
         return piece
 
-    def _stop_string(self) -> str | None:
-        """The stop string the text now holds, cut off the text unless it was asked for."""
-        for stop in self.params.stop:
-            # Only the end is new: earlier text was searched when it came.
-            at = self.text.find(stop, max(0, len(self.text) - len(stop) - MAX_PIECE))
-            if at >= 0:
-                self.text = self.text[: at + len(stop) if self.params.include_stop_str_in_output else at]
-                return stop
-        return None
+    def _stop_string(self, piece: str) -> str | None:
+        """The stop string that `piece` completes, cut off the text unless it was asked for."""
+        found = self.stop_matcher.push(piece) if self.stop_matcher is not None else None
+        if found is None:
+            return None
+        self.text = self.text[: found.end if self.params.include_stop_str_in_output else found.end - len(found.stop)]
+        return found.stop
 
     def held_back(self) -> int:
         """Characters at the text's end that may turn out to be the start of a stop string: not to be streamed yet."""
-        if self.finished:
-            return 0
-        longest = 0
-        for stop in self.params.stop:
-            for size in range(min(len(stop) - 1, len(self.text)), 0, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = max(longest, size)
-                    break
-        return longest
-
-
-# No token's text is longer than this.
-MAX_PIECE = 256
+        return 0 if self.finished or self.stop_matcher is None else self.stop_matcher.num_held
 
 
 def _clip(spans: list[tuple[str, bool]], before: int, request: Request) -> list[tuple[str, bool]]:

@@ -44,21 +44,25 @@ class Scheduler:
     def lookahead(self) -> int:
         return self.executor.lookahead
 
-    def add(self, request: Request) -> None:
-        length, longest = len(request.prompt), self.config.max_model_len
+    def check(self, length: int, max_tokens: int) -> None:
+        """Refuses a prompt of `length` tokens that could never be served."""
+        longest = self.config.max_model_len
         if not length:
             raise RequestError("the prompt is empty; give at least one token")
         if length >= longest:
             raise RequestError(
                 f"the prompt has {length} tokens and the context holds {longest}, answer included; shorten the prompt"
             )
-        needed = self.longest(request) + self.lookahead
+        needed = min(length + max_tokens, longest) + self.lookahead
         capacity = self.pool.num_pages * self.pool.page_size
         if self.pool.pages_for(needed) > self.pool.num_pages:
             raise RequestError(
-                f"the request may need {needed} tokens of cache (prompt {length}, answer up to {request.params.max_tokens}, "
+                f"the request may need {needed} tokens of cache (prompt {length}, answer up to {max_tokens}, "
                 f"draft {self.lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
             )
+
+    def add(self, request: Request) -> None:
+        self.check(len(request.prompt), request.params.max_tokens)
         self.waiting.append(request)
 
     def longest(self, request: Request) -> int:

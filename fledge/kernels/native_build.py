@@ -7,11 +7,13 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from fledge.errors import UserError
 from fledge.sources import cache_folder
 
 SOURCES = Path(__file__).with_name("cpu")
@@ -36,8 +38,17 @@ def built(command: list[str]) -> Path:
     texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h")]
     key = hashlib.sha256("\0".join([*texts, version, _processor(), *COMPILE, *LIBRARIES]).encode()).hexdigest()[:16]
     target = cache_folder() / "native" / f"fledge-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(target.parent):
+        if target.parent.lstat().st_uid != os.getuid():
+            raise UserError(
+                f"{target.parent}: belongs to another user, so libraries in it are not loaded; set FLEDGE_CACHE to a folder of "
+                "your own"
+            )
+        # Others could write here until now: what lies here is built again.
+        target.parent.chmod(0o700)
+        target.unlink(missing_ok=True)
+    if not target.exists() or not _is_ours(target):
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             compiled, linked = Path(folder) / "library.o", Path(folder) / "library.so"
             for arguments in (
@@ -45,8 +56,15 @@ def built(command: list[str]) -> Path:
                 ["-shared", compiled, "-o", linked, *LIBRARIES],
             ):
                 subprocess.run([*command, *map(str, arguments)], capture_output=True, timeout=300, check=True)
+            linked.chmod(0o755)
             os.replace(linked, target)
     return target
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody else may change it: a library's code runs in this process."""
+    status = path.lstat()
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode)
 
 
 def _processor() -> str:

@@ -2,11 +2,11 @@
 
 import sys
 
-from fledge.errors import UserError
+from fledge.errors import UserError, printable
 from fledge.serving.launch import launch
 
 try:
     launch(sys.argv[1:])
 except UserError as error:
-    print(f"fledge: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"fledge: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     sys.exit(1)

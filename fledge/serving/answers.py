@@ -24,7 +24,8 @@ def usage(prompt_tokens: int, requests: Iterable[Request], with_speculation: boo
     }
     if all(request.page_keys is not None for request in requests):
         # A prompt with several answers counts once; the first of them may have found it, the others always do.
-        cached = {tuple(request.prompt): request.num_cached or 0 for request in reversed(requests)}
+        # Answers to one prompt share its list: comparing the tokens would take longer than a step, with each piece of a stream.
+        cached = {id(request.prompt): request.num_cached or 0 for request in reversed(requests)}
         result["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
     if with_speculation:
         stats = AcceptanceStats.total(request.stats for request in requests)
@@ -69,7 +70,7 @@ def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
+        text = tokenizer.text_of(token)
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
 
     content = [
@@ -81,7 +82,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
 def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     def text(token: int) -> str:
-        return tokenizer.decode([token], skip_special_tokens=False)
+        return tokenizer.text_of(token)
 
     texts = [text(one.token) for one in logprobs]
     offsets = []

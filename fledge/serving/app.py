@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -13,13 +13,17 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.routing import APIRoute
 
 import fledge
 from fledge.serving import chat, completions, errors, prompts, responses
 from fledge.serving.errors import ApiError
 from fledge.serving.gate import Gate
+from fledge.serving.json_checks import check_json
+from fledge.serving.limits import Limits
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
-from fledge.serving.service import Service
+from fledge.serving.service import LONG_TEXT, Service
+from fledge.tokenizer import Tokenizer
 
 ERRORS = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -27,12 +31,16 @@ ERRORS = {
         400: "The request is wrong; the message says what to change.",
         401: "The API key is missing or wrong.",
         404: "No such model.",
+        408: "The request did not arrive in time.",
         413: "The request is too large.",
         503: "The server is loading or busy; see Retry-After.",
     }.items()
 }
 PAGE = Path(__file__).parent / "page" / "index.html"
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -41,23 +49,26 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
-        logging = None
+        tasks = [asyncio.create_task(service.metrics.watch_loop())]
         if not flags.disable_log_stats:
-            logging = asyncio.create_task(service.metrics.log_every(flags.log_interval))
+            tasks.append(asyncio.create_task(service.metrics.log_every(flags.log_interval)))
         yield
-        if logging is not None:
-            logging.cancel()
+        for task in tasks:
+            task.cancel()
+        service.close()
         await service.engine.stop()
 
     app = FastAPI(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, keys=flags.api_key, max_bytes=flags.max_request_bytes)
-    app.add_middleware(  # added last, so outermost: preflights carry no key
-        CORSMiddleware,
-        allow_origins=list(flags.allowed_origins),
-        allow_credentials=flags.allow_credentials,
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    app.router.route_class = checked_route(service.limits)
+    app.add_middleware(Gate, keys=flags.api_key, limits=service.limits)
+    if flags.allowed_origins:
+        app.add_middleware(  # added last, so outermost: preflights carry no key
+            CORSMiddleware,
+            allow_origins=list(flags.allowed_origins),
+            allow_credentials=flags.allow_credentials,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     errors.install(app)
     started = int(time.time())
 
@@ -84,22 +95,29 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(payload: TokenizeRequest) -> Any:
         service.check_model(payload.model)
+        if payload.messages is not None:
+            service.check_chat_limits(payload.messages, payload.tools)
 
-        def work() -> list[int]:
+        def work(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
             text, special = payload.prompt, payload.add_special_tokens
             if text is None:
                 text = prompts.render(
                     service,
+                    tokenizer,
                     payload.messages,
                     payload.tools,
                     payload.add_generation_prompt,
                     payload.continue_final_message,
                     payload.chat_template_kwargs,
                 )
-            return service.tokenizer.encode(text, (payload.prompt is not None) if special is None else special)
+            longest = service.limits.max_tokenize_bytes
+            if len(text) > longest or len(text.encode()) > longest:
+                raise ApiError(f"the text is longer than {longest} bytes; send less (--max-tokenize-bytes)", param="prompt")
+            tokens = tokenizer.encode(text, (payload.prompt is not None) if special is None else special)
+            return tokens, tokenizer.tokens(tokens) if payload.return_token_strs else None
 
-        tokens = await service.tokenize(work)
-        texts = [service.tokenizer.token(token) for token in tokens] if payload.return_token_strs else None
+        # With the long texts: nobody's answer waits for it.
+        tokens, texts = await service.tokenize(work, LONG_TEXT + 1)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize", responses=ERRORS)
@@ -109,13 +127,25 @@ def create_app(service: Service) -> FastAPI:
         foreign = next((token for token in payload.tokens if token >= known), None)
         if foreign is not None:
             raise ApiError(f"token {foreign} is outside the vocabulary of {known}", param="tokens")
-        decode = service.tokenizer.decode
-        return {"prompt": await service.tokenize(lambda: decode(payload.tokens, skip_special_tokens=False))}
 
-    @app.get("/health", responses={503: {"description": "Loading, or failing."}})
+        def work(tokenizer: Tokenizer) -> str:
+            return tokenizer.decode(payload.tokens, skip_special_tokens=False)
+
+        return {"prompt": await service.tokenize(work, LONG_TEXT + 1)}
+
     async def health() -> Response:
+        """Whether the engine works."""
         state = service.engine.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    async def ready() -> Response:
+        """Whether a request would be taken now: not while it drains, nor with a full queue."""
+        accepting = service.engine.is_accepting
+        return JSONResponse({"ready": accepting, "status": service.engine.state}, 200 if accepting else 503)
+
+    for path, answer in (("/health", health), ("/ready", ready)):
+        app.get(path, responses={503: {"description": "Not now; the body says in which state it is."}})(answer)
+        app.head(path, include_in_schema=False)(answer)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -143,6 +173,27 @@ def create_app(service: Service) -> FastAPI:
 
     app.openapi = openapi
     return app
+
+
+def checked_route(limits: Limits) -> type[APIRoute]:
+    """Routes that look at a body's size and shape before the validation, whose errors on a huge one take seconds."""
+
+    class CheckedRequest(Request):
+        async def json(self) -> Any:
+            data = await super().json()
+            check_json(data, limits)
+            return data
+
+    class CheckedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+            handle = super().get_route_handler()
+
+            async def checked(request: Request) -> Response:
+                return await handle(CheckedRequest(request.scope, request.receive))
+
+            return checked
+
+    return CheckedRoute
 
 
 _TEXT = {"type": ["string", "null"]}

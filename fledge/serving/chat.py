@@ -14,6 +14,7 @@ from fledge.serving import prompts
 from fledge.serving.answers import chat_logprobs, spans, usage, visible_logprobs
 from fledge.serving.async_engine import Generation, Progress, Work
 from fledge.serving.errors import ApiError
+from fledge.serving.gate import caller_of
 from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
@@ -21,6 +22,7 @@ from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, event, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
+from fledge.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,36 +48,42 @@ class ChatCall:
 
 
 async def create(service: Service, payload: ChatRequest, request: Request) -> Any:
-    call = await prepare(service, payload)
-    generation = await service.engine.submit(call.works)
+    caller = caller_of(request)
+    call = await prepare(service, payload, caller)
+    generation = await service.engine.submit(call.works, caller)
     if payload.stream:
         return EventStream(generation, stream(call, generation))
     return await unless_gone(request, generation, collect(call, generation))
 
 
-async def prepare(service: Service, payload: ChatRequest) -> ChatCall:
+async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> ChatCall:
     model = service.check_model(payload.model)
+    service.check_limits(payload)
+    service.check_chat_limits(payload.messages, payload.tools)
     tools = None if payload.tool_choice == "none" else payload.tools
     new_tool_parser, forced_schema = _tool_parser(service, payload)
-    text, prompt = await service.tokenize(lambda: _prompt(service, payload, tools))
+    length = prompts.length(payload.messages)
+    text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
+    special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
+    logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
+    shared = service.sampling_params(payload, max_tokens, logprobs, special)
     reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser)
 
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None
 
     if forced_schema is not None:
-        grammar = await service.compile(lambda: service.grammars.json_schema(forced_schema))
+        grammar = await service.compile(lambda: service.grammars.json_schema(forced_schema), caller)
     else:
-        grammar = await service.grammar(payload)
-    begin = await service.tokenize(lambda: _after_thought(service, new_reasoning())) if grammar is not None else None
-    special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
-    logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
+        grammar = await service.grammar(payload, caller)
+    begin = None
+    if grammar is not None:
+        begin = await service.tokenize(lambda tokenizer: _after_thought(tokenizer, new_reasoning()))
 
     def work(choice: int) -> Work:
         processors = [service.grammars.processor(grammar, begin)] if grammar is not None else []
-        params = service.sampling_params(payload, max_tokens, logprobs, processors, choice, special)
-        return Work(prompt, params, payload.speculate)
+        return Work(prompt, service.answer_params(shared, payload.seed, choice, processors), payload.speculate)
 
     return ChatCall(
         service,
@@ -94,16 +102,17 @@ async def prepare(service: Service, payload: ChatRequest) -> ChatCall:
     )
 
 
-def _prompt(service: Service, payload: ChatRequest, tools: Sequence | None) -> tuple[str, list[int]]:
+def _prompt(service: Service, tokenizer: Tokenizer, payload: ChatRequest, tools: Sequence | None) -> tuple[str, list[int]]:
     text = prompts.render(
         service,
+        tokenizer,
         payload.messages,
         tools,
         payload.add_generation_prompt,
         payload.continue_final_message,
         payload.chat_template_kwargs,
     )
-    return text, service.tokenizer.encode(text, add_special_tokens=payload.add_special_tokens)
+    return text, service.encode(tokenizer, text, payload.add_special_tokens)
 
 
 def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], ToolParser] | None, Any]:
@@ -128,14 +137,16 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
     return TOOL_PARSERS[service.flags.tool_call_parser], None
 
 
-def _after_thought(service: Service, reasoning: ReasoningParser | None) -> Callable[[Sequence[int]], int] | None:
+def _after_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> Callable[[Sequence[int]], int] | None:
     """Where in an answer its grammar begins to hold: after the thought, if there is one."""
     if reasoning is None or reasoning.state == "answering":
         return None
-    mark = service.tokenizer.encode(reasoning.end, add_special_tokens=False)
+    mark = tokenizer.encode(reasoning.end, add_special_tokens=False)
 
     def begin(tokens: Sequence[int]) -> int:
-        for at in range(len(tokens) - len(mark) + 1):
+        at = -1
+        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
+            at = tokens.index(mark[0], at + 1)
             if list(tokens[at : at + len(mark)]) == mark:
                 return at + len(mark)
         return -1

@@ -13,11 +13,10 @@ from fastapi import Request
 from fledge.serving.answers import completion_logprobs, spans, usage, visible_logprobs
 from fledge.serving.async_engine import Generation, Progress, Work
 from fledge.serving.errors import ApiError
+from fledge.serving.gate import caller_of
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, event, unless_gone
-
-MAX_PROMPTS = 128
 
 
 @dataclass(frozen=True)
@@ -50,40 +49,48 @@ class CompletionCall:
 
 
 async def create(service: Service, payload: CompletionRequest, request: Request) -> Any:
-    call = await prepare(service, payload)
-    generation = await service.engine.submit(call.works)
+    caller = caller_of(request)
+    call = await prepare(service, payload, caller)
+    generation = await service.engine.submit(call.works, caller)
     if payload.stream:
         return EventStream(generation, stream(call, generation))
     return await unless_gone(request, generation, collect(call, generation))
 
 
-async def prepare(service: Service, payload: CompletionRequest) -> CompletionCall:
+async def prepare(service: Service, payload: CompletionRequest, caller: str = "") -> CompletionCall:
     model = service.check_model(payload.model)
-    prompts = await service.tokenize(lambda: _prompts(service, payload))
-    grammar = await service.grammar(payload)
-    works = []
-    for prompt in prompts:
-        max_tokens = service.max_tokens(prompt, payload.max_tokens)
-        for choice in range(payload.n):
-            processors = [service.grammars.processor(grammar)] if grammar is not None else []
-            params = service.sampling_params(payload, max_tokens, payload.logprobs, processors, choice)
-            works.append(Work(prompt, params, payload.speculate))
-    echoes = [""] * len(prompts)
-    if payload.echo:
-        echoes = await service.tokenize(lambda: [service.tokenizer.decode(prompt) for prompt in prompts])
-    return CompletionCall(service, payload, model, prompts, works, echoes, f"cmpl-{secrets.token_hex(16)}", int(time.time()))
-
-
-def _prompts(service: Service, payload: CompletionRequest) -> list[list[int]]:
     given = payload.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
         raise ApiError("the prompt is empty; give at least one token", param="prompt")
-    if len(given) > MAX_PROMPTS:
-        raise ApiError(f"{len(given)} prompts were given; at most {MAX_PROMPTS} are taken at once", param="prompt")
-    encode = service.tokenizer.encode
-    return [encode(one, payload.add_special_tokens) if isinstance(one, str) else list(one) for one in given]
+    service.check_limits(payload, len(given))
+    # One by one, so that other callers' prompts come in between.
+    prompts = [await _tokens(service, payload, one) for one in given]
+    longest = max(prompts, key=len)
+    shared = service.sampling_params(payload, service.max_tokens(longest, payload.max_tokens), payload.logprobs)
+    by_length = {len(longest): shared}
+    grammar = await service.grammar(payload, caller)
+    works = []
+    for prompt in prompts:
+        if len(prompt) not in by_length:
+            max_tokens = service.max_tokens(prompt, payload.max_tokens)
+            by_length[len(prompt)] = service.sampling_params(payload, max_tokens, payload.logprobs)
+        for choice in range(payload.n):
+            processors = [service.grammars.processor(grammar)] if grammar is not None else []
+            params = service.answer_params(by_length[len(prompt)], payload.seed, choice, processors)
+            works.append(Work(prompt, params, payload.speculate))
+    echoes = [""] * len(prompts)
+    if payload.echo:
+        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts])
+    return CompletionCall(service, payload, model, prompts, works, echoes, f"cmpl-{secrets.token_hex(16)}", int(time.time()))
+
+
+async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int]) -> list[int]:
+    if not isinstance(given, str):
+        service.max_tokens(given, None)  # refused now, rather than after all others were tokenised
+        return given
+    return await service.tokenize(lambda tokenizer: service.encode(tokenizer, given, payload.add_special_tokens), len(given))
 
 
 async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any]:

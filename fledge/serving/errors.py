@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from fledge.errors import UserError
+from fledge.errors import UserError, printable
 
 log = logging.getLogger("fledge.serving")
 
+MAX_MESSAGE = 600  # characters; messages quote what callers sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
@@ -30,6 +32,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = printable(message, MAX_MESSAGE)
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.headers = dict(headers or {})
@@ -69,21 +72,31 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return ApiError(**_describe(error.errors()[0])).response()
+        return ApiError(**_describe(error.errors()[0], error.body)).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, UserError):  # raised while the body was read, where others are not let through
+            return ApiError(str(error.__cause__)).response()
         reason = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not possible on {request.url.path}"}
         message = reason.get(error.status_code) or str(error.detail) or HTTPStatus(error.status_code).phrase
         return ApiError(message, error.status_code, headers=error.headers).response()
 
 
-def _describe(error: Mapping[str, object]) -> dict[str, str | None]:
+def _describe(error: Mapping[str, Any], body: Any) -> dict[str, str | None]:
     """The first complaint of the validation, as a sentence and the field it is about."""
-    place = [str(part) for part in error["loc"] if part != "body"]
     if error["type"] == "json_invalid":
         return {"message": "the body is not valid JSON", "param": None}
-    # The path ends with the names of the union's members that were tried: only plain names are fields.
-    field = ".".join(part for part in place if part.replace("_", "").isalnum()) or None
+    if not isinstance(body, dict):
+        return {"message": "the body must be a JSON object, sent as application/json", "param": None}
+    # The path also names members of unions that were tried: only what is in the body, or is missing from it, is a field.
+    place, at = [], body
+    for part in error["loc"]:
+        if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int) and part < len(at)):
+            at = at[part]
+        elif not (error["type"] == "missing" and part == error["loc"][-1]):
+            continue
+        place.append(str(part))
+    field = printable(".".join(place), 100) or None
     message = str(error["msg"]).removeprefix("Value error, ")
     return {"message": f"{field}: {message}" if field else message, "param": field}

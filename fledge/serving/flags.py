@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,9 @@ from fledge.engine.build import DEFAULT_DEPTH, Speculation
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
 from fledge.kernels.quantization import check_name
+from fledge.serving import limits
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
+from fledge.serving.limits import Limits
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
@@ -90,7 +92,7 @@ class ServeFlags:
 
     model: str = DEFAULT_MODEL
     served_model_name: tuple[str, ...] = ()
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
     root_path: str = ""
@@ -98,7 +100,7 @@ class ServeFlags:
     disable_uvicorn_access_log: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ()
     allow_credentials: bool = False
     api_key: tuple[str, ...] = ()
     enable_auto_tool_choice: bool = False
@@ -113,7 +115,7 @@ class ServeFlags:
     gpu_memory_utilization: float | None = None
     shutdown_timeout: float = 30.0
     max_queue: int = 256
-    max_request_bytes: int = 4 << 20
+    limits: Limits = field(default_factory=Limits)
     log_interval: float = 10.0
     drift_probe_every: int = 0
     engine_config: EngineConfig = field(default_factory=EngineConfig)
@@ -146,14 +148,16 @@ def parser() -> argparse.ArgumentParser:
 
     api = top.add_argument_group("API")
     api.add_argument("--served-model-name", nargs="+", default=(), help="names that requests may use")
-    api.add_argument("--host", default="0.0.0.0")
+    api.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network; give an --api-key then")
     api.add_argument("--port", type=int, default=8000)
     api.add_argument("--uds", help="a Unix socket instead of host and port")
     api.add_argument("--root-path", default="")
     api.add_argument("--api-key", nargs="+", default=(), help="wanted on every route but /health; also from VLLM_API_KEY")
     api.add_argument("--ssl-keyfile")
     api.add_argument("--ssl-certfile")
-    api.add_argument("--allowed-origins", type=_json_list, default=("*",), metavar="JSON")
+    api.add_argument(
+        "--allowed-origins", type=_json_list, default=(), metavar="JSON", help="sites whose pages may ask; none by default"
+    )
     api.add_argument("--allow-credentials", action="store_true")
     levels = ("critical", "error", "warning", "info", "debug", "trace")
     api.add_argument("--uvicorn-log-level", choices=levels, default="info")
@@ -208,9 +212,9 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--threads", type=int, default=0, help="CPU threads")
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
-    own.add_argument("--max-request-bytes", type=human_int, default=4 << 20)
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--log-interval", type=float, default=10.0, help="seconds between lines of figures")
+    limits.add_flags(own, human_int)
     return top
 
 
@@ -235,8 +239,11 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         "--max-num-seqs": (given.max_num_seqs, 0),
         "--shutdown-timeout": (given.shutdown_timeout, 0),
     }
+    for one in fields(limits.Limits):
+        least = 0 if one.name == "request_timeout" else 1 if one.metadata["kind"] is int else 0.001
+        bounds[f"--{one.name.replace('_', '-')}"] = (getattr(given, one.name), least)
     for name, (value, least) in bounds.items():
-        if value < least:
+        if not value >= least:
             raise UserError(f"{name} must be at least {least}, not {value}")
     if given.max_logprobs > 20:
         raise UserError("--max-logprobs: at most 20 alternatives can be reported")
@@ -265,7 +272,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     )
     same += ("allow_credentials", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "max_logprobs", "seed")
     same += ("generation_config", "disable_log_stats", "gpu_memory_utilization", "shutdown_timeout", "max_queue")
-    same += ("max_request_bytes", "log_interval", "drift_probe_every")
+    same += ("log_interval", "drift_probe_every")
     return ServeFlags(
         model=model,
         served_model_name=tuple(given.served_model_name),
@@ -274,6 +281,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         chat_template=read_template(given.chat_template),
         override_generation_config=_json_object("--override-generation-config", given.override_generation_config),
         engine_config=config,
+        limits=limits.from_flags(given),
         speculative_config=_speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard),
         **{name: getattr(given, name) for name in same},
     )

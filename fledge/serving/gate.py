@@ -1,48 +1,83 @@
-"""What every request passes first: the API key and the limit on its size."""
+"""What every request passes first: the API key, the limit on its size, and the time it may take to send and to read."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import secrets
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fledge.serving.errors import ApiError
+from fledge.serving.limits import Limits
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/ready")
+CALLER = "fledge.caller"
+
+
+class CallerTooSlow(Exception):
+    """The caller does not read its answer: the connection is cut."""
+
+
+def caller_of(request: Request) -> str:
+    """Whose turn a request takes in the queue."""
+    return request.scope.get(CALLER, "")
 
 
 class Gate:
     """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_bytes: int) -> None:
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits) -> None:
+        self.app, self.limits = app, limits
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
+        key = self._key(headers.get("authorization", "")) if self.keys else None
+        refusal = self._refusal(scope, headers, key)
         if refusal is not None:
             return await refusal.response()(scope, receive, send)
-        taken = 0
+        # With one key for all, addresses tell callers apart.
+        client = scope.get("client")
+        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else client[0] if client else ""
+        taken, whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self.limits.body_timeout
 
         async def limited() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, whole
+            if whole:  # what follows is the caller hanging up, which may take as long as the answer
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {self.limits.body_timeout:g} s") from None
             taken += len(message.get("body", b""))
-            if taken > self.max_bytes:
+            whole = not message.get("more_body", False)
+            if taken > self.limits.max_request_bytes:
                 raise HTTPException(413, self._too_large())
             return message
 
-        return await self.app(scope, limited, send)
+        async def in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self.limits.write_timeout):
+                    await send(message)
+            except TimeoutError:
+                raise CallerTooSlow from None
 
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        if self.keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        try:
+            return await self.app(scope, limited, in_time)
+        except CallerTooSlow:
+            return None  # uvicorn closes the connection of an answer that is not complete
+
+    def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:
+        if self.keys and scope["path"] not in OPEN_PATHS and key is None:
             scheme = 'Basic realm="Fledge: the API key is the password"' if scope["path"] == "/" else "Bearer"
             return ApiError(
                 "a valid API key is missing; send it as `Authorization: Bearer KEY`",
@@ -51,21 +86,24 @@ class Gate:
                 headers={"WWW-Authenticate": scheme},
             )
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.max_bytes:
+        if length.isdecimal() and (len(length) > 18 or int(length) > self.limits.max_request_bytes):
             return ApiError(self._too_large(), 413)
         return None
 
     def _too_large(self) -> str:
-        return f"the request is larger than {self.max_bytes} bytes; send less, or start the server with --max-request-bytes"
+        longest = self.limits.max_request_bytes
+        return f"the request is larger than {longest} bytes; send less, or start the server with --max-request-bytes"
 
-    def _has_key(self, authorization: str) -> bool:
+    def _key(self, authorization: str) -> int | None:
+        """Which of the keys was given."""
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "basic":
             try:
                 given = base64.b64decode(given).decode(errors="replace").partition(":")[2]
             except (binascii.Error, ValueError):
-                return False
+                return None
         elif scheme.lower() != "bearer":
-            return False
+            return None
         candidate = given.strip().encode(errors="replace")
-        return any(secrets.compare_digest(candidate, key) for key in self.keys)
+        matches = [secrets.compare_digest(candidate, key) for key in self.keys]  # all, so that time tells nothing
+        return matches.index(True) if any(matches) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -47,6 +47,8 @@ class Metrics:
         self.labels = (model_name, "0")
         self.engine: Engine | None = None
         self.probe: LiveProbe | None = None  # looks at some drafts, if asked for
+        self.num_queued: Callable[[], int] = lambda: 0  # requests that are not in the engine yet
+        self.max_loop_lag = 0.0
 
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, LABELS, registry=self.registry).labels(*self.labels)
@@ -57,6 +59,7 @@ class Metrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of the requests that began to answer.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens produced.")
         self.rejected = counter("fledge:requests_rejected", "Requests turned away because the queue was full.")
+        self.loop_lag = histogram("fledge:event_loop_lag_seconds", "How late the event loop ran a timer, ten times a second.")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between the arrivals of tokens at the stream.")
         self.per_token = histogram("vllm:request_time_per_output_token_seconds", "Per request: mean time a token.")
@@ -132,6 +135,7 @@ class Metrics:
             return family
 
         yield gauge("vllm:num_requests_running", "Requests being decoded.", running)
+        yield gauge("fledge:event_loop_lag_max_seconds", "The longest that the event loop was late so far.", self.max_loop_lag)
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
         preemptions = engine.scheduler.num_preemptions if engine is not None else 0
@@ -191,11 +195,21 @@ class Metrics:
         """Requests running and waiting."""
         if self.engine is None:
             return 0, 0
-        return len(self.engine.scheduler.running), len(self.engine.scheduler.waiting)
+        return len(self.engine.scheduler.running), len(self.engine.scheduler.waiting) + self.num_queued()
 
     def cache_usage(self) -> float:
         pool = self.engine.pool if self.engine is not None else None
         return 1 - pool.num_free / pool.num_pages if pool is not None and pool.num_pages else 0.0
+
+    async def watch_loop(self, seconds: float = 0.1) -> None:
+        """Measures how long the event loop is kept busy by one thing: every stream waits as long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + seconds
+            await asyncio.sleep(seconds)
+            lag = max(0.0, loop.time() - due)
+            self.loop_lag.observe(lag)
+            self.max_loop_lag = max(self.max_loop_lag, lag)
 
     async def log_every(self, seconds: float) -> None:
         """One line an interval while there is something to say."""

@@ -6,18 +6,24 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from fledge.errors import RequestError
 from fledge.serving.errors import ApiError
+from fledge.serving.json_checks import check_json
+from fledge.serving.limits import Limits
 from fledge.serving.protocol import ChatMessage, TextPart, Tool
 from fledge.serving.service import Service
+from fledge.tokenizer import Tokenizer
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Callers may set what a template takes beyond its messages, not what the server passes itself.
 RESERVED_KWARGS = {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 RESERVED_KWARGS |= {"continue_final_message", "return_tensors", "return_dict", "padding", "truncation", "max_length"}
+RESERVED_KWARGS |= {"self", "tokenizer_kwargs", "documents"}
 
 
 def render(
     service: Service,
+    tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None = None,
     add_generation_prompt: bool = True,
@@ -27,14 +33,19 @@ def render(
     reserved = sorted(RESERVED_KWARGS & set(kwargs or ()))
     if reserved:
         raise ApiError(f"chat_template_kwargs may not set {reserved[0]!r}", param="chat_template_kwargs")
-    return service.tokenizer.render_chat(
-        [_template_message(message) for message in messages],
+    return tokenizer.render_chat(
+        [_template_message(message, service.limits) for message in messages],
         add_generation_prompt=add_generation_prompt,
         chat_template=service.flags.chat_template,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         continue_final_message=continue_final_message,
         **(kwargs or {}),
     )
+
+
+def length(messages: Sequence[ChatMessage]) -> int:
+    """Characters of all texts, about."""
+    return sum(len(plain_text(message.content)) for message in messages)
 
 
 def plain_text(content: str | Sequence[TextPart] | None) -> str:
@@ -46,7 +57,7 @@ def plain_text(content: str | Sequence[TextPart] | None) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage, limits: Limits) -> dict[str, Any]:
     """As templates expect it: plain text, and the arguments of earlier calls as objects."""
     result: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
     for name in ("name", "tool_call_id"):
@@ -60,15 +71,19 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, limits)},
             }
             for call in message.tool_calls
         ]
     return result
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str, limits: Limits) -> Any:
     try:
-        return json.loads(text) if text.strip() else {}
-    except (json.JSONDecodeError, RecursionError):
+        value = json.loads(text) if text.strip() else {}
+        check_json(value, limits)
+        return value
+    except RequestError as error:
+        raise ApiError(f"the arguments of an earlier tool call cannot be used: {error}", param="messages") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError of its own
         raise ApiError("the arguments of an earlier tool call are not valid JSON", param="messages") from None

@@ -11,15 +11,17 @@ from fastapi import Request
 from fledge.serving import chat, prompts
 from fledge.serving.answers import usage
 from fledge.serving.async_engine import Generation, Progress
+from fledge.serving.gate import caller_of
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, event, unless_gone
 
 
 async def create(service: Service, payload: ResponsesRequest, request: Request) -> Any:
-    call = await chat.prepare(service, as_chat(payload))
+    caller = caller_of(request)
+    call = await chat.prepare(service, as_chat(payload), caller)
     response = Response(payload, call)
-    generation = await service.engine.submit(call.works)
+    generation = await service.engine.submit(call.works, caller)
     if payload.stream:
         return EventStream(generation, response.stream(generation), done=b"")
     return await unless_gone(request, generation, response.collect(generation))

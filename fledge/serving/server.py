@@ -13,12 +13,12 @@ import sys
 
 import uvicorn
 
-from fledge.errors import UserError
+from fledge.errors import UserError, printable
 from fledge.serving.app import create_app
 from fledge.serving.flags import ServeFlags
+from fledge.serving.http_limits import limited_protocol
 from fledge.serving.service import Service
 
-KEEP_ALIVE_SECONDS = 60
 # How long after our own limit connections are cut: by then everyone has been told.
 BACKSTOP_SECONDS = 5
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
@@ -32,16 +32,20 @@ class _Server(uvicorn.Server):
         self.service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        limit = asyncio.create_task(self.service.engine.stop_after(self.service.flags.shutdown_timeout))
+        self.service.engine.draining = True
+        limit = asyncio.create_task(self._stop_late())
         try:
             await super().shutdown(sockets)
         finally:
             limit.cancel()
 
+    async def _stop_late(self) -> None:
+        await self.service.engine.stop_after(self.service.flags.shutdown_timeout)
+        self.service.close()
 
-def run(flags: ServeFlags) -> None:
-    _log_to_stderr(flags.uvicorn_log_level)
-    _give_back_large_blocks()
+
+def build(flags: ServeFlags) -> _Server:
+    """The server, not started yet; it ends when its engine does."""
     service = Service(flags)
     config = uvicorn.Config(
         create_app(service),
@@ -51,20 +55,33 @@ def run(flags: ServeFlags) -> None:
         access_log=not flags.disable_uvicorn_access_log,
         ssl_keyfile=flags.ssl_keyfile,
         ssl_certfile=flags.ssl_certfile,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        http=limited_protocol(flags.limits),
+        timeout_keep_alive=math.ceil(flags.limits.idle_timeout),
         timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout) + BACKSTOP_SECONDS,
     )
     server = _Server(config, service)
     service.engine.on_failure = lambda: setattr(server, "should_exit", True)
+    return server
+
+
+def run(flags: ServeFlags) -> None:
+    _log_to_stderr(flags.uvicorn_log_level)
+    _give_back_large_blocks()
+    server = build(flags)
     # The server waits for running requests and then raises the signal again: by then it has been followed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     sockets = None if flags.uds else [_bind(flags)]
     scheme = "https" if flags.ssl_certfile else "http"
     where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
-    logging.getLogger("fledge.serving").info("serving %s at %s", ", ".join(flags.names), where)
+    log = logging.getLogger("fledge.serving")
+    log.info("serving %s at %s", printable(", ".join(flags.names)), where)
+    if flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds:
+        log.info("open to this machine alone; --host 0.0.0.0 opens it to the network (give an --api-key then)")
+    elif not flags.api_key and not flags.uds:
+        log.warning("open to whoever reaches %s:%s: give an --api-key", flags.host, flags.port)
     server.run(sockets=sockets)
-    if service.engine.failure is not None:
-        raise service.engine.failure
+    if server.service.engine.failure is not None:
+        raise server.service.engine.failure
 
 
 def _give_back_large_blocks() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import random
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -21,7 +23,7 @@ from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
-from fledge.errors import RequestError, UserError
+from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
 from fledge.sampling import LogitsProcessor, SamplingParams
 from fledge.serving.async_engine import AsyncEngine
@@ -41,20 +43,31 @@ DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 # What of it captured cycles do not do, and the values that change nothing.
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
-# Compiling a grammar takes milliseconds; one that takes longer than this is refused.
-GRAMMAR_SECONDS = 20.0
+# Longer texts are tokenised in a thread apart, so that short ones do not wait for them.
+LONG_TEXT = 32_768
+# A step in which a long text's tokens are counted before they are made.
+COUNTED_CHARACTERS = 65_536
+# A caller may have so many grammars compiled at the same time; others take turns beside it.
+COMPILING_PER_CALLER = 2
 
 
 class Service:
     def __init__(self, flags: ServeFlags, build: Callable[[], Engine] | None = None) -> None:
         self.flags = flags
         self.metrics = Metrics(flags.names[0])
-        self.engine = AsyncEngine(build or self._build, self.metrics, flags.max_queue)
+        self.limits = flags.limits
+        self.engine = AsyncEngine(build or self._build, self.metrics, flags.max_queue, self.limits.request_timeout)
         self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
-        # One thread each: the tokenizer must not be entered twice, and a slow grammar must not hold up prompts.
+        # One thread for each tokenizer, which must not be entered twice; long texts have a tokenizer of their own.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
-        self._compiling = ThreadPoolExecutor(1, "grammar")
+        self._tokenizing_long = ThreadPoolExecutor(1, "tokenizer-long")
+        self._compiling = ThreadPoolExecutor(self.limits.max_grammars_compiling, "grammar")
+        self._grammars = None
+        self._grammars_lock = threading.Lock()
+        self._closed = False
+        self._compiling_by_caller: dict[str, asyncio.Semaphore] = {}
+        self._num_compiling: Counter[str] = Counter()
 
     def _build(self) -> Engine:
         flags = self.flags
@@ -93,14 +106,58 @@ class Service:
         return self.engine.check_ready().config.max_model_len
 
     @cached_property
+    def long_tokenizer(self) -> Tokenizer:
+        """A second one, for the thread that takes long texts."""
+        return self.tokenizer.copy()
+
+    @property
     def grammars(self):
         """Made on first use: reading the vocabulary takes a moment."""
-        try:
-            from fledge.serving.structured import GrammarCompiler
-        except ImportError:
-            raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
-        model = self.engine.engine.model
-        return GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids)
+        with self._grammars_lock:
+            if self._grammars is None:
+                try:
+                    from fledge.serving.structured import GrammarCompiler
+                except ImportError:
+                    raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
+                model = self.engine.engine.model
+                self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids, self.limits)
+                self.engine.before_step = self._grammars.clock.new_step
+                if self._closed:  # while it was made
+                    self._grammars.close()
+            return self._grammars
+
+    def close(self) -> None:
+        """Ends what is being compiled; callers that wait for it are told."""
+        self._closed = True
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def check_limits(self, fields: SamplingFields, num_prompts: int = 1) -> None:
+        """What a request asks for, before any of it is made."""
+        limits = self.limits
+        stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+        choices = fields.structured_outputs.choice if fields.structured_outputs is not None else None
+        counts = {
+            "prompt": (num_prompts, limits.max_prompts, "prompts", "max-prompts"),
+            "n": (num_prompts * fields.n, limits.max_answers, "answers (prompts times n)", "max-answers"),
+            "stop": (len(stops), limits.max_stop_strings, "stop strings", "max-stop-strings"),
+            "stop_token_ids": (len(fields.stop_token_ids or ()), limits.max_stop_token_ids, "ids", "max-stop-token-ids"),
+            "logit_bias": (len(fields.logit_bias or ()), limits.max_logit_bias, "tokens", "max-logit-bias"),
+            "structured_outputs": (len(choices or ()), limits.max_json_items, "choices", "max-json-items"),
+        }
+        for param, (count, most, what, flag) in counts.items():
+            self.check_count(param, count, most, what, flag)
+        characters = sum(map(len, stops))
+        self.check_count("stop", characters, limits.max_stop_characters, "characters of stop strings", "max-stop-characters")
+        self.engine.check_capacity(num_prompts * fields.n)
+
+    def check_chat_limits(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
+        self.check_count("messages", len(messages), self.limits.max_messages, "messages", "max-messages")
+        self.check_count("tools", len(tools or ()), self.limits.max_tools, "tools", "max-tools")
+
+    def check_count(self, param: str, count: int, most: int, what: str, flag: str) -> None:
+        if count > most:
+            raise ApiError(f"{count} {what} were given; at most {most} are taken (--{flag})", param=param)
 
     def check_model(self, name: str | None) -> str:
         """The name the answer bears."""
@@ -112,27 +169,50 @@ class Service:
             )
         return name or self.flags.names[0]
 
-    async def tokenize(self, work: Callable[[], Result]) -> Result:
-        """Runs what uses the tokenizer, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+    async def tokenize(self, work: Callable[[Tokenizer], Result], length: int = 0) -> Result:
+        """Runs what uses the tokenizer, off the event loop. `length`: characters that it must take in."""
+        is_long = length > LONG_TEXT
+        tokenizer = self.long_tokenizer if is_long else self.tokenizer
+        threads = self._tokenizing_long if is_long else self._tokenizing
+        return await asyncio.get_running_loop().run_in_executor(threads, work, tokenizer)
 
-    async def compile(self, work: Callable[[], Result]) -> Result:
-        running = asyncio.get_running_loop().run_in_executor(self._compiling, work)
+    def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a prompt. One that cannot fit the context is refused before all of it is tokenised: 4 MB take 4 s."""
+        longest = self.max_model_len
+        if len(text) > max(4 * longest, LONG_TEXT):
+            count = 0
+            for at in range(0, len(text), COUNTED_CHARACTERS):
+                count += len(tokenizer.encode(text[at : at + COUNTED_CHARACTERS], add_special_tokens=False))
+                if count > longest + 64:  # a cut may split a token or two
+                    raise ApiError(
+                        f"the context holds {longest} tokens; of {len(text)} characters of prompt, the first "
+                        f"{min(len(text), at + COUNTED_CHARACTERS)} have {count} already. Shorten the prompt",
+                        code="context_length_exceeded",
+                    )
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def compile(self, work: Callable[[], Result], caller: str = "") -> Result:
+        """Runs `work` in a thread that waits for the process which compiles. Nobody takes all of these threads."""
+        turn = self._compiling_by_caller.setdefault(caller, asyncio.Semaphore(COMPILING_PER_CALLER))
+        self._num_compiling[caller] += 1
         try:
-            return await asyncio.wait_for(running, GRAMMAR_SECONDS)
-        except TimeoutError:
-            raise RequestError("the grammar takes too long to compile; make it simpler") from None
+            async with turn:
+                return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
+        finally:
+            self._num_compiling[caller] -= 1
+            if not self._num_compiling[caller]:
+                del self._num_compiling[caller], self._compiling_by_caller[caller]
 
-    async def grammar(self, fields: SamplingFields) -> Any | None:
+    async def grammar(self, fields: SamplingFields, caller: str = "") -> Any | None:
         """The compiled grammar that a request asks for by `response_format` or `structured_outputs`."""
         wanted, extension = fields.response_format, fields.structured_outputs
         if wanted is not None and wanted.type == "json_schema":
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
             if schema is None:
                 raise ApiError("response_format json_schema needs json_schema.schema", param="response_format")
-            return await self.compile(lambda: self.grammars.json_schema(schema))
+            return await self.compile(lambda: self.grammars.json_schema(schema), caller)
         if wanted is not None and wanted.type == "json_object":
-            return await self.compile(lambda: self.grammars.json_object())
+            return await self.compile(lambda: self.grammars.json_object(), caller)
         if extension is None:
             return None
         kinds = {
@@ -145,7 +225,7 @@ class Service:
         given = [work for value, work in kinds.values() if value is not None]
         if len(given) != 1:
             raise ApiError(f"structured_outputs takes exactly one of {', '.join(kinds)}", param="structured_outputs")
-        return await self.compile(given[0])
+        return await self.compile(given[0], caller)
 
     def max_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How long the answer may get; as long as the context allows if the request does not say."""
@@ -161,23 +241,11 @@ class Service:
         return wanted or min(room, int(self.defaults.get("max_new_tokens") or room))
 
     def sampling_params(
-        self,
-        fields: SamplingFields,
-        max_tokens: int,
-        logprobs: int | None = None,
-        processors: Sequence[LogitsProcessor] = (),
-        choice: int = 0,
-        special_tokens: bool = False,
+        self, fields: SamplingFields, max_tokens: int, logprobs: int | None = None, special_tokens: bool = False
     ) -> SamplingParams:
+        """What all answers of a request share; `answer_params` has the rest."""
         if logprobs is not None and logprobs > self.flags.max_logprobs:
             raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param="top_logprobs")
-        if processors and fields.ignore_eos:
-            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
-        seed = fields.seed
-        if seed is None and self._seeds is not None:
-            seed = self._seeds.getrandbits(63)
-        elif seed is not None and choice:
-            seed = (seed + choice) % (1 << 63)  # or the answers would all be the same
 
         def pick(name: str, fallback: float) -> float:
             value = getattr(fields, name)
@@ -204,10 +272,20 @@ class Service:
             ignore_eos=fields.ignore_eos,
             include_stop_str_in_output=fields.include_stop_str_in_output,
             skip_special_tokens=fields.skip_special_tokens and not special_tokens,
-            seed=seed,
             logprobs=logprobs,
-            logits_processors=processors,
         )
+
+    def answer_params(
+        self, shared: SamplingParams, seed: int | None, choice: int = 0, processors: Sequence[LogitsProcessor] = ()
+    ) -> SamplingParams:
+        """Of one answer. `seed`: the request's; each of its answers has another, or they would all be the same."""
+        if processors and shared.ignore_eos:
+            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
+        if seed is not None:
+            seed = (seed + choice) % (1 << 63) if choice else seed
+        elif self._seeds is not None:
+            seed = self._seeds.getrandbits(63)
+        return shared.for_answer(seed, processors)
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +15,15 @@ from torch import Tensor
 
 from fledge.errors import RequestError
 from fledge.kernels.bits import pack_bits
+from fledge.serving.grammar_process import GrammarProcess
+from fledge.serving.grammar_worker import compile_grammar
+from fledge.serving.json_checks import check_json
+from fledge.serving.limits import Limits
 from fledge.tokenizer import Tokenizer
 
-# What a caller may ask to be compiled: beyond this, compiling could keep a core busy for long.
-MAX_GRAMMAR_CHARACTERS = 64 << 10
 CACHE_BYTES = 256 << 20
-# The library begins its messages with the time and its own source line.
-SOURCE_PLACE = re.compile(r"^\[[\d:]+\]\s+\S+:\d+:\s*")
+# Of a step's masks together, in units of the limit on one.
+STEP_MASKS = 10
 
 
 class Grammar(NamedTuple):
@@ -27,53 +31,104 @@ class Grammar(NamedTuple):
     is_json: bool
 
 
-class GrammarCompiler:
-    """Compiles what callers ask for, for one vocabulary; what was compiled before is kept."""
+class MaskClock:
+    """CPU seconds that masks took since the last step, over all requests of the engine."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        self.vocab_size, self.end_token_ids = vocab_size, sorted(end_token_ids)
-        info = xgrammar.TokenizerInfo.from_huggingface(
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.spent = 0.0
+
+    def new_step(self) -> None:
+        self.spent = 0.0
+
+    def is_too_much(self, seconds: float) -> bool:
+        """Whether a mask that took so long ends its request: alone, or as one of the slow ones of a slow step."""
+        self.spent += seconds
+        return seconds > self.limit or (self.spent > STEP_MASKS * self.limit and seconds > self.limit / STEP_MASKS)
+
+
+class GrammarCompiler:
+    """Compiles what callers ask for, for one vocabulary; what was compiled before is kept. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int], limits: Limits | None = None
+    ) -> None:
+        self.vocab_size, self.end_token_ids, self.limits = vocab_size, sorted(end_token_ids), limits or Limits()
+        self.info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer._tokenizer, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES)
+        self.clock = MaskClock(self.limits.max_mask_seconds)
+        self._process = GrammarProcess(self.info.serialize_json(), self.limits)
+        self._cache: OrderedDict[tuple[str, str], xgrammar.CompiledGrammar] = OrderedDict()
+        self._cache_bytes = 0
+        self._lock = threading.Lock()
         # JSON has no raw control characters, but the library lets them into strings whose length is bounded.
-        controls = [token for token, text in enumerate(info.decoded_vocab) if any(byte < 0x20 for byte in text)]
+        controls = [token for token, text in enumerate(self.info.decoded_vocab) if any(byte < 0x20 for byte in text)]
         self._never_in_json = torch.tensor(controls, dtype=torch.long)
 
+    def close(self) -> None:
+        self._process.close()
+
     def json_object(self) -> Grammar:
-        return self.json_schema({"type": "object"})
+        """Compiled here: it is ours, and quick."""
+        kind, text = "JSON schema", '{"type": "object"}'
+        with self._lock:
+            if (kind, text) not in self._cache:
+                compiler = xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
+                self._keep((kind, text), compile_grammar(compiler, kind, text))
+            return Grammar(self._cache[kind, text], is_json=True)
 
     def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        # `strict_mode` forbids properties that the schema does not name, as OpenAI's structured output does. Free white
-        # space would let a small model write nothing else until its tokens are spent.
-        options = {"strict_mode": True, "any_whitespace": False}
-        return self._compile("JSON schema", text, lambda: self._compiler.compile_json_schema(text, **options), is_json=True)
+        if isinstance(schema, str):
+            self._check_size("JSON schema", schema)
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise RequestError("the JSON schema is not valid JSON") from None
+        if not isinstance(schema, dict | bool):
+            raise RequestError("the JSON schema must be an object, true or false")
+        check_json(schema, self.limits)
+        return self._compile("JSON schema", json.dumps(schema), is_json=True)
 
     def regex(self, pattern: str) -> Grammar:
-        return self._compile("regular expression", pattern, lambda: self._compiler.compile_regex(pattern))
+        return self._compile("regular expression", pattern)
 
     def ebnf(self, text: str) -> Grammar:
-        return self._compile("grammar", text, lambda: self._compiler.compile_grammar(text))
+        return self._compile("grammar", text)
 
     def choice(self, choices: Sequence[str]) -> Grammar:
         if not choices:
             raise RequestError("a choice needs at least one text to choose")
         return self.ebnf("root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in choices))
 
-    def _compile(self, kind: str, text: str, work: Callable[[], xgrammar.CompiledGrammar], is_json: bool = False) -> Grammar:
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise RequestError(f"the {kind} has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are taken")
-        try:
-            return Grammar(work(), is_json)
-        except Exception as error:  # the library raises several kinds, all for what it was given
-            reason = SOURCE_PLACE.sub("", (str(error).strip() or type(error).__name__).splitlines()[-1])
-            raise RequestError(f"the {kind} cannot be used: {reason}") from error
+    def _check_size(self, kind: str, text: str) -> None:
+        longest = self.limits.max_grammar_characters
+        if len(text) > longest:
+            raise RequestError(f"the {kind} has {len(text)} characters; at most {longest} are taken")
+
+    def _compile(self, kind: str, text: str, is_json: bool = False) -> Grammar:
+        self._check_size(kind, text)
+        with self._lock:
+            if (found := self._cache.get((kind, text))) is not None:
+                self._cache.move_to_end((kind, text))
+                return Grammar(found, is_json)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(self._process.compile(kind, text), self.info)
+        with self._lock:
+            self._keep((kind, text), compiled)
+        return Grammar(compiled, is_json)
+
+    def _keep(self, key: tuple[str, str], compiled: xgrammar.CompiledGrammar) -> None:
+        if key in self._cache:
+            return
+        self._cache[key] = compiled
+        self._cache_bytes += compiled.memory_size_bytes
+        while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
+            self._cache_bytes -= self._cache.popitem(last=False)[1].memory_size_bytes
 
     def processor(self, grammar: Grammar, begin: Callable[[Sequence[int]], int] | None = None) -> GrammarProcessor:
         """A new one for each answer. `begin`: where in the answer the grammar starts to hold; -1: not yet."""
         banned = self._never_in_json if grammar.is_json else None
-        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned)
+        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned, self.clock)
 
 
 class GrammarProcessor:
@@ -93,40 +148,46 @@ class GrammarProcessor:
         end_token_ids: Sequence[int],
         begin: Callable[[Sequence[int]], int] | None = None,
         banned: Tensor | None = None,
+        clock: MaskClock | None = None,
     ) -> None:
         self.matcher = xgrammar.GrammarMatcher(grammar)
         self.bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
         self.end_token_ids = torch.tensor(list(end_token_ids))
-        self.begin, self.banned = begin, banned
+        self.begin, self.clock = begin, clock
         self.banned_bits: Tensor | None = None
         if banned is not None:
             self.banned_bits = torch.from_numpy(pack_bits(banned.tolist(), self.bitmask.shape[1]))
         self.followed: list[int] = []
+        self.failure: RequestError | None = None  # why its request cannot go on; the text is worthless from there
 
     def fill(self, tokens: Sequence[int], mask_W: Tensor) -> None:
-        """`sampling.TokenMask`: the same as a bit mask."""
-        start = 0 if self.begin is None else self.begin(tokens)
-        if start < 0 or not self._follow(list(tokens[start:])):
-            return
-        self.matcher.fill_next_token_bitmask(self.bitmask)
-        mask_W &= self.bitmask[0]
-        if self.banned_bits is not None:
-            mask_W &= ~self.banned_bits
+        """`sampling.TokenMask`: clears the bits of the tokens that must not follow `tokens`."""
+        if self._fill_bitmask(tokens):
+            mask_W &= self.bitmask[0]
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        start = 0 if self.begin is None else self.begin(tokens)
-        if start < 0:
+        if not self._fill_bitmask(tokens):
             return logits
-        if not self._follow(list(tokens[start:])):
-            return logits  # past the end token: what comes here is dropped
-        self.matcher.fill_next_token_bitmask(self.bitmask)
         xgrammar.apply_token_bitmask_inplace(logits, self.bitmask.to(logits.device))
-        if self.banned is not None:
-            logits[self.banned.to(logits.device)] = -torch.inf
         if not torch.isfinite(logits.max()):
             # Nothing is left, as when the grammar is complete and the end was banned by `min_tokens`: it ends.
             logits[self.end_token_ids.to(logits.device)] = 0
         return logits
+
+    def _fill_bitmask(self, tokens: Sequence[int]) -> bool:
+        """False: no token is banned, because the grammar does not hold yet or the text has ended."""
+        start = 0 if self.begin is None else self.begin(tokens)
+        if start < 0 or self.failure is not None:
+            return False
+        began = time.thread_time()
+        if not self._follow(list(tokens[start:])):
+            return False
+        self.matcher.fill_next_token_bitmask(self.bitmask)
+        if self.clock is not None and self.clock.is_too_much(time.thread_time() - began):
+            self.failure = RequestError("the grammar takes too long to follow, as an ambiguous one does; make it simpler")
+        if self.banned_bits is not None:
+            self.bitmask[0] &= ~self.banned_bits
+        return True
 
     def _follow(self, tokens: list[int]) -> bool:
         """Brings the matcher to the state after `tokens`; False when the text has ended."""

@@ -271,7 +271,7 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(device)
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False).to(device)
     except Exception as error:  # transformers raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error

@@ -54,7 +54,7 @@ class TargetRecipe:
     backend: Literal["auto", "fledge", "transformers"] = "auto"  # auto: ours where it knows the architecture
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
     endpoint: str | None = None  # a vLLM server that runs the target, http://host:8000/v1; `model` gives its ends alone
-    endpoint_states: str | None = None  # the server's shared_storage_path as seen from here: a folder or a URL; None: the same
+    endpoint_states: str | None = None  # the server's folder as seen from here, or its URL; None: /dev/shm/states
     endpoint_requests: Count = 32  # at a time, of each process
 
 

@@ -2,30 +2,37 @@
 
 The server keeps the states of each request's tokens (`extract_hidden_states`) and writes them to a folder
 (`ExampleHiddenStatesConnector`): its answer names the file. The folder is read from here, as a shared one or over HTTP.
+Of what the server names only the file's name counts: where it lies is the user's word alone, or else a server could have any
+file read and deleted here. The API key goes to the server, and to the files' URL only where that is the same server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import re
 import shlex
+import stat
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import httpx
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from fledge.errors import UserError
+from fledge.errors import UserError, printable
 
 FIRST_CONTACT_S = 5.0
 OUTAGE_S = 600.0  # a server that restarts in the middle of a run is waited for
+STATES_FOLDER = "/dev/shm/states"  # the server's, unless the user says otherwise
+STATES_FILE = re.compile(r"[A-Za-z0-9_][\w.@:+=-]*\.safetensors")
 FILE_S = 20.0  # from the answer to its file: shared folders show new files late
 
 
@@ -39,7 +46,7 @@ class Answer(NamedTuple):
     log_probability: float  # of the next token
 
 
-def launch_command(model: str, layers: Sequence[int], folder: str = "/dev/shm/states") -> str:
+def launch_command(model: str, layers: Sequence[int], folder: str = STATES_FOLDER) -> str:
     """How the server must be started."""
     speculative = {
         "method": "extract_hidden_states",
@@ -59,14 +66,17 @@ class StatesClient:
     """Safe to use from several threads."""
 
     def __init__(self, url: str, layers: Sequence[int], hidden_size: int, storage: str | None, command: str) -> None:
-        """`storage`: where the server's folder is seen from here, a folder or a URL; None: the path is the same.
-        `command`: for error messages."""
+        """`storage`: where the server's folder is seen from here, a folder or a URL; None: the folder that `launch_command`
+        gives it. `command`: for error messages."""
         self.url, self.layers, self.hidden_size, self.command = url.rstrip("/"), tuple(layers), hidden_size, command
-        self.storage = storage.rstrip("/") if storage else None
+        self.storage = (storage or STATES_FOLDER).rstrip("/")
         key = os.environ.get("VLLM_API_KEY")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(timeout=httpx.Timeout(OUTAGE_S, connect=10.0), limits=limits, headers=headers)
+        # Redirects are not followed: they would take the key, or the request, somewhere else.
+        options = {"timeout": httpx.Timeout(OUTAGE_S, connect=10.0), "limits": limits, "follow_redirects": False}
+        self._http = httpx.Client(headers=headers, **options)
+        self._files = self._http if _origin(self.storage) == _origin(self.url) else httpx.Client(**options)
         self._patience_s = FIRST_CONTACT_S
         self._closed, self._folder_seen = threading.Event(), False
         self.model, self.max_length = self._served_model()
@@ -148,8 +158,10 @@ class StatesClient:
 
     def _collect(self, content: dict[str, Any]) -> dict[str, Tensor]:
         """Reads the answer's file, once it is whole, and deletes it where that is possible."""
-        named = content["kv_transfer_params"]["hidden_states_path"]
-        place = f"{self.storage}/{os.path.basename(named)}" if self.storage else named
+        name = os.path.basename(str(content["kv_transfer_params"]["hidden_states_path"]))
+        if not STATES_FILE.fullmatch(name):
+            raise EndpointError(f"{self.url}: it names a file of states that has no plain name: {printable(name, 80)!r}")
+        place = f"{self.storage}/{name}"
         fetch = self._download if place.startswith(("http://", "https://")) else _read_unlocked
         deadline, wait = time.monotonic() + (FILE_S if self._folder_seen else FIRST_CONTACT_S), 0.002
         while True:
@@ -171,7 +183,7 @@ class StatesClient:
 
     def _download(self, url: str) -> bytes | None:
         try:
-            response = self._http.get(url)
+            response = self._files.get(url)
         except httpx.TransportError:
             return None
         return response.content if response.is_success else None
@@ -192,18 +204,39 @@ class StatesClient:
             )
 
 
+def _origin(url: str) -> tuple[str, str, int | None] | None:
+    """Scheme, host and port; None for a folder."""
+    if not url.startswith(("http://", "https://")):
+        return None
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return None
+    return parsed.scheme, parsed.host, parsed.port
+
+
 def _read_unlocked(place: str) -> bytes | None:
     """The file's content once its writer has let go of it; None: not yet."""
     try:
-        with open(place + ".lock") as lock:
+        with _open_plain(place + ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return Path(place).read_bytes()
+            with _open_plain(place) as file:
+                return file.read()
     except BlockingIOError:
         return None
     except PermissionError:
         raise EndpointError(f"{place}: may not be read; the server writes for its own user alone: train as that user") from None
     except OSError:
         return None
+
+
+def _open_plain(place: str) -> BinaryIO:
+    """A file, and not a link to one or a pipe: the folder may be open to others."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", place)
+    return os.fdopen(descriptor, "rb")
 
 
 def _reason(response: httpx.Response) -> str:

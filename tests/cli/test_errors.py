@@ -119,3 +119,23 @@ def test_impossible_options(monkeypatch, capsys, model, option, value, named):
 
 def test_a_tree_needs_an_eagle_drafter(monkeypatch, capsys, model):
     assert "chains" in refused(monkeypatch, capsys, "generate", "hello", "--model", model, "--drafter", "ngram", "--tree")
+
+
+def test_names_are_printed_as_they_are_and_move_no_cursor(capsys):
+    """A name from a file may hold Rich's markup or a terminal's escapes."""
+    from fledge.checkpoints.inspect import DrafterReport
+    from fledge.cli.inspect import _print
+
+    evil = "[bold]x[/bold] [/nothing] \x1b[2J\x07 [link=http://evil]y[/link]"
+    _print(DrafterReport("folder", "raw", None, 0, 0, (), (evil,), (evil,), (evil,)))
+    out = capsys.readouterr().out
+    assert out.count("[bold]x[/bold]") == 3
+    assert "\x1b" not in out
+    assert "\x07" not in out
+
+
+def test_an_error_is_one_printable_line():
+    from fledge.errors import printable
+
+    assert printable("a\x1b[31mb\nc\u202e") == "a\ufffd[31mb c\ufffd"
+    assert len(printable("x" * 10_000, 100)) == 101

@@ -38,13 +38,18 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory, model) -> Iterator[str]:
+def states(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory, model, states) -> Iterator[str]:
     """The server that `launch_command` starts, but for the connector's CPU version and what keeps it small."""
     work = tmp_path_factory.mktemp("server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    _, _, _, *options = shlex.split(launch_command(str(model), LAYERS, str(work / "states")))
+    _, _, _, *options = shlex.split(launch_command(str(model), LAYERS, states))
     transfer = json.loads(options[-1])
     transfer |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_cpu_states"}
     command = [vllm_python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options[:-1]]
@@ -74,18 +79,18 @@ def wait_for(health: str, process: subprocess.Popen, log: Path) -> None:
             time.sleep(0.5)
 
 
-def connect(url: str, model: Path, taps=TAPS) -> EndpointTarget:
+def connect(url: str, model: Path, states: str, taps=TAPS) -> EndpointTarget:
     ends = load_ends(model, torch.float32, torch.device("cpu"))
-    return EndpointTarget(url, ends, text_config(model), taps, num_layers=4)
+    return EndpointTarget(url, ends, text_config(model), taps, num_layers=4, storage=states)
 
 
-def test_states_are_those_of_our_decoder(url, model):
+def test_states_are_those_of_our_decoder(url, model, states):
     document = torch.tensor([[1] * 40 + [2] * 17 + [3] * 70 + [0], [1] * 90 + [2] * 38])
     tokens = torch.randint(5, 256, document.shape, generator=torch.Generator().manual_seed(0))
     tokens[0, -1] = 0
     positions = torch.cat([torch.arange(n) for n in (40, 17, 70, 1, 90, 38)]).view(2, 128)
     batch = TrainBatch.plan(tokens, positions, document, document > 0, steps=2, multiple=4)
-    target = connect(url, model)
+    target = connect(url, model, states)
     target.ahead(batch)
     theirs, ours = target.states(batch), DecoderTarget(tiny_target(), TAPS).states(batch)
     real = (document > 0).flatten()
@@ -95,12 +100,12 @@ def test_states_are_those_of_our_decoder(url, model):
     target.close()
 
 
-def test_other_layers_are_refused(url, model):
+def test_other_layers_are_refused(url, model, states):
     with pytest.raises(EndpointError, match="gives 4 states of 128 for each token, the recipe needs 3"):
-        connect(url, model, taps=(1, 2))
+        connect(url, model, states, taps=(1, 2))
 
 
-def test_training_gives_the_same_losses(url, model, tmp_path):
+def test_training_gives_the_same_losses(url, model, states, tmp_path):
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(5, 256, (int(n),), generator=generator).tolist() for n in torch.arange(20, 60)]
     answers = [json.dumps({"prompt_ids": text[:8], "answer_ids": text[8:]}) for text in texts]
@@ -115,7 +120,7 @@ def test_training_gives_the_same_losses(url, model, tmp_path):
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
     here = build(Recipe, content, "")
-    there = replace(here, output=str(tmp_path / "there"), target=replace(here.target, endpoint=url))
+    there = replace(here, output=str(tmp_path / "there"), target=replace(here.target, endpoint=url, endpoint_states=states))
     train(here)
     train(there)
     lines = [

@@ -1,38 +1,58 @@
-"""A C source that no longer compiles must not pass unseen: everything would still run, slowly, and its tests be left out."""
+"""The compiled library is code that runs here: nobody else may have put it where it is found."""
 
 from __future__ import annotations
 
 import os
-import platform
+from pathlib import Path
 
 import pytest
 
-from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
-from fledge.kernels import native
-from fledge.kernels.native_build import _processor, built, compiler
-from tests.tiny import tiny_decoder
+from fledge.kernels import native_build
+
+FAKE_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && { echo fake; exit; }
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
 
 
-def is_wanted() -> bool:
-    """There is a compiler, and a processor that the kernels are meant for (`cpu/lanes.h` refuses others)."""
-    if compiler() is None or os.environ.get("FLEDGE_NATIVE") == "0":
-        return False
-    return platform.machine() != "x86_64" or {"avx2", "f16c"} <= set(_processor().split())
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    program = tmp_path / "cc"
+    program.write_text(FAKE_COMPILER)
+    program.chmod(0o755)
+    return [str(program)]
 
 
-def test_the_kernels_compile_where_they_are_wanted():
-    assert (native.library() is not None) == is_wanted()
-    if is_wanted():
-        assert built(compiler()).is_file()  # a compiler's complaint is shown here
+def test_a_library_of_ours_is_used_again(compiler: list[str]) -> None:
+    library = native_build.built(compiler)
+    assert library.read_text() == "built\n"
+    library.write_text("as it was")
+    assert native_build.built(compiler).read_text() == "as it was"
+    assert not library.stat().st_mode & 0o022
 
 
-def test_without_the_kernels_quantised_weights_are_refused_by_name(monkeypatch):
-    monkeypatch.setenv("FLEDGE_NATIVE", "0")
-    native.library.cache_clear()
-    try:
-        with pytest.raises(UserError, match="--quantization int4 on CPU needs a C compiler"):
-            EngineConfig(device="cpu", quantization="int4").resolve(tiny_decoder().config)
-    finally:
-        monkeypatch.undo()
-        native.library.cache_clear()
+@pytest.mark.parametrize("loose", ["library", "folder", "link"])
+def test_one_that_others_could_write_is_built_again(compiler: list[str], loose: str, tmp_path: Path) -> None:
+    library = native_build.built(compiler)
+    library.write_text("planted")
+    if loose == "link":
+        library.rename(tmp_path / "planted.so")
+        library.symlink_to(tmp_path / "planted.so")
+    else:
+        (library if loose == "library" else library.parent).chmod(0o777)
+    assert native_build.built(compiler).read_text() == "built\n"
+    assert not library.is_symlink()
+    assert not library.parent.stat().st_mode & 0o022
+
+
+def test_another_users_folder_is_refused(compiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    native_build.built(compiler).parent.chmod(0o755)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    lstat = Path.lstat
+    stranger = lambda path: os.stat_result((*lstat(path)[:4], 999, *lstat(path)[5:]))  # noqa: E731
+    monkeypatch.setattr(Path, "lstat", stranger)
+    with pytest.raises(UserError, match="FLEDGE_CACHE"):
+        native_build.built(compiler)

@@ -57,6 +57,9 @@ class ServerProcess:
         with open(f"/proc/{self.process.pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from fledge.errors import UserError
 from fledge.serving.flags import ServeFlags, human_int, parse
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
 from fledge.serving.launch import chosen_engine
+from fledge.serving.limits import Limits
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_are_vllms_but_for_the_address() -> None:
     flags = parse([])
-    assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("0.0.0.0", 8000, 20, "info")
+    assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("127.0.0.1", 8000, 20, "info")
     assert flags.model == "smollm2-135m"
     assert flags.speculative_config.speculation.drafter == "auto"
     assert flags.api_key == ()
@@ -125,3 +129,20 @@ def test_depth_rules_are_on_unless_switched_off():
         assert (speculation.adaptive, speculation.drift_guard) == (True, True)
         speculation = parse([*words, "--no-drift-guard", "--no-adaptive-depth"]).speculative_config.speculation
         assert (speculation.adaptive, speculation.drift_guard) == (False, False)
+
+
+def test_every_limit_is_a_flag_and_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for one in fields(Limits):
+        flag = f"--{one.name.replace('_', '-')}"
+        assert f"`{flag}`" in text, flag
+        value = "7"
+        assert getattr(parse([flag, value]).limits, one.name) == one.metadata["kind"](value)
+        with pytest.raises(UserError):
+            parse([flag, "-3"])
+
+
+def test_the_server_is_open_to_nobody_unless_asked() -> None:
+    flags = parse([])
+    assert flags.host == "127.0.0.1"
+    assert flags.allowed_origins == ()

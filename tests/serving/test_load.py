@@ -111,7 +111,7 @@ def free_at_the_end(url: str) -> dict[str, float]:
 
 def test_many_clients_some_of_them_rude(server: ServerProcess) -> None:
     asyncio.run(load(server.url, SECONDS / 2))  # warm up: threads, caches, allocator
-    before = server.resident_bytes()
+    before, descriptors = server.resident_bytes(), server.num_descriptors()
     seen = asyncio.run(load(server.url, SECONDS))
     left = free_at_the_end(server.url)
     grown = server.resident_bytes() - before
@@ -122,6 +122,7 @@ def test_many_clients_some_of_them_rude(server: ServerProcess) -> None:
     assert set(seen) <= {"bad 400", "left", "whole 200", "stream 200"}, seen
     assert min(seen[kind] for kind in ("bad 400", "left", "whole 200", "stream 200")) > 0
     assert grown < 64 << 20, f"memory grew by {grown >> 20} MiB over {sum(seen.values())} requests"
+    assert server.num_descriptors() <= descriptors + 8
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert "Traceback" not in server.output()
 

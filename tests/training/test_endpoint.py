@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def endpoint(tmp_path):
 
 
 def connect(endpoint: FakeEndpoint, model: Path, **settings) -> EndpointTarget:
-    settings = {"taps": TAPS, "num_layers": 4} | settings
+    settings = {"taps": TAPS, "num_layers": 4, "storage": str(endpoint.folder)} | settings
     url = settings.pop("url", endpoint.url)
     return EndpointTarget(url, ends.load_ends(model, torch.float32, CPU), ends.text_config(model), **settings)
 
@@ -166,7 +167,7 @@ def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp
         elsewhere = replace(
             recipe,
             output=str(tmp_path / "elsewhere"),
-            target=replace(recipe.target, endpoint=endpoint.url),
+            target=replace(recipe.target, endpoint=endpoint.url, endpoint_states=str(endpoint.folder)),
             run=replace(recipe.run, hidden_states=hidden_states),
         )
         there = train(elsewhere)
@@ -243,3 +244,41 @@ def test_a_checkpoint_without_a_head_is_refused(model):
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor lm_head\.weight"):
         ends.load_ends(model, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("named", ["/etc/passwd", "../../secret.safetensors", "http://elsewhere:1/x.safetensors", ".", 5])
+def test_a_server_does_not_choose_which_files_are_read_and_deleted(endpoint, model, tmp_path, monkeypatch, named):
+    """Of the path that it names only the last part counts, inside the folder that the user named."""
+    target = connect(endpoint, model)
+    monkeypatch.setattr(states_client, "FILE_S", 0.1)
+    secret = tmp_path / "secret.safetensors"
+    for file in (secret, tmp_path / "secret.safetensors.lock"):
+        file.write_bytes(b"x")
+    complete = endpoint.complete
+    endpoint.complete = lambda body: complete(body) | {"kv_transfer_params": {"hidden_states_path": named}}
+    asked = []
+    monkeypatch.setattr(states_client.httpx.Client, "get", lambda _, url: asked.append(url))
+    with pytest.raises(EndpointError):
+        target.client.states([1, 2, 3])
+    assert secret.exists()
+    assert not asked
+    target.close()
+
+
+def test_links_and_pipes_among_the_states_are_not_followed(tmp_path):
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "secret")
+    (tmp_path / "a.safetensors.lock").write_bytes(b"")
+    os.mkfifo(tmp_path / "b.safetensors")
+    (tmp_path / "b.safetensors.lock").write_bytes(b"")
+    assert states_client._read_unlocked(str(tmp_path / "a.safetensors")) is None
+    assert states_client._read_unlocked(str(tmp_path / "b.safetensors")) is None
+
+
+def test_the_key_goes_to_the_server_alone(endpoint, model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    elsewhere = endpoint.url.replace("127.0.0.1", "localhost").replace("/v1", "/files")
+    target = connect(endpoint, model, storage=elsewhere)
+    assert "authorization" not in target.client._files.headers
+    assert target.client._http.headers["authorization"] == "Bearer secret"
+    target.close()

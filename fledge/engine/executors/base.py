@@ -66,7 +66,7 @@ class Output:
     drafted: list[bool]  # per token: the drafter proposed it
     passes: list[VerifiedPass]
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: str | None = None  # the request cannot go on; it alone ends
+    failure: Exception | None = None  # the request cannot go on: it ends alone
 
 
 class Executor(Protocol):

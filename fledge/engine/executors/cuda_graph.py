@@ -158,8 +158,12 @@ class CudaGraphExecutor:
             drafts = halted.drafts.tolist()
         masks = {}
         for row, request in halted.masked.items():
-            if not request.finished:
+            if request.finished:
+                continue
+            try:
                 masks[row] = self._masks(request, drafts[row] if drafts is not None else [])
+            except Exception as failure:  # of its grammar: the others go on
+                self.reader.failures[request] = failure
         if masks:
             self.batch.state.set_masks(masks)
         self._choose(halted.rows, halted.shape, halted.drafted)

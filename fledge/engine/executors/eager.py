@@ -192,7 +192,11 @@ class EagerExecutor:
                     best = best_of(done.logits)[0] if best is None else best
                     verified = verify(best[first : first + 1 + len(item.draft)], item.draft)
                 else:
-                    verified = verify(self._choices(request, item.draft, done.logits[first:]), item.draft)
+                    try:
+                        verified = verify(self._choices(request, item.draft, done.logits[first:]), item.draft)
+                    except Exception as failure:  # of its processors or its numbers: the others go on
+                        outputs.append(Output(request, [], [], [], failure=failure))
+                        continue
                 outputs.append(self._output(item, verified, done.logits, first))
                 if not item.draft.is_chain:
                     self._keep_path(item, verified.accepted)

@@ -37,6 +37,7 @@ class OutputReader:
         self.batch = batch
         self.copies: deque[_Copy] = deque()
         self.last_launch: torch.cuda.Event | None = None  # behind everything that was launched
+        self.failures: dict[Request, Exception] = {}  # of requests that cannot go on
 
     @property
     def has_unread(self) -> bool:
@@ -73,6 +74,9 @@ class OutputReader:
     def read(self, *, but_last: int, record: Callable[[GraphShape, float], None]) -> list[Output]:
         """The output of all launches but the last so many; waits for them. `record(shape, seconds)`: of each cycle."""
         outputs: dict[Request, Output] = {}
+        for request, failure in self.failures.items():
+            outputs[request] = Output(request, [], [], [], failure=failure)
+        self.failures.clear()
         for _ in range(len(self.copies) - but_last):
             copy = self.copies.popleft()
             if copy.event is not None:

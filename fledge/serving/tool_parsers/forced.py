@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fledge.errors import RequestError
 from fledge.serving.tool_parsers.base import CallArguments, JsonCall, ToolEvent, ToolParser
 
 
@@ -56,7 +57,10 @@ def required_schema(tools: list[tuple[str, dict[str, Any] | None]], parallel: bo
     calls = []
     for name, parameters in tools:
         parameters = dict(parameters or {"type": "object", "properties": {}})
-        definitions |= parameters.pop("$defs", None) or {}
+        own = parameters.pop("$defs", None) or {}
+        if not isinstance(own, dict):
+            raise RequestError(f"the parameters of tool {name!r:.80}: $defs must be an object")
+        definitions |= own
         calls.append(
             {
                 "type": "object",

@@ -1,0 +1,94 @@
+"""Finds stop strings in text as it comes, in time proportional to the text, however many stop strings there are.
+
+An Aho-Corasick automaton: a state is the longest end of the text that begins a stop string, so its depth is also what must
+be held back from a stream.
+
+    stops   END, NEW        text   … E N E W
+                            state    E EN NE NEW -> found
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class StopMatch(NamedTuple):
+    stop: str
+    end: int  # characters of the text up to and including the stop string
+
+
+class StopAutomaton:
+    """The transitions for one set of stop strings; shared by all requests that have it."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self.children: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        # Per state: the first in `stops` of those that end here; len(stops) means none.
+        self.first_stop = [len(stops)]
+        for index, stop in enumerate(stops):
+            state = 0
+            for char in stop:
+                state = self.children[state].get(char) or self._new_state(state, char)
+            self.first_stop[state] = min(self.first_stop[state], index)
+        self._link()
+
+    def _new_state(self, parent: int, char: str) -> int:
+        self.children.append({})
+        self.depth.append(self.depth[parent] + 1)
+        self.first_stop.append(len(self.stops))
+        self.children[parent][char] = len(self.depth) - 1
+        return len(self.depth) - 1
+
+    def _link(self) -> None:
+        """`fallback`: where to go on when a state has no transition for a character."""
+        self.fallback = [0] * len(self.depth)
+        queue = deque(self.children[0].values())
+        while queue:
+            state = queue.popleft()
+            shorter = self.fallback[state]
+            self.first_stop[state] = min(self.first_stop[state], self.first_stop[shorter])
+            for char, child in self.children[state].items():
+                self.fallback[child] = self.next_state(shorter, char)
+                queue.append(child)
+
+    def next_state(self, state: int, char: str) -> int:
+        while (following := self.children[state].get(char)) is None:
+            if not state:
+                return 0
+            state = self.fallback[state]
+        return following
+
+
+@lru_cache(maxsize=256)
+def automaton(stops: tuple[str, ...]) -> StopAutomaton:
+    return StopAutomaton(stops)
+
+
+class StopMatcher:
+    """Follows one text."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._automaton = automaton(stops)
+        self._state = 0
+        self._length = 0
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the text's end that may turn out to be the start of a stop string."""
+        return self._automaton.depth[self._state]
+
+    def push(self, piece: str) -> StopMatch | None:
+        """Takes the next piece of text. Of several stop strings in it, the one that was named first counts."""
+        machine, state, found = self._automaton, self._state, None
+        best = len(machine.stops)
+        for offset, char in enumerate(piece, 1):
+            state = machine.next_state(state, char)
+            if machine.first_stop[state] < best:
+                best = machine.first_stop[state]
+                found = StopMatch(machine.stops[best], self._length + offset)
+        self._state = state
+        self._length += len(piece)
+        return found

@@ -1,0 +1,122 @@
+"""The server's side of the process that compiles grammars."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+
+from fledge.errors import RequestError
+from fledge.serving.grammar_worker import DONE, receive, send
+from fledge.serving.limits import Limits
+
+MAX_REMEMBERED, REMEMBERED_SECONDS = 1024, 300.0
+TOO_MUCH = "it takes too long or too much memory to compile; make it simpler"
+
+
+class GrammarProcess:
+    """Compiles one grammar a call, from several threads at once; started at the first."""
+
+    def __init__(self, vocabulary: str, limits: Limits) -> None:
+        self.vocabulary, self.limits = vocabulary, limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+        # What was too much is not tried again at once: its reason, and until when.
+        self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def compile(self, kind: str, text: str) -> str:
+        """The compiled grammar as the library's JSON; RequestError says why there is none."""
+        key = hashlib.sha256(f"{kind} {text}".encode()).hexdigest()
+        reason, until = self._refused.get(key, ("", 0.0))
+        if time.monotonic() < until:
+            raise RequestError(f"the {kind} cannot be used: {reason}")
+        limits = self.limits
+        job = {"kind": kind, "text": text, "seconds": limits.max_grammar_seconds, "bytes": limits.max_grammar_memory}
+        connection = self._open()
+        with connection:
+            # The fork ends itself in time; this is for a worker that is gone or stuck.
+            connection.settimeout(limits.max_grammar_seconds + 30)
+            try:
+                send(connection, json.dumps(job | {"mask_seconds": limits.max_mask_seconds}).encode())
+                answer = receive(connection)
+            except OSError:
+                answer = None
+        if self._closed:
+            raise RequestError("the server is shutting down")
+        if answer is None or answer[:1] != DONE:
+            reason = TOO_MUCH if answer is None else _without_place(answer[1:].decode(errors="replace"))
+            self._remember(key, reason)
+            raise RequestError(f"the {kind} cannot be used: {reason}")
+        return answer[1:].decode()
+
+    def _remember(self, key: str, reason: str) -> None:
+        with self._lock:
+            self._refused[key] = reason, time.monotonic() + REMEMBERED_SECONDS
+            if len(self._refused) > MAX_REMEMBERED:
+                self._refused.popitem(last=False)
+
+    def _open(self) -> socket.socket:
+        """A job's socket, whose other end the worker has."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            for attempt in (1, 2):
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                try:
+                    socket.send_fds(self._control, [b"j"], [theirs.fileno()])
+                    return ours
+                except OSError:  # it died in between
+                    self._process.kill()
+                    self._process.wait()
+                    if attempt == 2:
+                        ours.close()
+                        raise
+        raise AssertionError
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RequestError("the server is shutting down")
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        # As a file, which it reads when it is up: through the socket we would wait for that, some seconds.
+        with theirs, tempfile.TemporaryFile() as vocabulary:
+            vocabulary.write(self.vocabulary.encode())
+            vocabulary.seek(0)
+            command = [sys.executable, "-m", "fledge.serving.grammar_worker", str(theirs.fileno())]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=vocabulary, stdout=subprocess.DEVNULL, env=environment
+            )
+
+    def close(self) -> None:
+        """Ends the worker and whatever it compiles; callers that wait are told at once."""
+        self._closed = True
+        with self._lock:
+            if self._process is None:
+                return
+            self._control.close()
+            deadline = time.monotonic() + 2
+            while self._process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+
+
+def _without_place(reason: str) -> str:
+    """The library begins its messages with the time and its own source line: `[12:00:00] /path/file.cc:12: …`."""
+    last = reason.splitlines()[-1] if reason.strip() else reason
+    if last.startswith("[") and "] " in last:
+        place, _, rest = last.partition("] ")[2].partition(": ")
+        return rest if rest and "/" in place else last
+    return last

@@ -1,0 +1,58 @@
+"""What a caller may ask of the server. Every limit is a flag of `fledge serve`; docs/serving.md has them in a table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+
+def _limit(default: float, text: str, kind: Callable[[str], Any] = int) -> Any:
+    return field(default=default, metadata={"help": text, "kind": kind})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A flag each: `max_stop_strings` is `--max-stop-strings`."""
+
+    # The connection
+    max_connections: int = _limit(1024, "connections at a time; more are turned away with a 503")
+    header_timeout: float = _limit(10.0, "seconds for a request's headers to arrive", float)
+    body_timeout: float = _limit(60.0, "seconds for a request's body to arrive", float)
+    write_timeout: float = _limit(60.0, "seconds that a caller may leave an answer unread", float)
+    idle_timeout: float = _limit(60.0, "seconds that a connection may stay open between two requests", float)
+    # The body
+    max_request_bytes: int = _limit(4 << 20, "bytes of a request's body")
+    max_json_depth: int = _limit(64, "levels of nesting in a body, a schema or a tool call's arguments")
+    max_json_items: int = _limit(1 << 18, "values in a body, token ids not counted")
+    max_messages: int = _limit(2048, "messages of a conversation")
+    max_tools: int = _limit(256, "tools of a request")
+    # The request
+    max_prompts: int = _limit(128, "prompts of a completions request")
+    max_answers: int = _limit(1024, "prompts times n of a request")
+    max_stop_strings: int = _limit(64, "stop strings")
+    max_stop_characters: int = _limit(8192, "characters of all stop strings together")
+    max_stop_token_ids: int = _limit(1024, "stop token ids")
+    max_logit_bias: int = _limit(1024, "tokens with a bias")
+    max_tokenize_bytes: int = _limit(1 << 20, "bytes of text for /tokenize")
+    request_timeout: float = _limit(3600.0, "seconds for a whole answer; 0: no limit", float)
+    # Grammars
+    max_grammar_characters: int = _limit(64 << 10, "characters of a schema, regular expression, grammar or choice")
+    max_grammar_seconds: float = _limit(10.0, "seconds to compile a grammar, in a process of its own", float)
+    max_grammar_memory: int = _limit(512 << 20, "bytes of memory to compile a grammar")
+    max_grammars_compiling: int = _limit(4, "grammars that are compiled at the same time")
+    max_mask_seconds: float = _limit(0.05, "CPU seconds to find which tokens a grammar allows next", float)
+
+
+def add_flags(group: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
+    """`whole`: reads 4k and 4K too."""
+    for one in fields(Limits):
+        kind = whole if one.metadata["kind"] is int else float
+        assert one.default is not MISSING
+        text = f"{one.metadata['help']} (default {one.default:g})" if kind is float else one.metadata["help"]
+        group.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default, help=text)
+
+
+def from_flags(given: argparse.Namespace) -> Limits:
+    return Limits(**{one.name: getattr(given, one.name) for one in fields(Limits)})

@@ -1,0 +1,392 @@
+"""The hostile set: hundreds of requests that are wrong, huge, deep or not HTTP, at one server, beside an innocent stream.
+
+Every outcome is a clear 4xx or a right answer; the stream beside it never pauses for a second; memory returns; the log shows no
+failure of the server's own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.conftest import TINY_FLAGS
+from tests.serving.thread_server import ThreadServer
+
+CHAT, TEXT, RESPONSES, TOKENIZE, DETOKENIZE = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize",
+)  # fmt: skip
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2},
+    TEXT: {"prompt": "the cat", "max_tokens": 2},
+    RESPONSES: {"input": "the cat", "max_output_tokens": 2},
+    TOKENIZE: {"prompt": "the cat"},
+    DETOKENIZE: {"tokens": [5, 6]},
+}
+# Longest that an innocent stream may pause, and how much memory may be kept.
+MAX_PAUSE, MAX_GROWTH = 1.0, 192 << 20
+
+# Every field, with every kind of wrong value
+SAMPLING = [
+    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens", "stream", "stream_options",
+    "structured_outputs", "response_format", "user", "best_of", "prompt_logprobs", "max_tokens", "logprobs",
+]  # fmt: skip
+FIELDS = {
+    CHAT: [*SAMPLING, "messages", "tools", "tool_choice", "chat_template_kwargs", "top_logprobs", "max_completion_tokens"],
+    TEXT: ["prompt", "echo", "suffix", "logprobs", "n", "max_tokens", "stop"],
+    RESPONSES: ["input", "instructions", "text", "tools", "max_output_tokens", "metadata", "temperature"],
+    TOKENIZE: ["prompt", "messages", "tools", "add_special_tokens", "return_token_strs", "chat_template_kwargs"],
+    DETOKENIZE: ["tokens", "model"],
+}
+WRONG = {
+    "text": "x",
+    "negative": -1,
+    "enormous": 2**80,
+    "float": 1e308,
+    "object": {"a": {"b": []}},
+    "list": [[], {}, None, 1.5],
+    "long text": "the cat " * 20_000,
+}
+
+# Bodies as bytes, where JSON itself is at fault or the size is the point
+DEEP = b"[" * 3000 + b"]" * 3000
+RAW_BODIES = {
+    "nothing": b"",
+    "a list": b"[]",
+    "a number": b"5",
+    "a text": b'"x"',
+    "null": b"null",
+    "half of it": b'{"messages": [',
+    "deep": b'{"messages": ' + DEEP + b"}",
+    "deep where nobody looks": b'{"messages": [{"role": "user", "content": "a"}], "unknown": ' + DEEP + b"}",
+    "not a number": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+    "infinite": b'{"messages": [{"role": "user", "content": "a"}], "temperature": -Infinity}',
+    "half a surrogate": b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    "half a surrogate in a key": b'{"messages": [{"role": "user", "content": "a"}], "metadata": {"\\ud800": 1}}',
+    "bytes that are no text": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "UTF-16": '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'.encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf" + b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}',
+    "the same key many times": b'{"messages": [{"role": "user", "content": "a"}]' + b', "max_tokens": 1' * 20_000 + b"}",
+    "a number of many digits": b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}",
+    "zeros": bytes(5000),
+    "numbers for messages": b'{"messages": [' + b"0," * 1_000_000 + b"0]}",
+    "objects for messages": b'{"messages": [' + b"{}," * 500_000 + b"{}]}",
+    "a million stop strings": b'{"messages": [{"role": "user"}], "stop": [' + b'"a",' * 900_000 + b'"a"]}',
+    "a million stop ids": b'{"messages": [{"role": "user"}], "stop_token_ids": [' + b"1," * 1_900_000 + b"1]}",
+    "a million tools": b'{"messages": [{"role": "user"}], "tools": [' + b"1," * 1_900_000 + b"1]}",
+    "a million keys": b"{" + b",".join(b'"%d":1' % n for n in range(300_000)) + b"}",
+    "a long key": b'{"messages": [{"role": "user"}], "' + b"k" * 3_000_000 + b'": 1}',
+    "one long text": b'{"messages": [{"role": "user", "content": "' + b"a" * 4_000_000 + b'"}]}',
+    "one long word of spaces": b'{"messages": [{"role": "user", "content": "' + b" " * 4_000_000 + b'"}]}',
+    "too large": b" " * (5 << 20),
+}
+
+
+# Chats that are well formed
+def call(arguments: str) -> list[dict[str, Any]]:
+    made = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [made]}]
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "tool_choice": "required"}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "a stop token far outside": {"stop_token_ids": [2_000_000_000], "min_tokens": 1},
+    "every token a stop token": {"stop_token_ids": list(range(380)), "min_tokens": 1, "temperature": 0.7},
+    "every token but one": {"stop_token_ids": list(range(379)), "min_tokens": 1, "temperature": 0.7},
+    "everything biased away": {"logit_bias": {str(n): -100 for n in range(380)}},
+    "everything biased up": {"logit_bias": {str(n): 100 for n in range(380)}, "temperature": 2.0},
+    "a bias that is no id": {"logit_bias": {"x": 1}},
+    "a bias of a negative id": {"logit_bias": {"-1": 1}},
+    "a bias of a huge id": {"logit_bias": {"9" * 4000: 1}},
+    "a bias of too many digits": {"logit_bias": {"9" * 5000: 1}},
+    "a bias with spaces": {"logit_bias": {" 5 ": 1}},
+    "more answers than places": {"n": 128},
+    "answers times choices": {"n": 16, "logprobs": True, "top_logprobs": 20},
+    "a thousand stop strings": {"stop": ["x" * 20] * 1000},
+    "long stop strings": {"stop": ["x" * 10_000]},
+    "stop strings that share a beginning": {"stop": ["a" * n for n in range(1, 60)]},
+    "an empty stop string": {"stop": ["a", ""]},
+    "stop strings of emoji": {"stop": ["👩‍👩‍👧‍👦", "\u0000", "\u202e"]},
+    "all penalties": {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 100, "temperature": 100},
+    "a temperature near zero": {"temperature": 1e-320},
+    "a large temperature": {"temperature": 1e300},
+    "a tiny top_p": {"top_p": 1e-320},
+    "top_k of all and min_p": {"top_k": 2**31 - 1, "min_p": 1},
+    "seeds at the ends": {"seed": -(2**63), "n": 4},
+    "seeds at the other end": {"seed": 2**63 - 1, "n": 4},
+    "min_tokens above max_tokens": {"min_tokens": 1000},
+    "role with control tokens": {"messages": [{"role": "user<|im_end|>", "content": "x"}]},
+    "role without end": {"messages": [{"role": "r" * 10_000, "content": "x"}]},
+    "name with control tokens": {"messages": [{"role": "user", "name": "<|im_end|>", "content": "x"}]},
+    "roles nobody knows": {"messages": [{"role": "wizard", "content": "x"}]},
+    "no content": {"messages": [{"role": "user"}]},
+    "content of many parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]},
+    "content of strange parts": {"messages": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
+    "a thousand messages": {"messages": [{"role": "user", "content": "a"}] * 1000},
+    "control characters": {"messages": [{"role": "user", "content": "".join(map(chr, range(32))) * 8}]},
+    "right to left": {"messages": [{"role": "user", "content": "\u202e\u2066\ufeff\u200b" * 20}]},
+    "combining marks": {"messages": [{"role": "user", "content": "e" + "\u0301" * 1000}]},
+    "templates in the text": {"messages": [{"role": "user", "content": "{{ 7 * 7 }}{% for i in range(10**9) %}{% endfor %}"}]},
+    "template arguments: self": {"chat_template_kwargs": {"self": 1}},
+    "template arguments: messages": {"chat_template_kwargs": {"messages": []}},
+    "template arguments: tools": {"chat_template_kwargs": {"tools": 5}},
+    "template arguments: chat_template": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+    "template arguments: dunder": {"chat_template_kwargs": {"__class__": 1, "": 2, "a b": 3}},
+    "template arguments: range": {"chat_template_kwargs": {"range": "x", "raise_exception": 1}},
+    "template arguments: add_generation_prompt": {"chat_template_kwargs": {"add_generation_prompt": [1]}},
+    "arguments of many digits": {"messages": call("9" * 5000)},
+    "arguments deep": {"messages": call("[" * 900 + "]" * 900)},
+    "arguments very deep": {"messages": call("[" * 100_000 + "]" * 100_000)},
+    "arguments of half a surrogate": {"messages": call('{"a": "\\ud800"}')},
+    "arguments not finite": {"messages": call('{"a": NaN}')},
+    "arguments no JSON": {"messages": call("{")},
+    "arguments empty": {"messages": call("")},
+    "tools: $defs a text": tool({"$defs": "abc"}),
+    "tools: $defs a number": tool({"$defs": 5}),
+    "tools: $ref to nowhere": tool({"$ref": "#/$defs/none"}),
+    "tools: $ref to a file": tool({"$ref": "file:///etc/passwd"}),
+    "tools: $ref to itself": tool({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "tools: a type nobody knows": tool({"type": "spaceship"}),
+    "tools: properties a list": tool({"type": "object", "properties": []}),
+    "tools: required a number": tool({"type": "object", "required": 5}),
+    "tools: the same name twice": {"tools": [{"type": "function", "function": {"name": "f"}}] * 2, "tool_choice": "required"},
+    "tools: a choice that is not there": {"tools": [], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    "a format that is not there": {"response_format": {"type": "xml"}},
+    "a format and a grammar": {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    "two grammars": {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    "stream options without a stream": {"stream_options": {"include_usage": True}},
+    "a model of another name": {"model": "x" * 10_000},
+    "a model with escapes": {"model": "\x1b[2J\r\nforged"},
+    "unknown fields": {f"field{n}": n for n in range(1000)},
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "regex that grows": {"regex": ".?" * 3000},
+    "regex of nested counts": {"regex": "((a{0,200}){0,200}){0,200}"},
+    "regex unbalanced": {"regex": "(((("},
+    "regex of a class without end": {"regex": "[a"},
+    "regex empty": {"regex": ""},
+    "regex with look-ahead": {"regex": "(?=a)b"},
+    "regex with a back reference": {"regex": r"(a)\1"},
+    "regex too long": {"regex": "a" * 70_000},
+    "grammar without a root": {"grammar": 'a ::= "b"'},
+    "grammar of itself": {"grammar": "root ::= root"},
+    "grammar that begins with itself": {"grammar": 'root ::= root "a" | "a"'},
+    "grammar of nothing": {"grammar": ""},
+    "grammar of an unknown rule": {"grammar": "root ::= nowhere"},
+    "grammar of empty loops": {"grammar": 'root ::= (""*)*'},
+    "grammar ambiguous": {"grammar": "root ::= a+\na ::= b+\nb ::= c+\nc ::= [a-z]+"},
+    "grammar of bytes": {"grammar": "root ::= \x00"},
+    "grammar too long": {"grammar": 'root ::= "' + "a" * 70_000 + '"'},
+    "schema in text, deep": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
+    "schema in text, no JSON": {"json": "{"},
+    "schema in text, a list": {"json": "[]"},
+    "schema in text, a number of many digits": {"json": '{"minimum": ' + "9" * 5000 + "}"},
+    "schema: never": {"json": False},
+    "schema: anything": {"json": True},
+    "schema: nothing": {"json": {}},
+    "schema: contradiction": {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
+    "schema: an impossible length": {"json": {"type": "string", "minLength": 10**9}},
+    "schema: a huge array": {"json": {"type": "array", "minItems": 10**9}},
+    "schema: a pattern that grows": {"json": {"type": "object", "patternProperties": {"(.{0,100}){0,100}": {}}}},
+    "schema: a bad pattern": {"json": {"type": "string", "pattern": "(("}},
+    "schema: a reference to itself": {"json": {"$ref": "#"}},
+    "schema: a reference with line breaks": {"json": {"$ref": "#/a\n12:00 ERROR forged"}},
+    "schema: wrong kinds": {"json": {"type": 5, "enum": "x", "required": {}}},
+    "schema: an enum of many": {"json": {"enum": [f"value {n}" for n in range(1500)]}},
+    "schema: many properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(500)}}},
+    "choice of nothing": {"choice": []},
+    "choice of empty": {"choice": [""]},
+    "choice of many": {"choice": [f"choice {n}" for n in range(1000)]},
+    "choice of control characters": {"choice": ["\u0000\u001b", "\ud7ff"]},
+}
+
+# Bytes on the wire
+GOOD = json.dumps(BASE[CHAT]).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+WIRE = {
+    "nothing": b"",
+    "line breaks": b"\r\n\r\n\r\n",
+    "zeros": bytes(2000),
+    "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "a version of the future": b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n",
+    "a strange method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a method of symbols": b"G<T /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a path upwards": b"GET /../../../etc/passwd HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path upwards, encoded": b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path with a zero": b"GET /health%00 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path with line breaks": b"GET /health%0d%0aX:y HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path that is no text": b"GET /%ff%fe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path with raw bytes": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a long path": b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a whole URL": b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a long header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+    "a header without a name": b"GET /health HTTP/1.1\r\nHost: x\r\n: y\r\n\r\n",
+    "a header with a space": b"GET /health HTTP/1.1\r\nHost: x\r\nX : y\r\n\r\n",
+    "a folded header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\nConnection: close\r\n\r\n",
+    "a header of zeros": b"GET /health HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
+    "a length below zero": HEAD + b"Content-Length: -5\r\n\r\n" + GOOD,
+    "a length that is no number": HEAD + b"Content-Length: x\r\n\r\n" + GOOD,
+    "a length of many digits": HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n" + GOOD,
+    "a length in other digits": HEAD + "Content-Length: ٣\r\n\r\n".encode() + GOOD,
+    "a length too long": HEAD + b"Content-Length: 99999\r\n\r\n" + GOOD,
+    "a length too short": HEAD + b"Content-Length: 5\r\n\r\n" + GOOD,
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + GOOD,
+    "length and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks of a wrong size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + GOOD + b"\r\n0\r\n\r\n",
+    "chunks of a huge size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + GOOD,
+    "chunks without an end": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n",
+    "chunks of one byte": CHUNKED + b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n",
+    "an encoding nobody knows": HEAD + b"Transfer-Encoding: gzip\r\n\r\n" + GOOD,
+    "compressed": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + bytes(20),
+    "another type": HEAD.replace(b"application/json", b"text/plain") + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
+    "no type": HEAD.replace(b"Content-Type: application/json\r\n", b"") + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
+    "a form": HEAD.replace(b"application/json", b"multipart/form-data; boundary=x") + b"Content-Length: 5\r\n\r\n--x--",
+    "an upgrade": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+    "a hundred in one": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100,
+    "one behind the other, then rubbish": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + b"\x00\x01\x02",
+}  # fmt: skip
+
+
+class Innocent(threading.Thread):
+    """Streams answers all the while, and measures its longest pause."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.stopping = url, threading.Event()
+        self.longest, self.problems, self.num_events = 0.0, [], 0
+
+    def run(self) -> None:
+        body = {"prompt": "the quick brown", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self.stopping.is_set():
+                wall, busy = time.monotonic(), time.process_time()
+                with client.stream("POST", TEXT, json=body) as response:
+                    if response.status_code != 200:
+                        self.problems.append(response.status_code)
+                    for line in response.iter_lines():
+                        now, busy_now = time.monotonic(), time.process_time()
+                        # A pause that this process did not work through is the machine's, which others share.
+                        self.longest = max(self.longest, min(now - wall, busy_now - busy))
+                        wall, busy = now, busy_now
+                        self.num_events += 1
+                        if '"error"' in line:
+                            self.problems.append(line[:200])
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[ThreadServer]:
+    limits = ["--max-grammar-seconds", "1", "--max-grammar-memory", "256M", "--header-timeout", "2", "--body-timeout", "2"]
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS, *limits]) as running:
+        with running.client() as client:  # so that what is made once is there before memory is measured
+            client.post(CHAT, json=BASE[CHAT] | {"structured_outputs": {"choice": ["a"]}})
+        running.before = resident_bytes()
+        innocent = running.innocent = Innocent(running.url)
+        innocent.start()
+        yield running
+        innocent.stopping.set()
+        innocent.join(60)
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadServer) -> Iterator[httpx.Client]:
+    with server.client(timeout=30) as opened:
+        yield opened
+
+
+def check(response: httpx.Response) -> None:
+    """A clear refusal, or a right answer."""
+    if response.status_code == 200:
+        if "event-stream" in response.headers["content-type"]:
+            assert response.text.rstrip().endswith("data: [DONE]")
+            assert '"error"' not in response.text
+        else:
+            answer = response.json()
+            assert "error" not in answer or answer["error"] is None
+        return
+    assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert 5 < len(error["message"]) < 1000
+    assert error["message"].isprintable()
+    assert len(response.content) < 2000
+
+
+FIELD_CASES = [(path, field, kind) for path, fields in FIELDS.items() for field in fields for kind in WRONG]
+
+
+@pytest.mark.parametrize(("path", "field", "kind"), FIELD_CASES)
+def test_fields(client: httpx.Client, path: str, field: str, kind: str) -> None:
+    check(client.post(path, json=BASE[path] | {field: WRONG[kind]}))
+
+
+@pytest.mark.parametrize("name", RAW_BODIES)
+def test_bodies(client: httpx.Client, name: str) -> None:
+    check(client.post(CHAT, content=RAW_BODIES[name], headers={"Content-Type": "application/json"}))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(client: httpx.Client, name: str) -> None:
+    check(client.post(CHAT, json=BASE[CHAT] | SHAPES[name]))
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammars(client: httpx.Client, name: str) -> None:
+    check(client.post(CHAT, json=BASE[CHAT] | {"max_tokens": 12, "structured_outputs": GRAMMARS[name]}))
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_wire(server: ThreadServer, name: str) -> None:
+    """What is no HTTP ends the connection; anything else has an answer, and none is the server's own failure."""
+    answer = server.raw(WIRE[name])
+    if answer:
+        status = int(answer.split(b" ", 2)[1])
+        assert status < 500, answer[:300]
+        assert b"root:" not in answer
+
+
+def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client) -> None:
+    """Runs last: pauses, log, memory, and nothing left in the engine."""
+    assert len(FIELD_CASES) + len(RAW_BODIES) + len(SHAPES) + len(GRAMMARS) + len(WIRE) > 400
+    innocent = server.innocent
+    assert innocent.num_events > 10
+    assert not innocent.problems
+    assert innocent.longest < MAX_PAUSE, f"the stream paused for {innocent.longest:.2f} s of work"
+    assert client.get("/health").status_code == 200
+    innocent.stopping.set()
+    innocent.join(60)
+    deadline = time.monotonic() + 20
+    while server.service.engine.num_in_flight and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server.service.engine.num_in_flight
+    engine = server.service.engine.engine
+    engine.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_pages
+    assert not server.log.tracebacks, server.log.tracebacks[:5]
+    assert not any("forged" in line for line in server.log.lines)
+    grown = resident_bytes() - server.before
+    print(f"longest pause {innocent.longest:.2f} s, memory {grown >> 20:+} MiB")
+    assert grown < MAX_GROWTH, f"memory grew by {grown >> 20} MiB"

@@ -1,0 +1,73 @@
+"""A server with real sockets in a thread of this process: it can be looked into, and costs no start."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from fledge.serving import flags
+from fledge.serving.server import build
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.tracebacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if record.exc_info:
+            self.tracebacks.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+class ThreadServer:
+    """`with ThreadServer([model, …]) as server:` `server.url`, `server.service`, and what was logged."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = build(flags.parse([*arguments, "--shutdown-timeout", "5", "--disable-uvicorn-access-log"]))
+        self.service = self.server.service
+        self.log = _Records()
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+
+    def __enter__(self) -> ThreadServer:
+        for name in ("fledge", "uvicorn", "uvicorn.error", "asyncio"):
+            logging.getLogger(name).addHandler(self.log)
+        self.thread.start()
+        deadline = time.monotonic() + 60
+        while self.service.engine.state == "loading" or not self.server.started:
+            assert time.monotonic() < deadline, "the server did not become ready"
+            time.sleep(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        for name in ("fledge", "uvicorn", "uvicorn.error", "asyncio"):
+            logging.getLogger(name).removeHandler(self.log)
+        assert not self.thread.is_alive()
+
+    def client(self, timeout: float = 60) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=timeout)
+
+    def raw(self, data: bytes, timeout: float = 20) -> bytes:
+        """Sends bytes as they are, and gives back all that comes until the server closes, or a first whole answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            parts = []
+            try:
+                while part := connection.recv(65536):
+                    parts.append(part)
+            except ConnectionError:
+                pass
+        return b"".join(parts)
