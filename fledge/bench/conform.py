@@ -171,9 +171,10 @@ class Conformance:
         """Asks once more; returns what is wrong (or "") and the first difference from the answer there is."""
         other = await endpoint.ask(body, stream)
         difference = compare(answer, other) if check == LOSSLESS else compare(other, answer)
+        reasons = list(dict.fromkeys(other.problems))
         if difference is not None:
-            return await self.explain(endpoint, body, answer, other, difference), difference
-        return "; ".join(dict.fromkeys(other.problems)), None
+            reasons.append(await self.explain(endpoint, body, answer, other, difference))
+        return "; ".join(reasons), difference
 
     async def first_failure(
         self, scenario: Scenario, check: str, asked: Sequence[Awaitable[tuple[str, Difference | None]]]
@@ -192,19 +193,15 @@ class Conformance:
         return outcome or Row(scenario.name, check, PASS, _requests(asked))
 
     async def under_load(self) -> list[Row]:
-        """All requests again, `users` at a time, every other one streamed, at least twice as many as there are users."""
+        """All requests again, `users` at a time, every other one streamed, at least as many as there are users."""
         if not self.answered:
             return []
-        rounds = -(-2 * self.users // len(self.answered))
+        rounds = -(-self.users // len(self.answered))
         gate = asyncio.Semaphore(self.users)
 
         async def ask(number: int, body: Body, answer: Answer) -> tuple[str, Difference | None]:
             async with gate:
-                other = await self.endpoint.ask(body, stream=number % 2 == 1)
-            difference = compare(other, answer)
-            if difference is None:
-                return "", None
-            return await self.explain(self.endpoint, body, answer, other, difference), difference
+                return await self.compared(LOAD, self.endpoint, body, answer, stream=number % 2 == 1)
 
         queue = [one for _ in range(rounds) for one in self.answered]
         tasks = [asyncio.create_task(ask(number, body, answer)) for number, (_, body, answer) in enumerate(queue)]
@@ -217,15 +214,12 @@ class Conformance:
 
     async def explain(self, endpoint: Endpoint, body: Body, answer: Answer, other: Answer, difference: Difference) -> str:
         """What a difference means, as far as log-probabilities can tell."""
-        if "text" not in difference.where:
-            return "the answers differ"
-        if body["temperature"] != 0:
-            promise = (
-                "; a server that promises the distribution only may draw other random numbers"
-                if endpoint is self.reference
-                else ""
-            )
-            return f"another text for the same seed{promise}"
+        said = "text" in difference.where
+        if body["temperature"] != 0 and (said or "tool calls" in difference.where):
+            only = "; a server that promises the distribution only may draw other random numbers"
+            return f"another text for the same seed{only if endpoint is self.reference else ''}"
+        if not said:
+            return f"the answers differ in {difference.where}"
         if len(answer.choices) > 1:
             return "another greedy text"
         try:

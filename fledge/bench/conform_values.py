@@ -12,7 +12,7 @@ SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "enum": ["Paris", "Rome", "Oslo"]},
-        "note": {"type": "string", "maxLength": 40},
+        "note": {"type": "string", "maxLength": 24},
         "days": {"type": "integer", "minimum": 0, "maximum": 99},
         "coastal": {"type": "boolean"},
         "seasons": {
