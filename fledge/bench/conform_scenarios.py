@@ -165,6 +165,8 @@ class Tools(Scenario):
     async def requests(self, probe: Probe) -> list[Body]:
         named = {"type": "function", "function": {"name": "get_weather"}}
         tools = {"tools": TOOLS, "tool_choice": named if self.choice == "named" else self.choice}
+        if self.choice == "required":
+            tools["parallel_tool_calls"] = False  # a list of calls has no end that a small model must come to
         body = probe.greedy(chat("What will the weather be in Paris in the next three days, in celsius?"))
         body |= {"max_tokens": STRUCTURED_TOKENS, **tools}
         return [body, *seeded([body])]
