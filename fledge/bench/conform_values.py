@@ -35,21 +35,19 @@ PARAMETERS: dict[str, Any] = {
     "required": ["city", "unit", "days"],
     "additionalProperties": False,
 }
+TIME_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 24}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+# `strict`: only then does the API promise arguments by the schema.
 TOOLS = [
-    {"type": "function", "function": {"name": "get_weather", "description": "Weather of a city.", "parameters": PARAMETERS}},
-    {
-        "type": "function",
-        "function": {
-            "name": "get_time",
-            "description": "The local time of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "maxLength": 24}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    },
+    {"type": "function", "function": {"name": name, "description": text, "parameters": parameters, "strict": True}}
+    for name, text, parameters in (
+        ("get_weather", "Weather of a city.", PARAMETERS),
+        ("get_time", "The local time of a city.", TIME_PARAMETERS),
+    )
 ]
 
 
