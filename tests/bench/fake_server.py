@@ -208,6 +208,8 @@ class FakeServer:
                     continue
                 event(index, token, logprobs=self.logprob_form(entries[at : at + 1], chat) if entries else None)
             for number, (name, arguments) in enumerate(one["calls"]):
+                if "stream-call-spaced" in faults:
+                    arguments = json.dumps(json.loads(arguments), indent=2)
                 call = {"index": number, "id": f"call-{random.random()}", "function": {"name": name, "arguments": ""}}
                 if "stream-call-nameless" in faults:
                     del call["id"]

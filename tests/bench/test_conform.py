@@ -148,6 +148,10 @@ def test_a_long_prompt_is_halved_until_it_is_taken() -> None:
     assert rows_of("short-context")["long prompt, shared prefix", VALID].status == PASS
 
 
+def test_white_space_in_arguments_is_no_difference() -> None:
+    assert rows_of("stream-call-spaced")["tools, required", STREAM].status == PASS
+
+
 def test_without_a_reference_there_are_self_consistency_rows_only() -> None:
     rows = rows_of("lossy", switch=False)
     assert {check for _, check in rows} == {*CHECKS, "at work"} - {LOSSLESS}
