@@ -121,7 +121,7 @@ def load_rows(runs: Runs) -> list[list[str]]:
     rows = []
     for reports in zip(*(reports for _, reports in runs), strict=True):
         for (name, _), report in zip(runs, reports, strict=True):
-            length = report.acceptance.length
+            length, per_user = report.acceptance.length, report.per_user_tokens_per_second
             rows.append(
                 [
                     str(report.concurrency),
@@ -129,7 +129,7 @@ def load_rows(runs: Runs) -> list[list[str]]:
                     str(len(report.samples)),
                     str(len(report.errors)),
                     f"{report.tokens_per_second:.1f}",
-                    f"{report.per_user_tokens_per_second:.1f}",
+                    f"{per_user:.1f}" if per_user else "–",
                     *(_median_and_tail(report.milliseconds(kind)) for kind in ("ttft", "tpot", "itl")),
                     f"{length:.2f}" if length is not None else "–",
                 ]
@@ -140,7 +140,7 @@ def load_rows(runs: Runs) -> list[list[str]]:
 def load_table(url: str, runs: Runs) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"load on {url}", caption="times in milliseconds: median / 99th percentile")
+    table = Table(title=f"load on {url}", caption="tok/s per user: median; times in milliseconds: median / 99th percentile")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for row in load_rows(runs):

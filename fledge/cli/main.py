@@ -22,6 +22,7 @@ def _register() -> None:
         bench,
         bench_serve,
         chat,
+        conform,
         demo,
         doctor,
         drift,
@@ -48,6 +49,7 @@ def _register() -> None:
     app.command()(train.train)
     app.command()(bench.bench)
     app.command()(bench_serve.bench_serve)
+    app.command()(conform.conform)
     app.command()(drift.drift)
 
 

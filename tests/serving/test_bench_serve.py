@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from fledge.bench.load import Acceptance, LoadReport, Sample
+from fledge.bench.load import Acceptance, LoadReport, LoadSettings, Sample, run_level
 from fledge.bench.load_report import read_conversations
 from fledge.cli import bench_serve, serve
 from fledge.errors import UserError
@@ -79,6 +81,57 @@ def test_figures_are_what_their_names_say() -> None:
     assert report.tokens_per_second == pytest.approx(5.5)
     assert report.milliseconds("tpot")["p50"] == pytest.approx(100)
     assert report.errors == ["gone"]
+
+
+def test_a_stream_that_arrives_at_once_does_not_make_its_reader_fast() -> None:
+    steady = [Sample(seconds=1.1, first_token_seconds=0.1, completion_tokens=101) for _ in range(3)]
+    # All in one read; and nearly all in the first of two reads that came 10 microseconds apart.
+    at_once = Sample(seconds=1.1, first_token_seconds=1.1, completion_tokens=101, first_arrival_share=1.0)
+    nearly = Sample(seconds=1.10001, first_token_seconds=1.1, completion_tokens=101, first_arrival_share=0.5)
+    report = LoadReport(5, 1.2, [*steady, at_once, nearly], Acceptance())
+    assert report.per_user_tokens_per_second == pytest.approx(100)
+    assert report.mean_per_user_tokens_per_second == pytest.approx((300 + 50.5) / 3.00001)
+    assert at_once.token_seconds is None
+    alone = LoadReport(1, 1.2, [at_once], Acceptance())
+    assert alone.per_user_tokens_per_second == 0
+    assert alone.milliseconds("tpot") == {}
+    # Half of 100 tokens at once, the others over the next second: 50 tokens/s, not 99.
+    half = Sample(seconds=2.0, first_token_seconds=1.0, completion_tokens=100, first_arrival_share=0.5)
+    assert LoadReport(1, 2.0, [half], Acceptance()).per_user_tokens_per_second == pytest.approx(50)
+
+
+def test_events_of_one_read_arrive_together() -> None:
+    """A server that holds its events back and sends them in two bursts, 0.2 s apart."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length[1]) if length else 0)
+        ok = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+        if b"POST" not in head:
+            writer.write(ok + json.dumps({"data": [{"id": "m"}]}).encode())
+        else:
+            event = b"data: " + json.dumps({"choices": [{"delta": {"content": "abcd"}}]}).encode() + b"\n\n"
+            usage = b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 100}}).encode() + b"\n\n"
+            writer.write(ok)
+            for burst in (event * 80, event * 20 + usage + b"data: [DONE]\n\n"):
+                writer.write(burst)
+                await writer.drain()
+                await asyncio.sleep(0.2)
+        writer.close()
+
+    async def measure() -> LoadReport:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await run_level(LoadSettings(url), [[{"role": "user", "content": "x"}]], 1)
+
+    report = asyncio.run(measure())
+    assert report.errors == []
+    (sample,) = report.samples
+    assert len(sample.gaps) == 1
+    assert sample.decode_tokens == pytest.approx(20)
+    assert 20 < report.per_user_tokens_per_second <= 105  # 20 tokens in 0.2 s, whatever the machine adds
 
 
 def test_acceptance_is_read_from_prometheus_text() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +14,76 @@ from fledge.errors import UserError
 from fledge.serving import vllm_engine
 
 
+def make_python(folder: Path, kind: str) -> str:
+    """An interpreter that says of itself what the probe asks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "python3"
+    program.write_text(f"#!/bin/sh\necho {kind}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 @pytest.fixture
 def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    program = tmp_path / "vllm"
-    program.write_text("#!/bin/sh\n")
+    """A `vllm` on PATH, of another environment than ours."""
+    python = make_python(tmp_path / "bin", "script 0.32.0")
+    program = tmp_path / "bin" / "vllm"
+    program.write_text(f"#!{python}\n")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(vllm_engine.sys, "executable", str(tmp_path / "elsewhere" / "python"))
-    return str(program)
+    monkeypatch.delenv(vllm_engine.PYTHON_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(vllm_engine.sys, "executable", make_python(tmp_path / "ours", "absent"))
+    return python
+
+
+def test_a_build_without_metadata_is_started_by_its_module(
+    fake_vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = make_python(tmp_path / "cpu", "module")
+    monkeypatch.setenv(vllm_engine.PYTHON_VARIABLE, python)
+    command = vllm_engine.command(["org/model", "--pipeline-parallel-size", "2", "--some-new-flag", "x"])
+    assert command[:5] == [python, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]
+    assert command[5:] == ["--pipeline-parallel-size", "2", "--some-new-flag", "x"]
+
+
+def test_the_probe_tells_what_an_interpreter_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert vllm_engine._probe(sys.executable) == "absent"
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('must not be imported')")
+    assert vllm_engine._probe(sys.executable) == "module"
+    (tmp_path / "vllm-0.32.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.32.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    assert vllm_engine._probe(sys.executable) == "script"
+
+
+def test_the_process_becomes_vllms(tmp_path: Path) -> None:
+    """Same process id, so that signals reach it, and its exit code is handed on."""
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "print(os.getpid(), *sys.argv[1:], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, vllm_engine.PYTHON_VARIABLE: sys.executable}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, "-m", "fledge.serving", "org/model", "--engine", "vllm", "--tensor-parallel-size", "2"]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, *arguments = process.stdout.readline().split()
+        assert int(pid) == process.pid
+        assert arguments == ["--model", "org/model", "--tensor-parallel-size", "2"]
+        process.terminate()
+        assert process.wait(30) == 7
 
 
 def test_arguments_are_passed_on_as_they_are(fake_vllm: str, tmp_path: Path) -> None:
     words = ["org/model", "--engine", "vllm", "--tensor-parallel-size", "4", "--enable-expert-parallel", "--port=9"]
     drafter = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3})
     command = vllm_engine.command([*words, "--speculative-config", drafter])
-    assert command[:3] == [fake_vllm, "serve", "org/model"]
+    assert command[:5] == [fake_vllm, "-m", "vllm.entrypoints.cli.main", "serve", "org/model"]
     assert json.loads(command[command.index("--speculative-config") + 1]) == json.loads(drafter)
     assert command[-4:] == ["--tensor-parallel-size", "4", "--enable-expert-parallel", "--port=9"]
     assert "--engine" not in command
@@ -46,8 +103,17 @@ def test_flags_of_our_own_engine_are_refused(fake_vllm: str) -> None:
         vllm_engine.command(["org/model", "--max-queue", "3"])
 
 
-def test_a_missing_vllm_is_told_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(vllm_engine.sys, "executable", str(tmp_path / "python"))
+def test_a_missing_vllm_is_told_with_the_way_to_install_it(
+    fake_vllm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
     with pytest.raises(UserError, match="pip install vllm"):
-        vllm_engine.command(["org/model"])
+        vllm_engine._interpreter()
+    monkeypatch.setenv(vllm_engine.PYTHON_VARIABLE, make_python(tmp_path / "named", "absent"))
+    with pytest.raises(UserError, match=r"FLEDGE_VLLM_PYTHON names .*named/python3, which has no vLLM"):
+        vllm_engine._interpreter()
+    monkeypatch.setenv(vllm_engine.PYTHON_VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="nowhere cannot be run"):
+        vllm_engine._interpreter()

@@ -1,0 +1,262 @@
+"""A client for `fledge conform`: answers of any OpenAI-compatible server, whole or streamed, in one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from fledge.bench.load import Acceptance
+from fledge.errors import UserError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# Statuses that say "not this request"; 408 and 429 say "not now", which is a failure here.
+REFUSALS = frozenset(range(400, 500)) - {401, 403, 408, 429} | {501}
+
+MAX_INDEX = 256  # of choices and tool calls: a wrong one must not take the memory
+
+
+class Refused(Exception):
+    """The server does not take the request, in its own words."""
+
+
+class Broken(Exception):
+    """No usable answer: an error of the server's, a closed connection, or not the API's shape."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    token: str
+    logprob: float
+    top: dict[str, float]
+
+
+@dataclass
+class ToolCall:
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, data: dict[str, Any]) -> None:
+        """A whole answer's choice, or one event's."""
+        message = data.get("message") or data.get("delta") or {}
+        self.text += message.get("content") or data.get("text") or ""
+        self.reasoning += message.get("reasoning") or message.get("reasoning_content") or ""
+        for position, given in enumerate(message.get("tool_calls") or ()):
+            index = _bounded(given.get("index", position))
+            self.calls += [ToolCall() for _ in range(index + 1 - len(self.calls))]
+            call, function = self.calls[index], given.get("function") or {}
+            call.id = call.id or given.get("id") or ""
+            call.name += function.get("name") or ""
+            call.arguments += function.get("arguments") or ""
+        self.logprobs += _logprobs(data.get("logprobs"))
+        self.finish_reason = data.get("finish_reason") or self.finish_reason
+
+
+@dataclass
+class Answer:
+    choices: list[Choice] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # of the stream itself
+
+    @property
+    def first(self) -> Choice:
+        return self.choices[0]
+
+    def choice(self, index: int) -> Choice:
+        index = _bounded(index)
+        self.choices += [Choice() for _ in range(index + 1 - len(self.choices))]
+        return self.choices[index]
+
+
+class Endpoint:
+    """One server, or one way to ask it: `extra` goes into every request."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, model: str | None = None, extra: dict[str, Any] | None = None, version: str = ""
+    ) -> None:
+        self.client, self.model, self.extra, self.version = client, model, extra or {}, version
+
+    @property
+    def url(self) -> str:
+        return str(self.client.base_url).rstrip("/")
+
+    @classmethod
+    def open(cls, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 120.0) -> Endpoint:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None)
+        base = url.rstrip("/").removesuffix("/v1")
+        if not base.startswith(("http://", "https://")):
+            raise UserError(f"{url!r} is not a URL; give the server's address, such as http://localhost:8000")
+        return cls(httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout), model)
+
+    def with_extra(self, **extra: Any) -> Endpoint:
+        return Endpoint(self.client, self.model, self.extra | extra, self.version)
+
+    async def connect(self) -> None:
+        """Finds the model's name, and tells in a sentence what is wrong with a server that cannot be asked."""
+        try:
+            response = await self.client.get("/v1/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UserError(f"{self.url}: no server answers there ({str(error) or type(error).__name__})") from None
+        if response.status_code in (401, 403):
+            raise UserError(f"{self.url} answers {response.status_code}; give its key with --api-key")
+        try:
+            names = [str(one["id"]) for one in response.raise_for_status().json()["data"]]
+        except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self.url} is not an OpenAI-compatible server: /v1/models answers {response.status_code}, no list of models"
+            ) from None
+        if not names:
+            raise UserError(f"{self.url} serves no model: its /v1/models is empty")
+        self.model = self.model if self.model is not None else names[0]
+        self.version = await self._version()
+
+    async def _version(self) -> str:
+        try:
+            response = await self.client.get("/version")
+            return str(response.json()["version"]) if response.status_code == 200 else ""
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return ""
+
+    async def acceptance(self) -> Acceptance | None:
+        """From /metrics; None where the server does not count drafts."""
+        try:
+            response = await self.client.get("/metrics")
+        except httpx.HTTPError:
+            return None
+        counts = response.status_code == 200 and "spec_decode_num_drafts" in response.text
+        return Acceptance.parse(response.text) if counts else None
+
+    async def token_ids(self, text: str) -> list[int]:
+        """By /tokenize, which vLLM and Fledge have."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        data = await self._post("/tokenize", body)
+        try:
+            return [int(one) for one in data["tokens"]]
+        except (KeyError, TypeError, ValueError):
+            raise Broken("/tokenize answers without token ids") from None
+
+    async def ask(self, body: dict[str, Any], stream: bool = False) -> Answer:
+        path = CHAT if "messages" in body else COMPLETIONS
+        body = {"model": self.model, **body, **self.extra}
+        if not stream:
+            return _whole(await self._post(path, body))
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with self.client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    raise _error(response.status_code, (await response.aread()).decode(errors="replace"))
+                lines = [line async for line in response.aiter_lines()]
+        except httpx.HTTPError as error:
+            raise Broken(f"the stream broke off ({type(error).__name__}: {error})") from None
+        return _streamed(lines)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            response = await self.client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise Broken(f"no answer ({type(error).__name__}: {error})") from None
+        if response.status_code != 200:
+            raise _error(response.status_code, response.text)
+        try:
+            return response.json()
+        except ValueError:
+            raise Broken(f"the answer is not JSON: {response.text[:80]!r}") from None
+
+
+def _error(status: int, text: str) -> Refused | Broken:
+    try:
+        error = json.loads(text)
+        error = error.get("error", error)
+        message = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        message = text
+    message = f"status {status}: {' '.join(message.split())[:240]}"
+    return Refused(message) if status in REFUSALS else Broken(message)
+
+
+def _whole(data: Any) -> Answer:
+    answer = Answer()
+    try:
+        for position, choice in enumerate(data["choices"]):
+            answer.choice(choice.get("index", position)).add(choice)
+        answer.usage = data.get("usage") or {}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise Broken(f"the answer has not the API's shape ({type(error).__name__}: {error})") from None
+    if not answer.choices:
+        raise Broken("the answer has no choices")
+    return answer
+
+
+def _streamed(lines: list[str]) -> Answer:
+    answer, done, usage_at, last = Answer(), False, None, -1
+    for last, data in enumerate(_events(lines)):
+        if data == "[DONE]":
+            done = True
+            break
+        try:
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise Broken(f"an error within the stream: {str(chunk['error'])[:200]}")
+            for position, given in enumerate(chunk.get("choices") or ()):
+                choice = answer.choice(given.get("index", position))
+                ended, before = choice.finish_reason is not None, (choice.text, str(choice.calls))
+                choice.add(given)
+                if ended and before != (choice.text, str(choice.calls)):
+                    answer.problems.append("text comes after the finish_reason")
+            if chunk.get("usage"):
+                answer.usage, usage_at = chunk["usage"], last
+        except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+            raise Broken(f"an event has not the API's shape ({type(error).__name__}: {data[:80]!r})") from None
+    if not answer.choices:
+        raise Broken("the stream has no choices")
+    if not done:
+        answer.problems.append("the stream does not end with [DONE]")
+    if usage_at is None:
+        answer.problems.append("no usage on the last chunk, though stream_options asked for it")
+    elif usage_at != last - done:
+        answer.problems.append("usage is not on the last chunk")
+    if any(choice.finish_reason is None for choice in answer.choices):
+        answer.problems.append("a choice has no finish_reason")
+    if any(not call.name or not call.id for choice in answer.choices for call in choice.calls):
+        answer.problems.append("a streamed tool call has no name or no id")
+    return answer
+
+
+def _bounded(index: int) -> int:
+    if not 0 <= index < MAX_INDEX:
+        raise ValueError(f"index {index}")
+    return index
+
+
+def _events(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        if line.startswith("data:"):
+            yield line[5:].strip()
+
+
+def _logprobs(given: Any) -> list[TokenLogprob]:
+    """Chat's form (`content`) or completions' (parallel lists)."""
+    if not given:
+        return []
+    if "content" in given:
+        return [
+            TokenLogprob(one["token"], one["logprob"], {top["token"]: top["logprob"] for top in one.get("top_logprobs") or ()})
+            for one in given["content"] or ()
+        ]
+    tops = given.get("top_logprobs") or [None] * len(given["tokens"])
+    together = zip(given["tokens"], given["token_logprobs"], tops, strict=True)
+    return [TokenLogprob(token, logprob, top or {}) for token, logprob, top in together]

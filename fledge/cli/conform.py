@@ -1,0 +1,46 @@
+"""`fledge conform`: does a server say the same with speculation as without?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def conform(
+    url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
+    against: Annotated[
+        str | None, typer.Option(help="A server of the same model without speculation; by default the request's own switch.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
+    against_api_key: Annotated[str | None, typer.Option(help="The other server's key.")] = None,
+    out: Annotated[list[Path] | None, typer.Option(help="Write a report: .json, .html or .md; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, and shorter answers.")] = False,
+    users: Annotated[int, typer.Option(min=2, help="Requests at a time in the check under load.")] = 16,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 120.0,
+) -> None:
+    """Check any OpenAI-compatible server: same answers with and without speculation, streamed or whole, alone or under load."""
+    import asyncio
+
+    from rich.console import Console
+
+    from fledge.bench.conform import ConformSettings, Row, run_conformance
+    from fledge.bench.conform_report import check_suffix, print_report, write_report
+
+    for path in out or ():
+        check_suffix(path)
+    settings = ConformSettings(url, against, model, api_key, against_api_key, quick, users, timeout)
+    console = Console()
+    with console.status("asking the server") as status:
+
+        def show(row: Row) -> None:
+            status.update(f"{row.scenario}, {row.check}: {row.status}")
+
+        report = asyncio.run(run_conformance(settings, show))
+    print_report(report, console)
+    for path in out or ():
+        write_report(report, path)
+    if not report.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,61 @@
+"""`fledge serve --engine vllm`, started for real with the shipped drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from fledge.bench.load import Acceptance
+from tests.interop.runs import vllm_python
+from tests.serving.processes import ServerProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+FLAGS = ["--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    assert vllm_python()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}.items():
+            patch.setenv(name, value)
+        started = ServerProcess(["smollm2-135m", *FLAGS, "--tensor-parallel-size", "1", "--depth", "3"], timeout=400)
+    with started:
+        yield started
+
+
+def test_a_streamed_chat_is_drafted_for(server: ServerProcess) -> None:
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "smollm2-135m"
+    before = Acceptance.parse(httpx.get(f"{server.url}/metrics").text)
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": "Write the numbers from one to ten."}],
+        "max_tokens": 48,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text, usage = "", None
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=300) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                usage = chunk.get("usage") or usage
+    assert len(text) > 40
+    assert usage["completion_tokens"] > 10
+    seen = Acceptance.parse(httpx.get(f"{server.url}/metrics").text).since(before)
+    assert seen.drafts > 5
+    assert len(seen.accepted_at) == 3
+    assert seen.length > 1.3  # the shipped drafter's is 2 and more; with a wrong one it is 1.0
+
+
+def test_sigterm_ends_it(server: ServerProcess) -> None:
+    """Last in this file: the server is gone after it."""
+    assert server.terminate(timeout=120) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{server.url}/health", timeout=5)
