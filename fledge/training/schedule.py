@@ -13,7 +13,7 @@ def learning_rate_factor(progress: float, kind: str, warmup: float, decay: float
     `warmup` and, for wsd (warm-up, stable, decay), `decay` are shares of the run; `floor` is where it ends.
     """
     if progress < warmup:
-        return max(progress, 1e-4) / warmup
+        return min(1.0, max(progress, 1e-4) / warmup)  # the first step learns something too, and none more than the peak
     if kind == "constant":
         return 1.0
     done = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))

@@ -195,3 +195,10 @@ def test_muon_takes_the_layers_matrices_alone():
 def test_learning_rates(kind, expected):
     for progress, factor in expected.items():
         assert learning_rate_factor(progress, kind, warmup=0.1, decay=0.2, floor=0.1) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("warmup", [1e-6, 5e-5, 1e-4, 0.02])
+def test_a_short_warm_up_never_exceeds_the_peak(warmup):
+    factors = [learning_rate_factor(progress, "cosine", warmup) for progress in (0.0, warmup / 2, warmup * 0.999, warmup, 0.5)]
+    assert max(factors) <= 1.0
+    assert factors[0] > 0
