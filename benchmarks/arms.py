@@ -73,12 +73,15 @@ class Arm:
         settings = ObjectiveSettings(
             steps=asked.ttt_steps,
             decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
+            loss=LossSettings(asked.loss, asked.lk_weight),
             compute_dtype=None if self.dtype == torch.float32 else self.dtype,
+            mask_outside=asked.outside_vocabulary == "mask",
             compile=run.compile == "yes",
         )
         num_positions = data.sequence_length + data.position_offset_max
-        self.objective = Objective(drafter, pieces.target, settings, num_positions, data.sequence_length * data.batch_rows)
+        self.objective = Objective(
+            drafter, pieces.target, settings, num_positions, data.sequence_length * data.micro_batch_size
+        )
         wanted = recipe.optimizer
         self.optimizer = build_optimizers(
             drafter,
@@ -95,7 +98,7 @@ class Arm:
         loss, metrics = self.objective(planned, weights, measure=measure, states=states)
         loss.backward()
         wanted = self.recipe.optimizer
-        clip_gradients(self.parameters, wanted.clip)
+        clip_gradients(self.parameters, wanted.max_grad_norm)
         self.optimizer.set_factor(learning_rate_factor(progress, wanted.schedule, wanted.warmup, wanted.decay, wanted.floor))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -138,10 +141,12 @@ def main() -> None:
     recipe, device = pieces.recipe, pieces.device
     data, on_gpu = recipe.data, device.type == "cuda"
     held_out = None if args.warm else held_out_texts(pieces)
-    loader = PackedLoader(pieces.train, data.sequence_length, data.batch_rows, recipe.seed, 0, 1, data.position_offset_max)
+    loader = PackedLoader(
+        pieces.train, data.sequence_length, data.micro_batch_size, recipe.seed, 0, 1, data.position_offset_max
+    )
     print(loader, flush=True)
-    prefetch = Prefetcher(loader, arms[0].objective, device, 1)
-    tokens_a_step = data.sequence_length * data.batch_rows
+    prefetch = Prefetcher(loader, arms[0].objective, device)
+    tokens_a_step = data.sequence_length * data.micro_batch_size
     step, began, logged, log, paused = 0, time.time(), time.time(), [], 0.0
     while True:
         batch = next(prefetch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_
 from fledge.training.distributed import World
 from fledge.training.endpoint import EndpointTarget
 from fledge.training.evaluate import HeldOut
-from fledge.training.recipe import LatentRecipe, Recipe, RecipeError
+from fledge.training.recipe import DataRecipe, LatentRecipe, Recipe, RecipeError
 from fledge.training.samples import SampleSet
 from fledge.training.target import DecoderTarget, Target, TransformersTarget, load_sharded
 from fledge.training.vocabulary import DraftVocabulary
@@ -56,8 +56,11 @@ class Pieces:
     target_folder: Path
 
 
-def resolve(recipe: Recipe, world: World) -> Recipe:
-    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it."""
+def resolve(recipe: Recipe, world: World, before: Mapping[str, Any] | None = None) -> Recipe:
+    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it.
+
+    `before`: the settings of the run that is resumed; its steps keep their size.
+    """
     try:
         device = str(resolve_device(recipe.run.device))
     except UserError as error:
@@ -69,7 +72,7 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
     compute = dtype if recipe.run.compute_dtype == "auto" else recipe.run.compute_dtype
     compiled = ("yes" if on_gpu else "no") if recipe.run.compile == "auto" else recipe.run.compile
     target = replace(recipe.target, dtype=dtype if recipe.target.dtype == "auto" else recipe.target.dtype)
-    data = recipe.data
+    data = _batch_sizes(recipe.data, world.size, before["data"]["global_batch_size"] if before else None)
     if "toy" in (target.model, *data.train):
         folder = Path(recipe.output) / "toy"
         if world.is_first:
@@ -81,14 +84,27 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
     if target.backend == "auto" and target.endpoint is None:
         architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
         target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
-    if recipe.run.distributed == "fsdp" and target.backend != "fledge":
+    if recipe.run.shard_target and target.backend != "fledge":
         where = "at its endpoint" if target.endpoint is not None else "through transformers"
         raise RecipeError(
-            f"run.distributed: fsdp shards the layers of Fledge's own decoder, but this target runs {where}: use ddp "
+            f"run.shard_target spreads the layers of Fledge's own decoder, but this target runs {where} "
             "(target.endpoint serves a target that does not fit)"
         )
     run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
     return replace(recipe, target=target, data=data, run=run)
+
+
+def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> DataRecipe:
+    """The rows of a step, and the largest micro-batch that divides each process's share of them."""
+    rows = data.global_batch_size or earlier or data.micro_batch_size * num_processes
+    share, rest = divmod(rows, num_processes)
+    if rest:
+        raise RecipeError(
+            f"data.global_batch_size: {rows} rows of a step cannot be shared equally by {num_processes} processes; "
+            "use another number of them"
+        )
+    micro = max(size for size in range(1, min(share, data.micro_batch_size) + 1) if share % size == 0)
+    return replace(data, micro_batch_size=micro, global_batch_size=rows)
 
 
 def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
@@ -98,7 +114,8 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
     folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
     tokenizer = Tokenizer(folder)
-    train, held_out, prompts, report, hashes = _data(recipe, tokenizer, say)
+    # One process reads and tokenises for all.
+    train, held_out, prompts, report, hashes = world.on_first(lambda: _data(recipe, tokenizer, say))
 
     if elsewhere:
         shape, stop_ids = _shape_elsewhere(folder)
@@ -108,7 +125,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
         config = drafter_config(recipe, shape)
-        if sharded := recipe.run.distributed == "fsdp" and world.size > 1:
+        if sharded := recipe.run.shard_target and world.size > 1:
             decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
         else:
             decoder = load_decoder(folder, dtype, device)
@@ -132,7 +149,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
 
     vocabulary, told = None, ""
     if config.draft_vocab_size < config.vocab_size:
-        vocabulary = _vocabulary(recipe, config, train, hashes, tokenizer.special_ids, world)
+        vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
         told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
         say(f"draft vocabulary: {told}")
     drafter = EagleDrafter(config)
@@ -162,14 +179,14 @@ def _data(
         "cache_dir": data.cache,
     }
     samples, report = load_samples(
-        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, avoid=data.avoid, **settings
+        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, decontaminate=data.decontaminate, **settings
     )
     say(f"data: {report}")
     if data.held_out:
         asked, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
         held_out = asked
         if shared := int(np.isin(held_out.prompt_keys, samples.prompt_keys).sum()):
-            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.avoid can leave them out")
+            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.decontaminate can leave them out")
     else:
         if samples.num_prompts < 2:
             raise UserError(
@@ -344,14 +361,16 @@ def _vocabulary(
     train: SampleSet,
     hashes: dict[str, str],
     special_ids: Sequence[int],
-    world: World,
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary
-    # The first process decides, for all.
-    if given or world.broadcast(own.with_name("vocabulary.json").exists()):
+    if given or own.with_name("vocabulary.json").exists():
         vocabulary = DraftVocabulary.load(given or own)
-        vocabulary.check(vocab_size=config.vocab_size, **hashes)
+        vocabulary.check(vocab_size=config.vocab_size, tokenizer_hash=hashes["tokenizer_hash"])
+        if given:
+            vocabulary = vocabulary.for_data(train, hashes["data_hash"])  # counted elsewhere: that is what was asked for
+        else:
+            vocabulary.check(data_hash=hashes["data_hash"])
         if len(vocabulary) != config.draft_vocab_size:
             raise UserError(
                 f"{given or own}: the draft vocabulary has {len(vocabulary)} tokens, the recipe asks for "

@@ -62,7 +62,7 @@ class HeldOut:
         start = document_starts(document)
         positions = torch.arange(length) - start
         none = torch.zeros(0, dtype=torch.long)
-        batch = TrainBatch(tokens, positions, start, none, none, none).to(device)
+        batch = TrainBatch(tokens, positions, start, none, none, none, none).to(device)
         target.reserve(length)
         states = target.states(batch, once=True)
         empty = states.hidden_ND[:0]

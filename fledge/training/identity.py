@@ -9,37 +9,51 @@ from typing import Any
 
 from fledge.errors import UserError
 from fledge.training.checkpoint import checkpoints, load_checkpoint
-from fledge.training.recipe import Recipe, build
+from fledge.training.recipe import Recipe, build_recipe
 
 # How long, how often told and evaluated, where things lie, and what gives the same numbers in less memory.
 _FREE = {
     *("output", "evaluation"),
     *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),
-    *("run.keep", "run.device", "run.compile", "run.distributed", "run.hidden_states", "run.hidden_states_folder"),
+    *("run.keep", "run.device", "run.compile", "run.shard_target", "run.hidden_states", "run.hidden_states_folder"),
     *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
-    *("data.train", "data.held_out", "data.avoid", "data.cache", "data.vocabulary"),  # their contents are compared, elsewhere
+    *(
+        "data.train",
+        "data.held_out",
+        "data.decontaminate",
+        "data.cache",
+        "data.vocabulary",
+    ),  # their contents are compared, elsewhere
+    "data.micro_batch_size",
     *("objective.chunk_rows", "objective.recompute"),
 }
 # What a run that diverged is told to change.
 _REMEDIES = {
-    *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup", "optimizer.clip", "target.dtype"),
+    *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup", "optimizer.max_grad_norm", "target.dtype"),
 }
 _LEAST = {"output": "-", "target": {"model": "-"}, "data": {"train": ["-"]}, "run": {"steps": 1}}
 
 
-def check_settings(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Refuses to go on with another run than the one in the output folder; before anything is loaded or written."""
-    found = checkpoints(Path(recipe.output) / "checkpoints")
+def earlier_settings(output: str) -> dict[str, Any] | None:
+    """The recipe of the run in the output folder, as a mapping; None: there is no checkpoint yet."""
+    found = checkpoints(Path(output) / "checkpoints")
     if not found:
-        return
-    before = load_checkpoint(found[-1], lazily=True).get("recipe")
-    if before is None:
-        say(f"{found[-1].name} does not say its settings (an earlier version wrote it): they are taken to be these")
-        return
+        return None
+    settings = load_checkpoint(found[-1], lazily=True).get("recipe") or {}
+    if "global_batch_size" not in settings.get("data", {}):
+        raise UserError(
+            f"{found[-1]}: an earlier version of Fledge wrote it, which this one cannot continue; `fledge export` makes a "
+            "drafter of it, drafter.init_from trains that further, in another output folder"
+        )
+    return settings
+
+
+def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Refuses to continue with another run than the one in the output folder; before anything is loaded or written."""
     refused, told = changed_settings(before, recipe)
     if refused:
         raise UserError(
-            f"{found[-1]}: belongs to a run with other settings ({'; '.join(refused)}); put them back, or use another output "
+            f"{recipe.output}: holds a run with other settings ({'; '.join(refused)}); put them back, or use another output "
             "folder"
         )
     for change in told:
@@ -49,7 +63,7 @@ def check_settings(recipe: Recipe, say: Callable[[str], None]) -> None:
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
     """In words: (what `recipe` may not have changed since `before`, a recipe as a mapping; what it may, but not unnoticed)."""
     was, now = _flat(before), _flat(recipe.to_dict())
-    usual = _flat(build(Recipe, _LEAST, "").to_dict())
+    usual = _flat(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
     refused, told = [], []
     for key, value in now.items():

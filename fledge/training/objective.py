@@ -22,6 +22,7 @@ class ObjectiveSettings:
     loss: LossSettings = field(default_factory=LossSettings)
     compute_dtype: torch.dtype | None = None  # None: the weights' own
     chunk_rows: int | None = None  # scored positions at once; None: by the size of the draft vocabulary
+    mask_outside: bool = True  # no loss where a token outside the draft vocabulary comes; False: on what is left of p
     recompute: bool = False
     compile: bool = False
 
@@ -46,6 +47,10 @@ class Objective:
         device = drafter.fc.weight.device
         same = config.draft_vocab_size == config.vocab_size
         ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))
+        self.vocabulary_V = None  # on the host, where batches are planned
+        if settings.mask_outside and ids is not None:
+            self.vocabulary_V = torch.zeros(config.vocab_size, dtype=torch.bool)
+            self.vocabulary_V[ids.cpu()] = True
         self.loss = DraftLoss(target.head, ids, settings.loss, chunk_rows=self.chunk_rows, compile=settings.compile)
         self.unroll = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
         if settings.compile:
@@ -56,7 +61,13 @@ class Objective:
 
     def plan(self, batch: PackedBatch) -> TrainBatch:
         return TrainBatch.plan(
-            batch.tokens, batch.positions, batch.document, batch.loss_mask, self.settings.steps, self.chunk_rows
+            batch.tokens,
+            batch.positions,
+            batch.document,
+            batch.loss_mask,
+            self.settings.steps,
+            self.chunk_rows,
+            self.vocabulary_V,
         )
 
     def step_weights(self, num_valid_K: Tensor) -> Tensor:

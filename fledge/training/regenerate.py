@@ -26,9 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fledge.tokenizer import Tokenizer
 from fledge.training.conversations import Conversations
 from fledge.training.data import DataError
+from fledge.training.decontamination import Decontamination
 from fledge.training.dialogues import HostWork
 from fledge.training.helpers import Helpers, find_helpers
-from fledge.training.overlap import Overlap
 from fledge.training.prompts import AnswerFile, Prompt, prompt_id, read_prompts
 
 # What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
@@ -76,13 +76,13 @@ class RegenerateReport:
     duplicates: int = 0
     too_long: int = 0  # prompts (or follow-up turns) that leave no room for an answer
     refused: int = 0  # by the chat template
-    avoided: int = 0  # prompts that share text with those of `avoid`
-    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be avoided
+    contaminated: int = 0  # prompts that share text with those of `decontaminate`
+    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be contaminated
 
     @property
     def settled(self) -> int:
         """Prompts that need nothing more."""
-        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.avoided
+        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.contaminated
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,7 +101,7 @@ class RegenerateReport:
             "prompts with an id seen before": self.duplicates,
             "prompts too long": self.too_long,
             "prompts refused by the chat template": self.refused,
-            "prompts left out for text of the evaluation": self.avoided,
+            "prompts left out for text of the evaluation": self.contaminated,
             "self-written prompts rejected": self.self_rejected,
         }
         text = f"{self.conversations:,} conversations, {self.answers:,} answers, {self.answer_tokens:,} answer tokens "
@@ -122,7 +122,7 @@ def regenerate(
     seed: int = 0,
     self_prompted: int | None = None,
     limit: int | None = None,
-    avoid: Sequence[str | Path] = (),
+    decontaminate: Sequence[str | Path] = (),
     model: str = "",
     chat_template: str | None = None,
     wave: int = WAVE,
@@ -134,7 +134,7 @@ def regenerate(
 
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
     `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
-    `avoid`: files of prompts; what shares thirteen words in a row with one of them is not answered.
+    `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
     `started`: when the whole command did (time.monotonic()), for its report; None: now.
     """
     started = time.monotonic() if started is None else started
@@ -148,13 +148,16 @@ def regenerate(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     max_model_len = getattr(generator, "max_model_len", None)
     work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
-    overlap, stop_ids = Overlap.of_files(avoid), work.chat.stop_ids()  # refusals come before there is a file
+    decontamination, stop_ids = (
+        Decontamination.of_files(decontaminate),
+        work.chat.stop_ids(),
+    )  # refusals come before there is a file
     with AnswerFile(out_path, settings) as file:
         remaining = len(prompts) + (self_prompted or 0) - len(file.done)
         helpers = find_helpers(work, remaining, getattr(generator, "concurrency", 0), processes)
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
-            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, overlap, stop_ids)
+            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, decontamination, stop_ids)
             return run.answer_all(prompts, self_prompted or 0, show_progress)
         finally:
             gc.unfreeze()
@@ -174,11 +177,11 @@ class _Run:
         seed: int,
         wave: int,
         started: float,
-        avoid: Overlap | None,
+        decontaminate: Decontamination | None,
         stop_ids: Sequence[int],
     ):
         self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
-        self.sampling, self.seed, self.wave, self.started, self.avoid = sampling, seed, wave, started, avoid
+        self.sampling, self.seed, self.wave, self.started, self.decontaminate = sampling, seed, wave, started, decontaminate
         self.stop_ids = stop_ids
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
@@ -213,8 +216,8 @@ class _Run:
         for prompt in prompts:
             if prompt.id not in self.seen:
                 self.seen.add(prompt.id)
-                if self.avoid is not None and self.avoid.has(prompt.turns):
-                    self.report.avoided += 1
+                if self.decontaminate is not None and self.decontaminate.has(prompt.turns):
+                    self.report.contaminated += 1
                 else:
                     yield prompt
             elif prompt.id in done_before:
@@ -234,7 +237,7 @@ class _Run:
             prompts = []
             for text in self._written_turns(asked):
                 name = "self-" + prompt_id([" ".join(text.casefold().split())]) if text else None
-                if name is None or name in self.seen or (self.avoid is not None and self.avoid.has([text])):
+                if name is None or name in self.seen or (self.decontaminate is not None and self.decontaminate.has([text])):
                     self.report.self_rejected += 1
                 elif len(prompts) < missing:
                     self.seen.add(name)

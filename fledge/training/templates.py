@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from fledge.errors import UserError
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
 from fledge.training.rendering import Message, Rendered
 from fledge.training.system_prompts import SYSTEM_PROMPTS
 
@@ -79,32 +82,37 @@ class Choice:
         return [{"role": "system", "content": self.system}, *others] if self.system else others
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """With which probabilities conversations are rendered differently; the same choice for the same seed and index."""
+Probability = Annotated[float, Field(ge=0, le=1)]
 
-    template_probability: float = 0.0  # another chat template
-    no_template_probability: float = 0.0  # no template: the bare text
-    system_probability: float = 0.0  # a random system prompt
-    no_system_probability: float = 0.0  # the conversation's system prompt left out
-    seed: int = 0
-    templates: tuple[str, ...] = tuple(TEXT_TEMPLATES)
+
+def _chance(meaning: str) -> Probability:
+    return Field(default=0.0, description=f"probability of {meaning}")
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Augmentation:
+    """Which conversations are rendered differently; the same choice for the same seed and index."""
+
+    template_probability: Probability = _chance("another chat template")
+    no_template_probability: Probability = _chance("no template: the bare text")
+    system_probability: Probability = _chance("a random system prompt")
+    no_system_probability: Probability = _chance("leaving the conversation's system prompt out")
+    seed: int = Field(default=0, description="of these choices")
+    templates: tuple[str, ...] = Field(default=tuple(TEXT_TEMPLATES), description="the other chat templates")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name.endswith("probability") and not 0 <= getattr(self, field.name) <= 1:
-                raise UserError(f"augmentation: {field.name} must lie between 0 and 1")
-        for first, second in (("template", "no_template"), ("system", "no_system")):
-            if getattr(self, f"{first}_probability") + getattr(self, f"{second}_probability") > 1:
-                raise UserError(f"augmentation: {first}_probability and {second}_probability add up to more than 1")
+        for name in ("template", "system"):
+            if getattr(self, f"{name}_probability") + getattr(self, f"no_{name}_probability") > 1:
+                raise ValueError(f"{name}_probability and no_{name}_probability add up to more than 1")
         if unknown := set(self.templates) - set(TEXT_TEMPLATES):
-            raise UserError(f"augmentation: unknown templates {sorted(unknown)}; there are {', '.join(TEXT_TEMPLATES)}")
+            raise ValueError(f"unknown templates {sorted(unknown)}; there are {', '.join(TEXT_TEMPLATES)}")
         if self.template_probability and not self.templates:
-            raise UserError("augmentation: template_probability is set, but templates is empty")
+            raise ValueError("template_probability is set, but templates is empty")
 
     @property
     def active(self) -> bool:
-        return any(getattr(self, field.name) for field in fields(self) if field.name.endswith("probability"))
+        probabilities = (self.template_probability, self.no_template_probability)
+        return any((*probabilities, self.system_probability, self.no_system_probability))
 
     def choose(self, index: int) -> Choice:
         draw = random.Random(f"{self.seed}/{index}")

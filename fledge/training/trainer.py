@@ -26,7 +26,7 @@ from fledge.training.diagnosis import describe_not_finite
 from fledge.training.distributed import World
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
-from fledge.training.identity import check_settings
+from fledge.training.identity import check_settings, earlier_settings
 from fledge.training.interrupts import Interrupts
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
@@ -86,11 +86,12 @@ class Trainer:
         self.loader = PackedLoader(
             pieces.train,
             data.sequence_length,
-            data.batch_rows,
+            data.micro_batch_size,
             recipe.seed,
             world.rank,
             world.size,
             data.position_offset_max,
+            data.global_batch_size,
         )
         self.step, self.seconds, self.tokens, self.best, self.stale = 0, 0.0, 0, 0.0, 0
         self.total_steps = self._total_steps()
@@ -103,14 +104,15 @@ class Trainer:
         settings = ObjectiveSettings(
             steps=asked.ttt_steps,
             decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
+            loss=LossSettings(asked.loss, asked.lk_weight),
             compute_dtype=None if self.dtype == torch.float32 else self.dtype,
             chunk_rows=asked.chunk_rows,
+            mask_outside=asked.outside_vocabulary == "mask",
             recompute=asked.recompute,
             compile=compile,
         )
         num_positions = data.sequence_length + data.position_offset_max
-        batch_tokens = data.sequence_length * data.batch_rows
+        batch_tokens = data.sequence_length * data.micro_batch_size
         return Objective(self.drafter, self.target, settings, num_positions, batch_tokens)
 
     def _total_steps(self) -> int | None:
@@ -119,7 +121,7 @@ class Trainer:
         if run.steps is not None:
             limits.append(run.steps)
         if run.epochs is not None:
-            limits.append(max(1, int(run.epochs * self.loader.batches_per_epoch / run.accumulate)))
+            limits.append(max(1, int(run.epochs * self.loader.steps_per_epoch)))
         return min(limits) if limits else None
 
     def use_states_on_disk(self) -> None:
@@ -157,7 +159,7 @@ class Trainer:
     def fit(self) -> Result:
         run, journal = self.recipe.run, self.journal
         result = Result(self.step, False, self.best, self.folder / "best")
-        prefetch = Prefetcher(self.loader, self.objective, self.device, run.accumulate)
+        prefetch = Prefetcher(self.loader, self.objective, self.device)
         self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
         self._reset_window()
         try:
@@ -183,7 +185,7 @@ class Trainer:
         while not self._is_done():
             step_input = next(prefetch)
             began = time.perf_counter()
-            counts, stop, seconds = self._agree(step_input.num_valid_K)
+            counts, outside, stop, seconds = self._agree(step_input)
             if stop:
                 break
             self.optimizer.set_factor(self._factor(seconds))
@@ -192,7 +194,7 @@ class Trainer:
             self.step += 1
             self.loader_state = step_input.loader_state
             if is_logged:
-                self._log(metrics, counts, step_input.epoch)
+                self._log(metrics, counts + outside, step_input.epoch)
             self.seconds += time.perf_counter() - began
             last = self._is_done()
             if self.step % run.evaluate_every == 0 or last:
@@ -213,12 +215,14 @@ class Trainer:
             return True
         return run.max_seconds is not None and self.agreed_seconds >= run.max_seconds
 
-    def _agree(self, num_valid_K: Tensor) -> tuple[Tensor, bool, float]:
-        """(positions valid at each step over all processes, whether anyone wants to stop, the first one's seconds)."""
+    def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool, float]:
+        """Over all processes: positions with loss at each draft step, those without as their token is outside the draft
+        vocabulary, whether anyone wants to stop; and the first one's seconds."""
         mine = torch.tensor([float(self.interrupts.wanted), self.seconds if self.world.is_first else 0.0])
-        facts = self.world.sum(torch.cat([num_valid_K.double(), mine.double()]))
+        facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
         self.agreed_seconds = float(facts[-1])
-        return facts[:-2].float(), bool(facts[-2] > 0), self.agreed_seconds
+        valid, outside = facts[:-2].float().chunk(2)
+        return valid, outside, bool(facts[-2] > 0), self.agreed_seconds
 
     def _factor(self, seconds: float) -> float:
         optimizer, run = self.recipe.optimizer, self.recipe.run
@@ -238,7 +242,7 @@ class Trainer:
             self._window.tokens += batch.tokens_BT.numel() * self.world.size
             self.tokens += batch.tokens_BT.numel() * self.world.size
         self.world.sum_gradients(self.drafter.parameters())
-        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.clip)
+        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm)
         self.optimizer.step()
         window = self._window
         window.grad_norm += norm
@@ -286,7 +290,7 @@ class Trainer:
         facts = self.world.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         seconds = time.perf_counter() - window.began
-        counts = counts.clamp_min(1).double()
+        counts = counts.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
         figures = {
             "loss": float(facts[-1]),
             "loss_by_step": (loss_K / self.objective.decay_K.cpu()).tolist(),
@@ -353,11 +357,12 @@ class Trainer:
         self.world.barrier()
 
     def _resume(self) -> None:
+        """From the first process's files: the others may run on machines that do not have them."""
         self.loader_state, self.agreed_seconds = None, 0.0
-        found = checkpoints(self.folder / "checkpoints")
+        found = self.world.on_first(lambda: checkpoints(self.folder / "checkpoints"))
         if not found:
             return
-        state = load_checkpoint(found[-1])
+        state = self.world.on_first(lambda: load_checkpoint(found[-1]))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
                 f"{found[-1]}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another "
@@ -375,8 +380,7 @@ class Trainer:
             try:
                 self.loader.load_state_dict(state["loader"])
             except DataError as error:
-                earlier = "" if "recipe" in state else " (an earlier version wrote it, which did not hold out whole prompts)"
-                raise UserError(f"{found[-1]}{earlier}: {error}") from None
+                raise UserError(f"{found[-1]}: {error}") from None
         self.loader_state = state["loader"]
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
         self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
@@ -395,12 +399,14 @@ def train(recipe: Recipe) -> Result:
     folder = Path(recipe.output)
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
-        recipe = resolve(recipe, world)
+        before = world.on_first(lambda: earlier_settings(recipe.output))
+        recipe = resolve(recipe, world, before)
         say(recipe.to_yaml())
-        check_settings(recipe, say)
+        if before is not None:
+            check_settings(recipe, before, say)
         pieces = assemble(recipe, world, say)
         # A sharded target needs all processes for every pass, though the first alone evaluates.
-        takes_part = world.is_first or recipe.run.distributed == "fsdp"
+        takes_part = world.is_first or recipe.run.shard_target
         held_out = held_out_texts(pieces) if takes_part else None
         trainer = Trainer(pieces, world, held_out if world.is_first else None)
         del pieces, held_out  # the trainer may let go of the target
@@ -417,7 +423,7 @@ def train(recipe: Recipe) -> Result:
         return trainer.fit()
     except torch.OutOfMemoryError as error:
         raise TrainingStopped(
-            f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.batch_rows (and raise run.accumulate), "
+            f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.micro_batch_size, "
             "set objective.recompute=true, or lower objective.chunk_rows"
         ) from error
     finally:

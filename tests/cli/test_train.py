@@ -27,7 +27,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("optimizer.clip=-1", "optimizer.clip must be above 0, not -1.0"),
+        ("optimizer.max_grad_norm=-1", "optimizer.max_grad_norm must be greater than 0, not -1"),
         ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
         ("data.cache=/proc/fledge", "data.cache: nothing can be written to /proc/fledge"),
         ("run.hidden_states_folder=/proc/fledge", "run.hidden_states_folder: nothing can be written to /proc/fledge"),

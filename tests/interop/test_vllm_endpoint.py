@@ -19,7 +19,7 @@ import torch
 from fledge.checkpoints.ends import load_ends, text_config
 from fledge.training.endpoint import EndpointTarget
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build
+from fledge.training.recipe import build_recipe
 from fledge.training.states_client import EndpointError, launch_command
 from fledge.training.target import DecoderTarget
 from fledge.training.trainer import train
@@ -108,13 +108,13 @@ def test_training_gives_the_same_losses(url, model, tmp_path):
     content = {
         "output": str(tmp_path / "here"),
         "target": {"model": str(model)},
-        "data": {"train": [str(tmp_path / "answers.jsonl")], "held_out_samples": 2, "sequence_length": 128, "batch_rows": 2},
+        "data": {"train": [str(tmp_path / "answers.jsonl")], "held_out_samples": 2, "sequence_length": 128, "micro_batch_size": 2},
         "drafter": {"aux_layers": list(TAPS), "draft_vocab_size": 128},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    here = build(Recipe, content, "")
+    here = build_recipe(content)
     there = replace(here, output=str(tmp_path / "there"), target=replace(here.target, endpoint=url))
     train(here)
     train(there)

@@ -11,6 +11,7 @@ import pytest
 
 from fledge.errors import UserError
 from fledge.training.data import Conversation, DataError, TokenTurn, load_samples, read_conversations, tokenize_conversation
+from fledge.training.packing import PackedLoader
 from fledge.training.samples import Sample, SampleSet
 from fledge.training.system_prompts import SYSTEM_PROMPTS
 from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, Augmentation
@@ -188,10 +189,30 @@ def test_report_counts_everything_that_is_not_kept(tmp_path):
     assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # cut before the loop
     assert report.tokens == sum(map(len, samples))
     assert report.answer_tokens == samples.loss_mask.sum()
-    for words in ("2 of 5", "2 looping", "1 empty", "1 too long, dropped"):
+    for words in ("2 of 5", "2 looping", "1 empty", "1 too long (or their prompt is), dropped"):
         assert words in str(report)
-    chunked, report = load_samples(path, tokenizer, max_length=200, long="chunk")
-    assert (len(chunked), report.too_long_chunked) == (3, 1)
+    cut, report = load_samples(path, tokenizer, max_length=200)
+    assert (len(cut), report.truncated, len(cut[2])) == (3, 1, 200)
+    whole, _ = load_samples(path, tokenizer)
+    assert report.truncated_tokens == int(whole.loss_mask.sum() - cut.loss_mask.sum()) > 0
+    assert f"1 too long, truncated ({report.truncated_tokens:,} answer tokens lost)" in str(report)
+
+
+def test_a_long_sample_keeps_its_prompt_and_a_prompt_too_long_is_dropped(tmp_path):
+    """What follows the cut is not trained on: the target never saw it without its prompt."""
+    words = " ".join(str(n) for n in range(200))
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": [user("Count."), assistant(words)]},
+        {"messages": [user(words), assistant("Why?")]},
+    )
+    tokenizer = chat_tokenizer()
+    samples, report = load_samples(path, tokenizer, max_length=100)
+    whole, _ = load_samples(path, tokenizer)
+    assert (len(samples), report.truncated, report.too_long_dropped) == (1, 1, 1)
+    assert samples[0].tokens.tolist() == whole[0].tokens[:100].tolist()
+    batch = next(PackedLoader(samples, sequence_length=100, micro_batch_size=1, seed=0))
+    assert batch.positions[0].tolist() == list(range(100))
 
 
 def test_refusals_of_the_template_are_counted_and_an_empty_data_set_is_an_error(tmp_path):
@@ -232,7 +253,7 @@ def test_cache_is_used_and_belongs_to_its_input(tmp_path):
     write(path, {"messages": TWO_TURNS}, {"messages": TWO_TURNS})
     load_samples(path, tokenizer, cache_dir=cache)
     load_samples(path, tokenizer, cache_dir=cache, chat_template=INSTRUCT)
-    load_samples(path, tokenizer, cache_dir=cache, max_length=9)
+    load_samples(path, tokenizer, cache_dir=cache, max_length=1000)
     load_samples(path, tokenizer, cache_dir=cache, augmentation=Augmentation(system_probability=1.0))
     assert len(list(cache.glob("*.npz"))) == 5
 
@@ -332,11 +353,11 @@ def test_what_cannot_be_augmented_is_kept_and_counted(tmp_path):
 
 
 def test_augmentation_refuses_nonsense():
-    with pytest.raises(UserError, match="template_probability"):
+    with pytest.raises(ValueError, match="template_probability"):
         Augmentation(template_probability=1.5)
-    with pytest.raises(UserError, match="add up"):
+    with pytest.raises(ValueError, match="add up"):
         Augmentation(template_probability=0.7, no_template_probability=0.7)
-    with pytest.raises(UserError, match="mustard"):
+    with pytest.raises(ValueError, match="mustard"):
         Augmentation(templates=("mustard",))
     assert len(set(SYSTEM_PROMPTS)) == len(SYSTEM_PROMPTS) >= 40
 

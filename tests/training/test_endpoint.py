@@ -14,7 +14,7 @@ from fledge.errors import ModelError
 from fledge.training import states_client, toy
 from fledge.training.endpoint import EndpointTarget
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, RecipeError, build
+from fledge.training.recipe import Recipe, RecipeError, build_recipe
 from fledge.training.states_client import EndpointError
 from fledge.training.target import DecoderTarget, documents
 from fledge.training.trainer import train
@@ -146,13 +146,18 @@ def recipe(toy_folder, tmp_path) -> Recipe:
     content = {
         "output": str(tmp_path / "online"),
         "target": {"model": str(toy_folder / "target")},
-        "data": {"train": [str(toy_folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "data": {
+            "train": [str(toy_folder / "answers.jsonl")],
+            "held_out_samples": 3,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    return build(Recipe, content, "")
+    return build_recipe(content)
 
 
 @pytest.mark.parametrize("hidden_states", ["online", "offline"])

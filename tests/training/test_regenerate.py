@@ -76,7 +76,12 @@ def test_a_refusal_leaves_no_file(tmp_path):
         regenerate(EchoGenerator(without), without, prompts, tmp_path / "out.jsonl", **QUIET)
     with pytest.raises(UserError, match="no such file"):
         regenerate(
-            EchoGenerator(chat_tokenizer()), chat_tokenizer(), prompts, tmp_path / "out.jsonl", avoid=["nowhere"], **QUIET
+            EchoGenerator(chat_tokenizer()),
+            chat_tokenizer(),
+            prompts,
+            tmp_path / "out.jsonl",
+            decontaminate=["nowhere"],
+            **QUIET,
         )
     assert list(tmp_path.iterdir()) == [prompts]
 

@@ -173,3 +173,19 @@ def test_a_batch_without_loss_still_has_a_full_chunk():
     batch = TrainBatch.plan(zeros, zeros, zeros + 1, zeros, steps=2, multiple=4)
     assert len(batch.scored_R) == 4
     assert batch.num_valid_K.tolist() == [0, 0]
+
+
+def test_positions_whose_token_is_outside_the_draft_vocabulary_carry_no_loss():
+    """Nor do they count in the average; they are counted apart, as misses for the accuracy."""
+    tokens, positions, _ = packed_inputs()
+    loss = DOCUMENT > 0
+    inside = torch.arange(128) % 3 > 0
+    everything = TrainBatch.plan(tokens, positions, DOCUMENT, loss, STEPS, multiple=1)
+    masked = TrainBatch.plan(tokens, positions, DOCUMENT, loss, STEPS, multiple=1, vocabulary_V=inside)
+    flat = tokens.flatten()
+    expected = [s for s in everything.scored_R.tolist() if inside[flat[s + 1]]]
+    assert 0 < len(expected) < len(everything.scored_R)
+    assert masked.scored_R.tolist() == expected
+    assert torch.equal(masked.num_valid_K, masked.valid_KR.sum(1).float())
+    assert torch.equal(masked.num_valid_K + masked.num_outside_K, everything.num_valid_K)
+    assert not everything.num_outside_K.any()

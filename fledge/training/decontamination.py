@@ -20,12 +20,12 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-class Overlap:
+class Decontamination:
     def __init__(self, texts: Iterable[str]) -> None:
         self.runs = {run for text in texts for run in _runs(words(text))}
 
     @classmethod
-    def of_files(cls, paths: Sequence[str | Path]) -> Overlap | None:
+    def of_files(cls, paths: Sequence[str | Path]) -> Decontamination | None:
         """The users' turns of JSON lines with "turns", "messages" or "prompt"; None: no files."""
         return cls(text for path in paths for text in _user_turns(path)) if paths else None
 
