@@ -271,8 +271,8 @@ def load_samples(
 ) -> tuple[SampleSet, DataReport]:
     """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there.
 
-    `limit`: so many conversations, and nothing beyond them is read. `decontaminate`: files of prompts; conversations in which a user
-    says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
+    `limit`: so many conversations, and nothing beyond them is read. `decontaminate`: files of prompts; conversations in
+    which a user says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
     the samples are the same.
     """
     paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder, DecoderLayer
-from fledge.training.attention import BLOCK, Mask, packed_attend, packed_mask
+from fledge.training.attention import Mask, packed_attend, packed_mask
 from fledge.training.distributed import World
 from fledge.training.losses import Head
 from fledge.training.ttt import TrainBatch
@@ -68,10 +68,6 @@ def documents(batch: TrainBatch) -> Iterator[Document]:
             yield Document(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), begin, tokens)
 
 
-def use_flex(device: torch.device, length: int) -> bool:
-    return device.type == "cuda" and length % BLOCK == 0
-
-
 class DecoderTarget(Target):
     """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
 
@@ -95,7 +91,7 @@ class DecoderTarget(Target):
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
         decoder, length = self.decoder, batch.tokens_BT.shape[1]
-        flex = use_flex(self.device, length)
+        flex = self.device.type == "cuda"
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)

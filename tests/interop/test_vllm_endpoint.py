@@ -108,7 +108,12 @@ def test_training_gives_the_same_losses(url, model, tmp_path):
     content = {
         "output": str(tmp_path / "here"),
         "target": {"model": str(model)},
-        "data": {"train": [str(tmp_path / "answers.jsonl")], "held_out_samples": 2, "sequence_length": 128, "micro_batch_size": 2},
+        "data": {
+            "train": [str(tmp_path / "answers.jsonl")],
+            "held_out_samples": 2,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": list(TAPS), "draft_vocab_size": 128},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
