@@ -130,7 +130,7 @@ def build_arms(named: list[tuple[str, Recipe]]) -> tuple[Pieces, list[Arm]]:
             raise SystemExit(f"arm {name}: the arms share one target pass and so its tapped layers")
         drafter = EagleDrafter(config)
         drafter.d2t.copy_(pieces.drafter.d2t)
-        start_drafter(recipe, drafter, pieces.target, last_layer(pieces.target.decoder), say)
+        start_drafter(recipe, drafter, pieces.target, last_layer(pieces.target.decoder), pieces.train.tokens[:256], say)
         drafters[name] = drafter.to(pieces.device)
     return pieces, [Arm(name, recipe, drafters[name], pieces) for name, recipe in recipes.items()]
 

@@ -104,7 +104,8 @@ def main() -> None:
     )
     drafter = EagleDrafter(drafter_config)
     target = DecoderTarget(decoder, drafter_config.aux_layer_ids, compile="target" in parts)
-    start_from_target(drafter, last_layer(decoder), target.head, target.embedding)
+    taps = [torch.randn(64, decoder.config.hidden_size) for _ in drafter.config.aux_layer_ids]
+    start_from_target(drafter, last_layer(decoder), target.head, target.embedding, taps)
     drafter.to(device)
     settings = ObjectiveSettings(
         steps=args.ttt,

@@ -156,7 +156,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     if vocabulary is not None:
         drafter.d2t.copy_(vocabulary.d2t())
     drafter.requires_grad_(True)
-    start_drafter(recipe, drafter, target, weights, say, source)
+    start_drafter(recipe, drafter, target, weights, train.tokens[: min(256, recipe.data.sequence_length)], say, source)
     drafter.to(device)
     provenance = {
         "target": recipe.target.model,
@@ -386,21 +386,23 @@ def start_drafter(
     drafter: EagleDrafter,
     target: Target,
     weights: dict[str, Any],
+    tokens: Sequence[int],
     say: Say,
     source: EagleDrafter | None = None,
 ) -> None:
-    """`source`: the drafter of `init_from`, where it is loaded already."""
+    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
     head, embedding = target.head, target.embedding
+    sample = [int(token) for token in tokens]
+    states = HeldOut.of(target, [sample], [1], head.weight.device).states
+    taps = [x[: len(sample)].float().cpu() for x in states.taps]
     if recipe.drafter.init_from:
         source = source or load_drafter(recipe.drafter.init_from)
         with torch.no_grad():
             start_random(drafter, head, embedding, recipe.seed)
-        sample = torch.arange(64) % target.vocab_size  # which tokens hardly matters: sizes are wanted
-        taps = HeldOut.of(target, [sample.tolist()], [1], head.weight.device).states.taps
-        new = start_from_drafter(drafter, source, head, embedding, [x[:64].cpu() for x in taps])
+        new = start_from_drafter(drafter, source, head, embedding, taps)
         say(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
     elif recipe.drafter.init == "target":
-        copied = start_from_target(drafter, weights, head, embedding, recipe.seed)
+        copied = start_from_target(drafter, weights, head, embedding, taps, recipe.seed)
         say(f"starting from the target's last layer: {', '.join(copied)}")
         if not {"qkv_proj", "qkv_a_proj"}.intersection(copied):
             say("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
