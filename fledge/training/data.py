@@ -123,7 +123,9 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     # Earlier answers that are not among `turns` were learnt from in a conversation of their own.
     answers = [Answer(has_loss=False)] * (num_answers - len(answers)) + answers
     if choice.template is None:
-        return chat.tokens(chat.render(messages), answers)
+        return chat.tokens(chat.render(messages, conversation.options), answers)
+    if "tools" in conversation.options or any({"tool_calls", "reasoning_content"} & message.keys() for message in messages):
+        raise TemplateError("tools and reasoning can be rendered by the model's own chat template alone")
     eos = chat.tokenizer.eos_token_ids
     rendered = choice.template.render(messages, chat.tokenizer.token(eos[0]) if eos else "")
     return chat.tokens(rendered, answers, bos=True)

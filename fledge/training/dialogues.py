@@ -39,7 +39,10 @@ class Dialogue:
     def line(self) -> str:
         source = {"source": self.prompt.source} if self.prompt.source else {}
         answers = {"messages": self.messages, "looping": self.looping, "turns_ids": self.turns}
-        record = {"id": self.prompt.id, **source, **answers}
+        options = dict(self.prompt.options)
+        tools = {"tools": options.pop("tools")} if "tools" in options else {}
+        given = tools | ({"chat_template_kwargs": options} if options else {})
+        record = {"id": self.prompt.id, **source, **given, **answers}
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
@@ -95,7 +98,7 @@ class HostWork:
         problem = ""
         try:
             answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
-            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers)
+            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers, dialogue.prompt.options)
             if self.longest_prompt is not None and len(dialogue.prompt_ids) > self.longest_prompt:
                 problem = "too_long"
         except TemplateError:

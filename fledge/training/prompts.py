@@ -6,11 +6,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.training.data import DataError, parse_messages, read_lines
+from fledge.training.chat_files import DataError, parse_messages, parse_options, read_lines
+from fledge.training.rendering import Options
 from fledge.training.samples import write_atomically
 
 
@@ -22,6 +23,7 @@ class Prompt:
     turns: tuple[str, ...]
     system: str = ""
     source: str = ""
+    options: Options = field(default_factory=dict)  # tools, enable_thinking: what the chat template gets too
 
 
 def prompt_id(parts: Sequence[str]) -> str:
@@ -32,7 +34,7 @@ def prompt_id(parts: Sequence[str]) -> str:
 def read_prompts(path: str | Path) -> Iterator[Prompt]:
     """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are passed over) and {"prompt": "…"}.
 
-    `id`, `system` and `source` may stand beside them.
+    `id`, `system`, `source`, `tools` and `chat_template_kwargs` may stand beside them.
     """
     for where, line in read_lines(path):
         system = line.get("system") or ""
@@ -51,11 +53,14 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
         name = line.get("id")
+        options = parse_options(line, where)
+        extra = [json.dumps(options, sort_keys=True)] if options else []
         yield Prompt(
-            id=prompt_id([system, *turns]) if name is None else str(name),
+            id=prompt_id([system, *turns, *extra]) if name is None else str(name),
             turns=tuple(turns),
             system=system,
             source=str(line.get("source") or ""),
+            options=options,
         )
 
 

@@ -15,7 +15,7 @@ from fledge.training.packing import PackedLoader
 from fledge.training.samples import Sample, SampleSet
 from fledge.training.system_prompts import SYSTEM_PROMPTS
 from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, Augmentation
-from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, assistant, chat_tokenizer, system, user
+from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, TOOLS, assistant, chat_tokenizer, system, user
 
 TWO_TURNS = (user("Hi"), assistant("Hello!"), user("How are you?"), assistant("I am fine."))
 
@@ -373,3 +373,66 @@ def test_text_before_a_loop_is_kept(tmp_path):
     assert text.startswith(before)
     assert text.count("and so on") <= 2
     assert report.looping == 1
+
+
+# --- tools and reasoning ----------------------------------------------------------------------------------------
+
+WEATHER = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL_CHAT = {
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+    "messages": [
+        user("How is Oslo?"),
+        {"role": "assistant", "content": None, "reasoning_content": "I should look.", "tool_calls": [WEATHER]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It rains.", "reasoning_content": "So it rains."},
+    ],
+}
+
+
+def test_tool_calls_and_reasoning_are_learnt(tmp_path):
+    tokenizer = chat_tokenizer(TOOLS)
+    later = [*TOOL_CHAT["messages"], user("Thanks."), assistant("Bye.")]
+    path = write(tmp_path / "a.jsonl", TOOL_CHAT, {**TOOL_CHAT, "messages": later})
+    samples, report = load_samples(path, tokenizer)
+    assert report.kept == 2
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
+    assert learnt(samples[0], tokenizer) == [
+        "<think>\nI should look.\n</think>\n\n" + call,
+        "<think>\nSo it rains.\n</think>\n\nIt rains.<|im_end|>",
+    ]
+    assert "Tools: " in text_of(samples[0], tokenizer)
+    # The template drops the reasoning of earlier turns: what is left of those answers is not what the target wrote.
+    assert learnt(samples[1], tokenizer) == ["Bye.<|im_end|>"]
+    assert "weather" in text_of(samples[1], tokenizer)
+    assert "I should look" not in text_of(samples[1], tokenizer)
+
+
+def test_a_template_that_knows_no_tools_is_told(tmp_path):
+    path = write(tmp_path / "a.jsonl", {**TOOL_CHAT, "messages": TOOL_CHAT["messages"][:2]}, {"messages": TWO_TURNS})
+    _, report = load_samples(path, chat_tokenizer())
+    assert (report.kept, report.refused) == (1, 1)
+    assert "leaves out the reasoning or the tool calls" in str(report)
+
+
+def test_other_templates_are_not_tried_on_tool_calls(tmp_path):
+    path = write(tmp_path / "a.jsonl", {**TOOL_CHAT, "messages": TOOL_CHAT["messages"][:2]})
+    _, report = load_samples(path, chat_tokenizer(TOOLS), augmentation=Augmentation(template_probability=1.0))
+    assert (report.kept, report.not_augmented) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "x"}]}]}, "each of the tool_calls needs"),
+        ({"messages": [{"role": "assistant", "content": "", "reasoning_content": 3}]}, "reasoning_content is not text"),
+        ({"messages": [user("Hi")], "tools": "none"}, "tools must be a list"),
+        (
+            {"messages": [user("Hi")], "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs may not set 'chat_template'",
+        ),
+    ],
+)
+def test_wrong_tool_calls_are_named(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", line)
+    with pytest.raises(DataError, match="line 1: " + message):
+        list(read_conversations(path))

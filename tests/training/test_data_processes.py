@@ -153,7 +153,6 @@ def test_a_process_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
 
 def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "num_cores", lambda: 12)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     path = tmp_path / "a.jsonl"
     path.touch()
     assert data._num_processes([path], None) == 0
@@ -162,8 +161,6 @@ def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
     assert data._num_processes([path], None) == 12
     assert data._num_processes([path], 1000) == 0
     assert data._num_processes([path, tmp_path / "none.jsonl"], 1_000_000) == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert data._num_processes([path], None) == 3
     monkeypatch.setattr(data, "num_cores", lambda: 1)
     assert data._num_processes([path], None) == 0
 
