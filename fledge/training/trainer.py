@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
 from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
 from fledge.training.checkpoint import (
@@ -345,6 +346,8 @@ class Trainer:
         if self.world.is_first:
             state = {
                 "recipe": self.recipe.to_dict(),
+                "config": config_to_hf(self.drafter.config, self.dtype),
+                "provenance": self.pieces.provenance,
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.loader_state,

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
 from fledge.training import toy
+from fledge.training.export import export_checkpoint
 from fledge.training.identity import changed_settings
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe
 from fledge.training.trainer import train
+from tests.cli.test_errors import fledge
 
 # Killed as if by kill -9, in the middle of writing its second checkpoint.
 KILLED = """
@@ -217,3 +221,31 @@ def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatc
     with pytest.raises(UserError, match=message):
         train(make_recipe(toy_folder, tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["checkpoints/step-00000006.pt", "checkpoints", "."])
+def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys, where):
+    """By `fledge export`: a file, or the newest of a run."""
+    code, out, _ = fledge(monkeypatch, capsys, "export", Path(finished.output) / where, tmp_path / "out")
+    assert code == 0
+    assert "vllm serve" in out
+    drafter = load_drafter(tmp_path / "out", load_config(finished.target.model))
+    for name, value in weights(finished.output).items():
+        assert torch.equal(drafter.state_dict()[name], value), name
+    record = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert (record["step"], record["recipe"]["seed"]) == (6, 0)
+
+
+def test_a_checkpoint_of_an_earlier_version_becomes_a_drafter_too(finished, tmp_path):
+    path = copy_of_checkpoint(finished, tmp_path)
+    state = torch.load(path, weights_only=True)
+    del state["config"], state["provenance"]
+    torch.save(state, path)
+    export_checkpoint(path, tmp_path / "out")
+    assert load_drafter(tmp_path / "out").config == load_drafter(Path(finished.output) / "best").config
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match="no checkpoint of fledge train"):
+        export_checkpoint(tmp_path / "other.pt", tmp_path / "out")
