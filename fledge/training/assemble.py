@@ -109,16 +109,65 @@ def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> D
 
 def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
     """`recipe` must be resolved."""
-    device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
-    elsewhere = recipe.target.endpoint is not None
+    device = torch.device(recipe.run.device)
     source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
-    folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
+    folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
     # One process reads and tokenises for all.
     train, held_out, prompts, report, hashes = world.on_first(lambda: _data(recipe, tokenizer, say))
 
-    if elsewhere:
-        shape, stop_ids = _shape_elsewhere(folder)
+    loaded = load_target(recipe, world, folder)
+    target, config, shape = loaded.target, loaded.config, loaded.shape
+    if config.rope != shape.rope:
+        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
+            "they do not belong together"
+        )
+    stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
+
+    vocabulary, told = None, ""
+    if config.draft_vocab_size < config.vocab_size:
+        vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
+        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
+        say(f"draft vocabulary: {told}")
+    drafter = EagleDrafter(config)
+    if vocabulary is not None:
+        drafter.d2t.copy_(vocabulary.d2t())
+    drafter.requires_grad_(True)
+    start_drafter(
+        recipe, drafter, target, loaded.last_layer, train.tokens[: min(256, recipe.data.sequence_length)], say, source
+    )
+    drafter.to(device)
+    provenance = {
+        "target": recipe.target.model,
+        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
+        "draft_vocabulary": told or "the target's",
+    }
+    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    target: Target
+    config: DrafterConfig  # of the recipe's drafter for it
+    shape: Any  # its sizes: a ModelConfig, or what has its fields
+    stop_ids: tuple[int, ...]
+    last_layer: dict[str, Any]  # weights, see `warm_start.last_layer`
+
+
+def find_target(recipe: Recipe) -> Path:
+    """The folder of its files; behind an endpoint, of those with embedding, norm and head alone."""
+    model = recipe.target.model
+    return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
+
+
+def load_target(recipe: Recipe, world: World, folder: Path) -> LoadedTarget:
+    """`recipe` must be resolved."""
+    device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
+    if recipe.target.endpoint is not None:
+        shape, stop_ids = target_shape(folder)
         config = drafter_config(recipe, shape)
         target = _endpoint(recipe, folder, config, shape.num_layers)
         weights = load_last_layer(folder) | {"norm.weight": target.norm.weight.float().cpu()}
@@ -138,32 +187,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         eos = model.generation_config.eos_token_id
         stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         weights = last_layer_of_transformers(model)
-    if config.rope != shape.rope:
-        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ModelError(
-            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
-            "they do not belong together"
-        )
-    stop_ids = tuple(dict.fromkeys([*stop_ids, *tokenizer.eos_token_ids]))
-
-    vocabulary, told = None, ""
-    if config.draft_vocab_size < config.vocab_size:
-        vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
-        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
-        say(f"draft vocabulary: {told}")
-    drafter = EagleDrafter(config)
-    if vocabulary is not None:
-        drafter.d2t.copy_(vocabulary.d2t())
-    drafter.requires_grad_(True)
-    start_drafter(recipe, drafter, target, weights, train.tokens[: min(256, recipe.data.sequence_length)], say, source)
-    drafter.to(device)
-    provenance = {
-        "target": recipe.target.model,
-        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
-        "draft_vocabulary": told or "the target's",
-    }
-    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+    return LoadedTarget(target, config, shape, stop_ids, weights)
 
 
 def _data(
@@ -313,7 +337,7 @@ def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: i
     return target
 
 
-def _shape_elsewhere(folder: Path) -> tuple[Any, tuple[int, ...]]:
+def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
     """The target's sizes and stop tokens by its files alone, whatever its architecture."""
     content = text_config(folder)
     if (content.get("architectures") or [""])[0] in FAMILIES:
@@ -410,15 +434,20 @@ def start_drafter(
         start_random(drafter, head, embedding, recipe.seed)
 
 
+def greedy_answers(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[list[int]]:
+    if isinstance(target, DecoderTarget):
+        return continuations(target.decoder, prompts, max_new_tokens, stop_ids)
+    if isinstance(target, EndpointTarget):
+        return target.continuations(prompts, max_new_tokens, stop_ids)
+    return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)
+
+
 def held_out_texts(pieces: Pieces) -> HeldOut:
     """The target's greedy answers to the held-out prompts, and its states over them."""
-    most, target = pieces.recipe.evaluation.max_new_tokens, pieces.target
-    if isinstance(target, DecoderTarget):
-        answers = continuations(target.decoder, pieces.prompts, most, pieces.stop_ids)
-    elif isinstance(target, EndpointTarget):
-        answers = target.continuations(pieces.prompts, most, pieces.stop_ids)
-    else:
-        answers = transformers_continuations(target.model, pieces.prompts, most, pieces.stop_ids)
+    target = pieces.target
+    answers = greedy_answers(target, pieces.prompts, pieces.recipe.evaluation.max_new_tokens, pieces.stop_ids)
     texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]
     held_out = HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)
     # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.

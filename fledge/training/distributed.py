@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fledge.errors import UserError
 
+PATIENCE = timedelta(days=2)  # while the first process tokenises or answers, the others wait for it
 BROADCAST_BYTES = 1 << 28  # at a time
 
 
@@ -41,8 +43,8 @@ class World:
         if use_cuda:
             torch.cuda.set_device(local_rank)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if use_cuda else "gloo")
-        control = dist.new_group(backend="gloo") if use_cuda else dist.group.WORLD
+            dist.init_process_group("nccl" if use_cuda else "gloo", timeout=None if use_cuda else PATIENCE)
+        control = dist.new_group(backend="gloo", timeout=PATIENCE) if use_cuda else dist.group.WORLD
         return cls(dist.get_rank(), size, local_rank, control)
 
     @property

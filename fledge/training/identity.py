@@ -15,6 +15,7 @@ from fledge.training.recipe import Recipe, build_recipe
 _FREE = {
     *("output", "evaluation"),
     *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),
+    *("run.save_seconds", "run.evaluate_seconds"),
     *("run.keep", "run.device", "run.compile", "run.shard_target", "run.hidden_states", "run.hidden_states_folder"),
     *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
     *(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -30,12 +30,17 @@ from fledge.training.decontamination import Decontamination
 from fledge.training.dialogues import HostWork
 from fledge.training.helpers import Helpers, find_helpers
 from fledge.training.prompts import AnswerFile, Prompt, prompt_id, read_prompts
+from fledge.training.rendering import Options
 
 # What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
 WAVE = 32768
 # The user's turns that the target writes: sampled freely.
 SELF_TEMPERATURE = 1.0
 SELF_MAX_TOKENS = 256
+
+
+class PromptsExhausted(DataError):
+    """The target writes no new prompts any more; what it wrote is answered."""
 
 
 class AnswerGenerator(Protocol):
@@ -125,6 +130,7 @@ def regenerate(
     decontaminate: Sequence[str | Path] = (),
     model: str = "",
     chat_template: str | None = None,
+    template_options: Sequence[Options] = ({},),
     wave: int = WAVE,
     processes: int | None = None,
     started: float | None = None,
@@ -135,6 +141,7 @@ def regenerate(
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
     `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
     `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
+    `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
     `started`: when the whole command did (time.monotonic()), for its report; None: now.
     """
     started = time.monotonic() if started is None else started
@@ -158,6 +165,7 @@ def regenerate(
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
             run = _Run(generator, work, helpers, file, sampling, seed, wave, started, decontamination, stop_ids)
+            run.template_options = list(template_options)
             return run.answer_all(prompts, self_prompted or 0, show_progress)
         finally:
             gc.unfreeze()
@@ -183,6 +191,7 @@ class _Run:
         self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
         self.sampling, self.seed, self.wave, self.started, self.decontaminate = sampling, seed, wave, started, decontaminate
         self.stop_ids = stop_ids
+        self.template_options: list[Options] = [{}]
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.waves = len(file.done) * 1009
@@ -209,6 +218,13 @@ class _Run:
         report.seconds = time.monotonic() - self.started
         return report
 
+    def _with_options(self, prompt: Prompt) -> Prompt:
+        """By its id alone, so that a resumed run chooses the same."""
+        if prompt.options or len(self.template_options) == 1:
+            return replace(prompt, options=prompt.options or self.template_options[0])
+        number = int.from_bytes(sha256(prompt.id.encode()).digest()[:4])
+        return replace(prompt, options=self.template_options[number % len(self.template_options)])
+
     # --- where prompts come from ---------------------------------------------------------------------------------
 
     def _from_file(self, prompts: list[Prompt]) -> Iterator[Prompt]:
@@ -219,7 +235,7 @@ class _Run:
                 if self.decontaminate is not None and self.decontaminate.has(prompt.turns):
                     self.report.contaminated += 1
                 else:
-                    yield prompt
+                    yield self._with_options(prompt)
             elif prompt.id in done_before:
                 self.report.already_done += 1
             else:
@@ -241,12 +257,12 @@ class _Run:
                     self.report.self_rejected += 1
                 elif len(prompts) < missing:
                     self.seen.add(name)
-                    prompts.append(Prompt(name, (text,), source="self-prompted"))
+                    prompts.append(self._with_options(Prompt(name, (text,), source="self-prompted")))
             yield prompts
             missing -= len(prompts)
             fruitless = fruitless + 1 if len(prompts) < asked / 50 else 0
             if fruitless == 3:
-                raise DataError(
+                raise PromptsExhausted(
                     f"the target writes hardly any usable prompts of its own ({wanted - missing} of {wanted} so far; "
                     "the others are unfinished, too short or repeated): give it a file of prompts"
                 )

@@ -98,6 +98,7 @@ class Trainer:
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
+        self._done_at = {"evaluate": self.agreed_seconds, "save": self.agreed_seconds}
         self.journal = Journal(self.folder, active=world.is_first, resumed_step=self.step, total_steps=self.total_steps)
 
     def _objective(self, compile: bool) -> Objective:
@@ -198,15 +199,22 @@ class Trainer:
                 self._log(metrics, counts + outside, step_input.epoch)
             self.seconds += time.perf_counter() - began
             last = self._is_done()
-            if self.step % run.evaluate_every == 0 or last:
+            if self._is_due("evaluate", run.evaluate_every, run.evaluate_seconds) or last:
                 self._check_finite()
                 self._evaluate(result)
-            if self.step % run.save_every == 0 and not last:
+            if self._is_due("save", run.save_every, run.save_seconds) and not last:
                 self._check_finite()
                 self.save()
         self._check_finite()
         self.save()
         result.finished = self._is_done()
+
+    def _is_due(self, what: str, every: int, seconds: float | None) -> bool:
+        """By steps or by the first process's clock: the same answer in all processes."""
+        due = self.step % every == 0 or (seconds is not None and self.agreed_seconds - self._done_at[what] >= seconds)
+        if due:
+            self._done_at[what] = self.agreed_seconds
+        return due
 
     def _is_done(self) -> bool:
         run = self.recipe.run

@@ -12,7 +12,8 @@ from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.errors import ModelError
 from fledge.training import states_client, toy
-from fledge.training.endpoint import EndpointTarget
+from fledge.training.continuations import continuations
+from fledge.training.endpoint import EndpointAnswers, EndpointTarget
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe
 from fledge.training.states_client import EndpointError
@@ -248,3 +249,27 @@ def test_a_checkpoint_without_a_head_is_refused(model):
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor lm_head\.weight"):
         ends.load_ends(model, torch.float32, CPU)
+
+
+def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model):
+    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted."""
+    target = connect(endpoint, model)
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
+    answers = EndpointAnswers(target.client, requests=2)
+    found = {
+        index: ids for index, ids, _ in answers.generate(prompts, max_tokens=6, temperature=0.0, top_p=1.0, seed=0, stop_ids=[])
+    }
+    assert [found[index] for index in range(3)] == continuations(tiny_decoder(), prompts, 6, [])
+    assert answers.max_model_len == endpoint.max_model_len
+    assert not list(endpoint.folder.iterdir())
+    target.close()
+
+
+def test_only_files_of_states_are_taken_and_deleted(endpoint, model, tmp_path):
+    target = connect(endpoint, model)
+    other = tmp_path / "precious.txt"
+    other.write_text("mine")
+    with pytest.raises(EndpointError, match="which is none"):
+        target.client._collect({"kv_transfer_params": {"hidden_states_path": str(other)}})
+    assert other.exists()
+    target.close()
