@@ -43,8 +43,8 @@ def regenerate(
     from fledge.engine.build import Speculation
     from fledge.engine.offline import answer_generator, is_gpu
     from fledge.tokenizer import Tokenizer
-    from fledge.training.data import DataError
-    from fledge.training.regenerate import regenerate as run
+    from fledge.training.data.loading import DataError
+    from fledge.training.datagen.regenerate import regenerate as run
 
     if prompts is None and not self_prompted:
         raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")

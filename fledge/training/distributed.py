@@ -27,14 +27,14 @@ def _as_tensor(array: Any, start: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     control: Any = None  # process group for small facts on the host: agreeing never waits for a GPU
 
     @classmethod
-    def join(cls, use_cuda: bool) -> World:
+    def join(cls, use_cuda: bool) -> DistributedContext:
         """Reads what torchrun sets; without it, a world of one."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:

@@ -17,7 +17,7 @@ from fledge.config import DrafterConfig
 from fledge.errors import UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.training.checkpoint import checkpoints, load_checkpoint
-from fledge.training.target import Target
+from fledge.training.targets.target import Target
 
 
 def served_copy(drafter: EagleDrafter, target: Target, dtype: torch.dtype) -> EagleDrafter:
@@ -62,7 +62,7 @@ def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
         own = {"own_head": "lm_head.weight" in state["drafter"], "own_embedding": "embed_tokens.weight" in state["drafter"]}
         return replace(drafter_config_from_hf(state["config"]), **own)
     # An earlier version's, which says it in its recipe and the target's configuration.
-    from fledge.training.assemble import drafter_config
+    from fledge.training.context import drafter_config
     from fledge.training.recipe import DrafterRecipe
 
     model = state["recipe"]["target"]["model"]

@@ -29,16 +29,16 @@ from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
-from fledge.training.assemble import resolve, target_shape
-from fledge.training.distributed import World
-from fledge.training.endpoint import EndpointAnswers
+from fledge.training.context import resolve, target_shape
+from fledge.training.data.samples import write_atomically
+from fledge.training.datagen.prompts import read_prompts
+from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
+from fledge.training.distributed import DistributedContext
 from fledge.training.make_plan import MakePlan
-from fledge.training.prompts import read_prompts
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
-from fledge.training.regenerate import AnswerGenerator, PromptsExhausted, regenerate
 from fledge.training.robustness import Retention, robustness
-from fledge.training.samples import write_atomically
-from fledge.training.states_client import StatesClient, launch_command
+from fledge.training.targets.endpoint import EndpointAnswers
+from fledge.training.targets.states_client import StatesClient, launch_command
 from fledge.training.trainer import TrainingStopped, train
 
 MAX_PROMPTS = 1_000_000
@@ -105,7 +105,7 @@ def make(
 ) -> Made | None:
     """None: in the processes of torchrun that are not the first."""
     place = resolve_device(device)
-    world = World.join(use_cuda=place.type == "cuda")
+    world = DistributedContext.join(use_cuda=place.type == "cuda")
     settings = {"model": model, "prompts": None if prompts is None else str(prompts), "endpoint": endpoint}
     progress = world.on_first(lambda: Progress.load(out / "make.json", settings))
     if model == "toy":
@@ -254,7 +254,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, say: 
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(run / "best", fresh)
     questions = _questions(out / "data" / "held-out.jsonl")
-    resolved = resolve(recipe, World())
+    resolved = resolve(recipe, DistributedContext())
     kept = robustness(resolved, fresh, questions[:16], texts=plan.augments)
     diagnosis = None
     if plan.endpoint is None:

@@ -63,7 +63,7 @@ class MakePlan:
         endpoint: str | None = None,
         endpoint_states: str | None = None,
     ) -> MakePlan:
-        """`shape`: the target's sizes (see `assemble.target_shape`)."""
+        """`shape`: the target's sizes (see `context.target_shape`)."""
         if not tokenizer.has_chat_template:
             raise UserError(f"{model}: its tokenizer has no chat template, so it cannot be asked anything")
         size, length = shape.hidden_size, min(2048, shape.max_positions)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.models.drafter import EagleDrafter
+from fledge.training.data.packing import PackedBatch
 from fledge.training.losses import DraftLoss, LossSettings, StepMetrics, auto_chunk_rows
-from fledge.training.packing import PackedBatch
-from fledge.training.target import Target, TargetStates
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import TrainBatch, Unroll, step_masks
 
 

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticUndefined
 
 from fledge.errors import UserError
-from fledge.training.templates import Augmentation
+from fledge.training.data.templates import Augmentation
 
 
 class RecipeError(UserError):

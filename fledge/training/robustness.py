@@ -10,13 +10,12 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.tokenizer import Tokenizer
-from fledge.training.assemble import find_target, greedy_answers, load_target
-from fledge.training.distributed import World
+from fledge.training.context import find_target, greedy_answers, load_target
+from fledge.training.data.rendering import ChatFormat, TemplateError
+from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, TextTemplate
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.recipe import Recipe
-from fledge.training.rendering import ChatFormat, TemplateError
-from fledge.training.system_prompts import SYSTEM_PROMPTS
-from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, TextTemplate
 
 DEPTH = 5
 AS_SERVED = "as served"
@@ -37,7 +36,7 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
     templates' marks."""
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
-    chat, world = ChatFormat(tokenizer), World()
+    chat, world = ChatFormat(tokenizer), DistributedContext()
     loaded = load_target(recipe, world, folder)
     target, device = loaded.target, torch.device(recipe.run.device)
     dtype = getattr(torch, recipe.run.compute_dtype)

@@ -18,8 +18,8 @@ from fledge.checkpoints.hf import save_decoder
 from fledge.config import ModelConfig
 from fledge.models.decoder import Decoder
 from fledge.training.attention import document_starts, packed_attend, packed_mask
-from fledge.training.continuations import continuations
-from fledge.training.samples import write_atomically
+from fledge.training.data.samples import write_atomically
+from fledge.training.targets.continuations import continuations
 
 NUMBERS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),

@@ -13,32 +13,30 @@ from torch import Tensor
 
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
-from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
 from fledge.training.checkpoint import (
+    check_settings,
     checkpoints,
+    earlier_settings,
     load_checkpoint,
     remove_leftovers,
     restore_random_state,
     save_checkpoint,
 )
-from fledge.training.curves import draw_curves
-from fledge.training.data import DataError
-from fledge.training.diagnosis import describe_not_finite
-from fledge.training.distributed import World
+from fledge.training.context import TrainingContext, build_context, held_out_texts, resolve
+from fledge.training.data.loading import DataError
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.prefetch import Prefetcher, StepInput
+from fledge.training.data.samples import write_atomically
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
-from fledge.training.identity import check_settings, earlier_settings
-from fledge.training.interrupts import Interrupts
-from fledge.training.journal import Journal
+from fledge.training.guards import Interrupts, describe_not_finite
+from fledge.training.journal import Journal, draw_curves
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.offline import StatesOnDisk, weights_fingerprint
-from fledge.training.optimizers import build_optimizers, clip_gradients
-from fledge.training.packing import PackedLoader
-from fledge.training.prefetch import Prefetcher, StepInput
+from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
 from fledge.training.recipe import Recipe
-from fledge.training.samples import write_atomically
-from fledge.training.schedule import learning_rate_factor
+from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 
 
 class TrainingStopped(UserError):
@@ -67,11 +65,11 @@ class _Window:
 
 
 class Trainer:
-    def __init__(self, pieces: Pieces, world: World, held_out: HeldOut | None) -> None:
+    def __init__(self, context: TrainingContext, world: DistributedContext, held_out: HeldOut | None) -> None:
         """`held_out`: on the first process, which evaluates."""
-        self.pieces, self.world, self.recipe, self.held_out = pieces, world, pieces.recipe, held_out
-        self.target = pieces.target
-        recipe, self.drafter, self.device = self.recipe, pieces.drafter, pieces.device
+        self.context, self.world, self.recipe, self.held_out = context, world, context.recipe, held_out
+        self.target = context.target
+        recipe, self.drafter, self.device = self.recipe, context.drafter, context.device
         self.folder, self.dtype = Path(recipe.output), getattr(torch, recipe.run.compute_dtype)
         world.broadcast_parameters(self.drafter)
         self.objective = self._objective(compile=recipe.run.compile == "yes")
@@ -85,7 +83,7 @@ class Trainer:
         )
         data = recipe.data
         self.loader = PackedLoader(
-            pieces.train,
+            context.train,
             data.sequence_length,
             data.micro_batch_size,
             recipe.seed,
@@ -131,7 +129,7 @@ class Trainer:
         recipe, folder = self.recipe, self.recipe.run.hidden_states_folder
         identity = {
             "model": recipe.target.model,
-            "weights": weights_fingerprint(self.pieces.target_folder),
+            "weights": weights_fingerprint(self.context.target_folder),
             "dtype": recipe.target.dtype,
             "layers": list(self.drafter.config.aux_layer_ids),
         }
@@ -154,7 +152,7 @@ class Trainer:
         states.reload()
         states.release_target()
         self.target = self.objective.target = states
-        self.pieces = replace(self.pieces, target=states)
+        self.context = replace(self.context, target=states)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -348,14 +346,14 @@ class Trainer:
 
     def _export(self, folder: Path, evaluation: dict[str, Any]) -> None:
         where = {"step": self.step, "tokens": self.tokens, "evaluation": evaluation}
-        export(self.drafter, folder, self.dtype, {**where, **self.pieces.provenance, "recipe": self.recipe.to_dict()})
+        export(self.drafter, folder, self.dtype, {**where, **self.context.provenance, "recipe": self.recipe.to_dict()})
 
     def save(self) -> None:
         if self.world.is_first:
             state = {
                 "recipe": self.recipe.to_dict(),
                 "config": config_to_hf(self.drafter.config, self.dtype),
-                "provenance": self.pieces.provenance,
+                "provenance": self.context.provenance,
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.loader_state,
@@ -406,7 +404,7 @@ def _is_compiler_error(error: Exception) -> bool:
 def train(recipe: Recipe) -> Result:
     """A whole run, or the rest of one: everything `fledge train` does."""
     asked = recipe.run.device
-    world = World.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
+    world = DistributedContext.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
     folder = Path(recipe.output)
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
@@ -415,18 +413,18 @@ def train(recipe: Recipe) -> Result:
         say(recipe.to_yaml())
         if before is not None:
             check_settings(recipe, before, say)
-        pieces = assemble(recipe, world, say)
+        context = build_context(recipe, world, say)
         # A sharded target needs all processes for every pass, though the first alone evaluates.
         takes_part = world.is_first or recipe.run.shard_target
-        held_out = held_out_texts(pieces) if takes_part else None
-        trainer = Trainer(pieces, world, held_out if world.is_first else None)
-        del pieces, held_out  # the trainer may let go of the target
+        held_out = held_out_texts(context) if takes_part else None
+        trainer = Trainer(context, world, held_out if world.is_first else None)
+        del context, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")
         if recipe.run.hidden_states == "offline":
             trainer.use_states_on_disk()
         if world.is_first:  # only now: a run that is refused leaves things as they were
-            if trainer.pieces.vocabulary is not None and not recipe.data.vocabulary:
-                trainer.pieces.vocabulary.save(folder / "vocabulary")
+            if trainer.context.vocabulary is not None and not recipe.data.vocabulary:
+                trainer.context.vocabulary.save(folder / "vocabulary")
             write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
             remove_leftovers(folder / "checkpoints")
         if trainer.step:

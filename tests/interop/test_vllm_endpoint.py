@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from fledge.checkpoints.ends import load_ends, text_config
-from fledge.training.endpoint import EndpointTarget
 from fledge.training.journal import read_journal
 from fledge.training.recipe import build_recipe
-from fledge.training.states_client import EndpointError, launch_command
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.endpoint import EndpointTarget
+from fledge.training.targets.states_client import EndpointError, launch_command
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 from fledge.training.ttt import TrainBatch
 from tests.interop.runs import vllm_python
@@ -86,7 +86,7 @@ def test_states_are_those_of_our_decoder(url, model):
     positions = torch.cat([torch.arange(n) for n in (40, 17, 70, 1, 90, 38)]).view(2, 128)
     batch = TrainBatch.plan(tokens, positions, document, document > 0, steps=2, multiple=4)
     target = connect(url, model)
-    target.ahead(batch)
+    target.prefetch(batch)
     theirs, ours = target.states(batch), DecoderTarget(tiny_target(), TAPS).states(batch)
     real = (document > 0).flatten()
     for a, b in zip([theirs.hidden_ND, *theirs.taps], [ours.hidden_ND, *ours.taps], strict=True):

@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 from fledge.errors import UserError
-from fledge.training.data import Conversation, DataError, TokenTurn, load_samples, read_conversations, tokenize_conversation
-from fledge.training.packing import PackedLoader
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.system_prompts import SYSTEM_PROMPTS
-from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, Augmentation
+from fledge.training.data.loading import (
+    Conversation,
+    DataError,
+    TokenTurn,
+    load_samples,
+    read_conversations,
+    tokenize_conversation,
+)
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, Augmentation
 from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, TOOLS, assistant, chat_tokenizer, system, user
 
 TWO_TURNS = (user("Hi"), assistant("Hello!"), user("How are you?"), assistant("I am fine."))

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fledge.training.data import DataError, load_samples
-from fledge.training.decontamination import Decontamination
-from fledge.training.regenerate import regenerate
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.loading import DataError, load_samples
+from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import assistant, chat_tokenizer, user
 from tests.training.test_regenerate import EchoGenerator
 

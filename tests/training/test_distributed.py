@@ -16,8 +16,8 @@ import torch
 
 from fledge.errors import UserError
 from fledge.training import toy
-from fledge.training.assemble import resolve
-from fledge.training.distributed import World
+from fledge.training.context import resolve
+from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe
 from fledge.training.trainer import train
@@ -28,9 +28,9 @@ WATCHED = """
 import sys, torch
 torch.set_num_threads(1)
 from torch.distributed.tensor import DTensor
-from fledge.training import offline
+from fledge.training.targets import offline
 from fledge.training.recipe import load_recipe
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 
 passes, rows = [], []
@@ -135,7 +135,7 @@ LOCAL_FOLDERS = """
 import os, sys, torch
 torch.set_num_threads(1)
 from dataclasses import replace
-from fledge.training import data, assemble
+from fledge.training import context
 from fledge.training.recipe import load_recipe
 from fledge.training.trainer import train
 
@@ -143,7 +143,7 @@ rank = os.environ["RANK"]
 if rank != "0":
     def forbidden(*args, **kwargs):
         raise AssertionError("one process reads the data for all")
-    assemble.load_samples = forbidden
+    context.load_samples = forbidden
 recipe = load_recipe(sys.argv[1])
 train(replace(recipe, output=recipe.output if rank == "0" else recipe.output + "-other-machine"))
 """
@@ -188,4 +188,4 @@ def test_resumed_with_another_number_of_processes(by_one, tmp_path):
 
 def test_a_step_that_cannot_be_shared_is_refused(by_one):
     with pytest.raises(UserError, match="2 rows of a step cannot be shared equally by 3 processes"):
-        resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), World(0, 3))
+        resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), DistributedContext(0, 3))

@@ -11,13 +11,14 @@ import torch
 from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.errors import ModelError
-from fledge.training import states_client, toy
-from fledge.training.continuations import continuations
-from fledge.training.endpoint import EndpointAnswers, EndpointTarget
+from fledge.training import toy
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe
-from fledge.training.states_client import EndpointError
-from fledge.training.target import DecoderTarget, documents
+from fledge.training.targets import states_client
+from fledge.training.targets.continuations import continuations
+from fledge.training.targets.endpoint import EndpointAnswers, EndpointTarget
+from fledge.training.targets.states_client import EndpointError
+from fledge.training.targets.target import DecoderTarget, documents
 from fledge.training.trainer import train
 from tests.tiny import tiny_decoder
 from tests.training.fake_endpoint import FakeEndpoint, serving
@@ -71,7 +72,7 @@ def test_what_is_asked_ahead_is_asked_once(endpoint, model):
     target = connect(endpoint, model)
     endpoint.requests.clear()
     for _ in range(2):
-        target.ahead(packed())
+        target.prefetch(packed())
     assert_same_states(target.states(packed()), target.states(packed()))
     assert len(endpoint.requests) == 2 * len(list(documents(packed())))
     target.close()

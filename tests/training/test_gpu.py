@@ -14,11 +14,11 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.training import toy
 from fledge.training.attention import attention_with_lse, document_starts, packed_mask
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.samples import Sample
 from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.packing import PackedLoader
 from fledge.training.recipe import build_recipe
-from fledge.training.samples import Sample
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 from fledge.training.warm_start import start_random
 from tests.tiny import tiny_drafter_config

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.packing import PackedBatch, PackedLoader, pack
-from fledge.training.samples import Sample, SampleSet
+from fledge.training.data.loading import DataError
+from fledge.training.data.packing import PackedBatch, PackedLoader, pack
+from fledge.training.data.samples import Sample, SampleSet
 
 
 def make_samples(count: int = 60, longest: int = 60, seed: int = 0) -> SampleSet:

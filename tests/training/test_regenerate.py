@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.errors import UserError
-from fledge.training.data import DataError, read_conversations, tokenize_conversation
-from fledge.training.prompts import read_prompts
-from fledge.training.regenerate import regenerate
+from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
+from fledge.training.datagen.prompts import read_prompts
+from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import INSTRUCT, THINKING, TOOLS, assistant, chat_tokenizer, system, user
 
 QUIET = {"show_progress": False}

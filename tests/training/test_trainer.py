@@ -17,12 +17,12 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
 from fledge.training import toy
-from fledge.training.assemble import assemble, resolve
-from fledge.training.distributed import World
+from fledge.training.context import build_context, resolve
+from fledge.training.data.vocabulary import DraftVocabulary
+from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.trainer import Trainer, TrainingStopped, train
-from fledge.training.vocabulary import DraftVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -311,11 +311,11 @@ def test_what_is_held_out_is_told(recipe):
         evaluation=replace(recipe.evaluation, max_prompt_tokens=7),
     )
     told: list[str] = []
-    pieces = assemble(resolve(recipe, World()), World(), told.append)
-    asked = {tuple(prompt) for prompt in pieces.prompts}
-    assert asked.isdisjoint(tuple(pieces.train.prompt(i)) for i in range(len(pieces.train)))
+    context = build_context(resolve(recipe, DistributedContext()), DistributedContext(), told.append)
+    asked = {tuple(prompt) for prompt in context.prompts}
+    assert asked.isdisjoint(tuple(context.train.prompt(i)) for i in range(len(context.train)))
     data, held_out, left_out, vocabulary = told[:4]
-    others = int(re.match(r"data: (\d+) of 240", data)[1]) - len(pieces.train)
+    others = int(re.match(r"data: (\d+) of 240", data)[1]) - len(context.train)
     assert others > 30
     assert held_out == f"held out: 30 prompts, with all {others} conversations that begin with them"
     assert left_out.startswith(f"held out: {30 - len(asked)} of 30 prompts left out, as longer than")

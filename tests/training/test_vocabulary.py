@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.vocabulary import DraftVocabulary
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.data.vocabulary import DraftVocabulary
 
 SPECIAL = 2
 

@@ -8,8 +8,7 @@ import torch
 from fledge.config import MLAConfig
 from fledge.errors import ModelError
 from fledge.training.losses import Head
-from fledge.training.optimizers import build_optimizers
-from fledge.training.schedule import learning_rate_factor
+from fledge.training.optimizers import build_optimizers, learning_rate_factor
 from fledge.training.warm_start import (
     last_layer,
     last_layer_of_transformers,

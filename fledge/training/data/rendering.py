@@ -19,7 +19,7 @@ import numpy as np
 
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
-from fledge.training.samples import Sample
+from fledge.training.data.samples import Sample
 
 Message = dict[str, Any]  # role, content, and what a chat template may know: tool_calls, reasoning_content, …
 Options = dict[str, Any]  # what a chat template gets beside the messages: tools, enable_thinking, …

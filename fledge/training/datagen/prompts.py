@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.training.chat_files import DataError, parse_messages, parse_options, read_lines
-from fledge.training.rendering import Options
-from fledge.training.samples import write_atomically
+from fledge.training.data.chat_files import DataError, parse_messages, parse_options, read_lines, user_turns
+from fledge.training.data.rendering import Options
+from fledge.training.data.samples import write_atomically
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,13 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
     """
     for where, line in read_lines(path):
         system = line.get("system") or ""
-        if "turns" in line:
-            turns = line["turns"]
-        elif "messages" in line:
+        turns = user_turns(line, where)
+        if "messages" in line:
             messages = parse_messages(line["messages"], where)
             if unknown := {message["role"] for message in messages} - {"system", "user", "assistant"}:
                 raise DataError(f"{where}: messages of {', '.join(sorted(unknown))} cannot be answered again")
-            turns = [message["content"] for message in messages if message["role"] == "user"]
             system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-        elif "prompt" in line:
-            turns = [line["prompt"]]
-        else:
-            raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there')
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        if not turns or not all(turn.strip() for turn in turns):
             raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
         name = line.get("id")
         options = parse_options(line, where)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import Sample, SampleSet
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import Sample, SampleSet
 
 # Rows that are kept open while packing. More fill a little better and take longer; 256 fill > 98 % of mixed chats.
 _OPEN_ROWS = 256

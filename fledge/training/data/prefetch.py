@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.training.data.packing import PackedBatch, PackedLoader
 from fledge.training.objective import Objective
-from fledge.training.packing import PackedBatch, PackedLoader
 from fledge.training.ttt import TrainBatch
 
 
@@ -50,7 +50,7 @@ class Prefetcher(Iterator[StepInput]):
         state, epoch = self._loader.state_dict(), self._loader.epoch
         planned = [self._objective.plan(batch) for batch in packed]
         for batch in planned:
-            self._objective.target.ahead(batch)
+            self._objective.target.prefetch(batch)
         valid, outside = (torch.stack([getattr(b, name) for b in planned]).sum(0) for name in ("num_valid_K", "num_outside_K"))
         return StepInput(packed, [batch.to(self._device) for batch in planned], valid, outside, state, epoch)
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from fledge.bench.loops import is_looping
 from fledge.tokenizer import Tokenizer
-from fledge.training.prompts import Prompt
-from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
+from fledge.training.data.rendering import Answer, ChatFormat, Message, TemplateError
+from fledge.training.datagen.prompts import Prompt
 
 # User's turns that the target writes are kept if they look like something a user would send.
 SELF_MIN_CHARACTERS = 12

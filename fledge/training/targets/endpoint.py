@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fledge.checkpoints.ends import Ends
 from fledge.training.losses import Head
-from fledge.training.states_client import EndpointError, StatesClient, launch_command
-from fledge.training.target import Document, Target, TargetStates, documents
+from fledge.training.targets.states_client import EndpointError, StatesClient, launch_command
+from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
 # Of a log-probability, between the server's arithmetic (bf16, other kernels) and ours. Another layer is off by whole units.
@@ -77,7 +77,7 @@ class EndpointTarget(Target):
                 f"{num_tokens}: start it with --max-model-len {num_tokens + 1}, or shorten the sequences"
             )
 
-    def ahead(self, batch: TrainBatch) -> None:
+    def prefetch(self, batch: TrainBatch) -> None:
         for document in documents(batch):
             with self._lock:
                 self._ahead[document.key].append(self._pool.submit(self._fetch, document.tokens))
@@ -86,7 +86,7 @@ class EndpointTarget(Target):
         self.client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         asked = [(document, self._asked(document)) for document in documents(batch)]
         states = torch.zeros(batch.tokens_BT.numel(), len(self.layers), self.hidden_size, dtype=self.dtype)
         for document, future in asked:

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fledge.tokenizer import Tokenizer
-from fledge.training.conversations import Conversations
-from fledge.training.data import DataError
-from fledge.training.decontamination import Decontamination
-from fledge.training.dialogues import HostWork
-from fledge.training.helpers import Helpers, find_helpers
-from fledge.training.prompts import AnswerFile, Prompt, prompt_id, read_prompts
-from fledge.training.rendering import Options
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.loading import DataError
+from fledge.training.data.rendering import Options
+from fledge.training.datagen.conversations import Conversations
+from fledge.training.datagen.dialogues import HostWork
+from fledge.training.datagen.prompts import AnswerFile, Prompt, prompt_id, read_prompts
+from fledge.training.workers import Workers, find_workers
 
 # What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
 WAVE = 32768
@@ -161,15 +161,15 @@ def regenerate(
     )  # refusals come before there is a file
     with AnswerFile(out_path, settings) as file:
         remaining = len(prompts) + (self_prompted or 0) - len(file.done)
-        helpers = find_helpers(work, remaining, getattr(generator, "concurrency", 0), processes)
+        workers = find_workers(work, remaining, getattr(generator, "concurrency", 0), processes)
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
-            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, decontamination, stop_ids)
+            run = _Run(generator, work, workers, file, sampling, seed, wave, started, decontamination, stop_ids)
             run.template_options = list(template_options)
             return run.answer_all(prompts, self_prompted or 0, show_progress)
         finally:
             gc.unfreeze()
-            helpers.close()
+            workers.close()
 
 
 class _Run:
@@ -179,7 +179,7 @@ class _Run:
         self,
         generator: AnswerGenerator,
         work: HostWork,
-        helpers: Helpers,
+        workers: Workers,
         file: AnswerFile,
         sampling: dict[str, Any],
         seed: int,
@@ -188,7 +188,7 @@ class _Run:
         decontaminate: Decontamination | None,
         stop_ids: Sequence[int],
     ):
-        self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
+        self.generator, self.chat, self.workers, self.file = generator, work.chat, workers, file
         self.sampling, self.seed, self.wave, self.started, self.decontaminate = sampling, seed, wave, started, decontaminate
         self.stop_ids = stop_ids
         self.template_options: list[Options] = [{}]
@@ -273,16 +273,16 @@ class _Run:
         answers = self.generator.generate([opening] * count, seed=self._next_seed(), stop_ids=ends, **sampling)
         pieces = ((list(ids), reason) for _, ids, reason in answers)
         read = []
-        while batch := list(islice(pieces, self.helpers.batch)):
+        while batch := list(islice(pieces, self.workers.batch)):
             self._end_warm_up()
-            read.append(self.helpers.submit(self.helpers.call, "written", batch))
+            read.append(self.workers.submit(self.workers.call, "written", batch))
         return [text for future in read for text in future.result()]
 
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _answer(self, prompts: Iterator[Prompt], show: Callable[[], None]) -> None:
         report = self.report
-        conversations = Conversations(prompts, self.helpers, self.file, report, self.seed)
+        conversations = Conversations(prompts, self.workers, self.file, report, self.seed)
         try:
             for index, ids, reason in self._generate(conversations):
                 if reason == "stop" and self.stop_ids and (not ids or ids[-1] not in self.stop_ids):

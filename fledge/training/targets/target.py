@@ -16,7 +16,7 @@ from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.training.attention import Mask, packed_attend, packed_mask
-from fledge.training.distributed import World
+from fledge.training.distributed import DistributedContext
 from fledge.training.losses import Head
 from fledge.training.ttt import TrainBatch
 
@@ -34,10 +34,10 @@ class Target(Protocol):
     lm_head: nn.Module
     vocab_size: int
     hidden_size: int
-    needs_all: bool = False  # every pass is one of all processes together
+    requires_collective: bool = False  # every pass is one of all processes together
 
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
-        """`once`: this shape of batch will hardly come again, so nothing is compiled for it."""
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
+        """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
 
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
@@ -45,7 +45,7 @@ class Target(Protocol):
     def without_compiler(self) -> None:
         """Compiling failed: go on without."""
 
-    def ahead(self, batch: TrainBatch) -> None:
+    def prefetch(self, batch: TrainBatch) -> None:
         """This batch will be asked for soon. Called from another thread than `states`."""
 
     def close(self) -> None:
@@ -86,20 +86,20 @@ class DecoderTarget(Target):
         with torch.device("meta"):
             self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
-        self.needs_all = sharded
+        self.requires_collective = sharded
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         decoder, length = self.decoder, batch.tokens_BT.shape[1]
         flex = self.device.type == "cuda"
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
-        captured, run_layer = {}, _layer if once else self._layer
+        captured, run_layer = {}, _layer if skip_compile else self._layer
         for index, (weights, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             if index in self.taps:
                 captured[index] = x
-            if self.needs_all:
+            if self.requires_collective:
                 x = decoder.layers[index](x, cos, sin, packed_attend(masks, length))
             else:
                 x = run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
@@ -113,7 +113,7 @@ class DecoderTarget(Target):
         self._layer = _layer
 
 
-def load_sharded(load: Callable[[], Decoder], world: World, device: torch.device) -> Decoder:
+def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device: torch.device) -> Decoder:
     """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
     All must then make the same passes.
 
@@ -187,7 +187,7 @@ class TransformersTarget(Target):
             )
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         tokens, positions = batch.tokens_BT.flatten(), batch.positions_BT.flatten()
         taps = [torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)]
         taps = [taps[0].clone() for _ in self.taps]

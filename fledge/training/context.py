@@ -1,4 +1,4 @@
-"""From a recipe to the pieces of a run: target, data, draft vocabulary, drafter."""
+"""From a recipe to the context of a run: target, data, draft vocabulary, drafter."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
-from fledge.training.continuations import continuations, transformers_continuations
-from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_hash
-from fledge.training.distributed import World
-from fledge.training.endpoint import EndpointTarget
+from fledge.training.data.loading import DataReport, data_hash, load_samples, tokenizer_hash
+from fledge.training.data.samples import SampleSet
+from fledge.training.data.vocabulary import DraftVocabulary
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import DataRecipe, LatentRecipe, Recipe, RecipeError
-from fledge.training.samples import SampleSet
-from fledge.training.target import DecoderTarget, Target, TransformersTarget, load_sharded
-from fledge.training.vocabulary import DraftVocabulary
+from fledge.training.targets.continuations import continuations, transformers_continuations
+from fledge.training.targets.endpoint import EndpointTarget
+from fledge.training.targets.target import DecoderTarget, Target, TransformersTarget, load_sharded
 from fledge.training.warm_start import (
     last_layer,
     last_layer_of_transformers,
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TrainingContext:
     recipe: Recipe  # resolved
     device: torch.device
     target: Target
@@ -56,7 +56,7 @@ class Pieces:
     target_folder: Path
 
 
-def resolve(recipe: Recipe, world: World, before: Mapping[str, Any] | None = None) -> Recipe:
+def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any] | None = None) -> Recipe:
     """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it.
 
     `before`: the settings of the run that is resumed; its steps keep their size.
@@ -107,7 +107,7 @@ def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> D
     return replace(data, micro_batch_size=micro, global_batch_size=rows)
 
 
-def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
+def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> TrainingContext:
     """`recipe` must be resolved."""
     device = torch.device(recipe.run.device)
     source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
@@ -145,7 +145,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
         "draft_vocabulary": told or "the target's",
     }
-    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+    return TrainingContext(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def find_target(recipe: Recipe) -> Path:
     return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
 
 
-def load_target(recipe: Recipe, world: World, folder: Path) -> LoadedTarget:
+def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     if recipe.target.endpoint is not None:
@@ -444,13 +444,13 @@ def greedy_answers(
     return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)
 
 
-def held_out_texts(pieces: Pieces) -> HeldOut:
+def held_out_texts(context: TrainingContext) -> HeldOut:
     """The target's greedy answers to the held-out prompts, and its states over them."""
-    target = pieces.target
-    answers = greedy_answers(target, pieces.prompts, pieces.recipe.evaluation.max_new_tokens, pieces.stop_ids)
-    texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]
-    held_out = HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)
+    target = context.target
+    answers = greedy_answers(target, context.prompts, context.recipe.evaluation.max_new_tokens, context.stop_ids)
+    texts = [[*prompt, *answer] for prompt, answer in zip(context.prompts, answers, strict=True)]
+    held_out = HeldOut.of(target, texts, [len(prompt) for prompt in context.prompts], context.device)
     # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.
-    if isinstance(target, DecoderTarget) and pieces.recipe.evaluation.sink_column is None:
+    if isinstance(target, DecoderTarget) and context.recipe.evaluation.sink_column is None:
         held_out = held_out.with_sink(target.decoder)
     return held_out

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import SampleSet, write_atomically
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import SampleSet, write_atomically
 
 _FORMAT = 1
 

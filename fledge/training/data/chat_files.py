@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fledge.errors import UserError
-from fledge.training.rendering import Message, Options
+from fledge.training.data.rendering import Message, Options
 
 BLOCK_BYTES = 1 << 21
 
@@ -133,6 +133,17 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise DataError(f"{where}: messages must be a list")
     return tuple(_message(entry, "role", "content", where) for entry in value)
+
+
+def user_turns(line: dict[str, Any], where: str) -> list[str]:
+    """What users say in a line of prompts: its "turns", "messages" or "prompt"."""
+    if "messages" in line:
+        return [message["content"] for message in parse_messages(line["messages"], where) if message["role"] == "user"]
+    found = line.get("turns", line.get("prompt"))
+    turns = [found] if isinstance(found, str) else found
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there as text')
+    return turns
 
 
 def parse_options(line: dict[str, Any], where: str) -> Options:

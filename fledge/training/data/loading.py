@@ -16,7 +16,7 @@ import numpy as np
 
 from fledge.bench.loops import is_looping, loop_start
 from fledge.tokenizer import Tokenizer
-from fledge.training.chat_files import (
+from fledge.training.data.chat_files import (
     Block,
     Conversation,
     DataError,
@@ -27,11 +27,11 @@ from fledge.training.chat_files import (
     read_conversations,
     read_lines,
 )
-from fledge.training.decontamination import Decontamination
-from fledge.training.helpers import Processes, num_cores
-from fledge.training.rendering import Answer, ChatFormat, TemplateError
-from fledge.training.samples import Sample, SampleSet, key_of
-from fledge.training.templates import Augmentation, Choice
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.rendering import Answer, ChatFormat, TemplateError
+from fledge.training.data.samples import Sample, SampleSet, key_of
+from fledge.training.data.templates import Augmentation, Choice
+from fledge.training.workers import Processes, num_cores
 
 __all__ = [
     "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",
@@ -330,7 +330,7 @@ def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
 def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
     """Blocks are handed out and come back in order; the sums are those of one process, and so is the first error."""
     parts, report, pending = [], DataReport(), deque()
-    helpers = Processes(work, count, ahead=2 * count)
+    workers = Processes(work, count, ahead=2 * count)
 
     def take() -> None:
         samples, what_became = pending.popleft().result()
@@ -342,29 +342,29 @@ def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tupl
         first_index.set_result(0)
         for block in blocks:
             next_index: Future = Future()
-            pending.append(helpers.submit(_samples_of, helpers, block, first_index, next_index))
+            pending.append(workers.submit(_samples_of, workers, block, first_index, next_index))
             first_index = next_index
-            if len(pending) >= helpers.ahead:
+            if len(pending) >= workers.ahead:
                 take()
             if work.limit is not None and report.conversations >= work.limit:
                 break
         while pending:
             take()
     finally:
-        helpers.close()
+        workers.close()
     return SampleSet.joined(parts), report
 
 
-def _samples_of(helpers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
-    """In a helper's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
+def _samples_of(workers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
+    """In a worker's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
     try:
-        num_conversations = helpers.call("read", block)
+        num_conversations = workers.call("read", block)
         first = first_index.result()
         next_index.set_result(first + num_conversations)
     except BaseException as error:
         next_index.set_exception(error)  # those behind would wait for ever
         raise
-    return helpers.call("make", first)
+    return workers.call("make", first)
 
 
 # --- identity -------------------------------------------------------------------------------------------------------
