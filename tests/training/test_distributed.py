@@ -53,9 +53,9 @@ DecoderTarget.states, offline.PackedLoader = watched, counted
 recipe = load_recipe(sys.argv[1])
 train(recipe)
 if recipe.run.hidden_states == "offline":
-    assert rows[0] % 2 == 1 and len(passes) == 1 + (rows[0] + 1) // 2, (rows, len(passes))  # the first: held-out texts
+    assert rows[0] % 2 == 1 and len(passes) == 2 + (rows[0] + 1) // 2, (rows, len(passes))  # two: the start, held-out texts
 else:
-    assert len(passes) == 1 + recipe.run.steps, passes
+    assert len(passes) == 2 + recipe.run.steps, passes
 """
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -185,8 +185,10 @@ def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp
 
 
 def test_a_backend_and_an_endpoint_are_too_much(recipe):
+    content = recipe.to_dict()
+    content["target"] |= {"endpoint": "http://host/v1", "backend": "fledge"}
     with pytest.raises(RecipeError, match="choose one"):
-        replace(recipe, target=replace(recipe.target, endpoint="http://host/v1", backend="fledge"))
+        build_recipe(content)
 
 
 # --- the ends of a checkpoint --------------------------------------------------------------------------------------
