@@ -23,18 +23,17 @@ import torch
 
 from fledge.bench.provenance import provenance, write_json
 from fledge.models.drafter import EagleDrafter
-from fledge.training.assemble import Pieces, assemble, drafter_config, held_out_texts, resolve, start_drafter
-from fledge.training.distributed import World
+from fledge.training.context import TrainingContext, build_context, drafter_config, held_out_texts, resolve, start_drafter
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.prefetch import Prefetcher
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
 from fledge.training.losses import LossSettings
 from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.optimizers import build_optimizers, clip_gradients
-from fledge.training.packing import PackedLoader
-from fledge.training.prefetch import Prefetcher
+from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
 from fledge.training.recipe import Recipe, load_recipe
-from fledge.training.schedule import learning_rate_factor
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.warm_start import last_layer
 
 COMPILED_AFTER = 3  # steps
@@ -66,19 +65,22 @@ def parse_arm(text: str) -> tuple[str, Recipe]:
 class Arm:
     """One of the drafters in training."""
 
-    def __init__(self, name: str, recipe: Recipe, drafter: EagleDrafter, pieces: Pieces) -> None:
-        self.name, self.recipe, self.drafter, self.pieces = name, recipe, drafter, pieces
-        run, asked, data = pieces.recipe.run, recipe.objective, pieces.recipe.data
+    def __init__(self, name: str, recipe: Recipe, drafter: EagleDrafter, context: TrainingContext) -> None:
+        self.name, self.recipe, self.drafter, self.context = name, recipe, drafter, context
+        run, asked, data = context.recipe.run, recipe.objective, context.recipe.data
         self.dtype = getattr(torch, run.compute_dtype)
         settings = ObjectiveSettings(
             steps=asked.ttt_steps,
             decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
+            loss=LossSettings(asked.loss, asked.lk_weight),
             compute_dtype=None if self.dtype == torch.float32 else self.dtype,
+            mask_outside=asked.outside_vocabulary == "mask",
             compile=run.compile == "yes",
         )
         num_positions = data.sequence_length + data.position_offset_max
-        self.objective = Objective(drafter, pieces.target, settings, num_positions, data.sequence_length * data.batch_rows)
+        self.objective = Objective(
+            drafter, context.target, settings, num_positions, data.sequence_length * data.micro_batch_size
+        )
         wanted = recipe.optimizer
         self.optimizer = build_optimizers(
             drafter,
@@ -95,7 +97,7 @@ class Arm:
         loss, metrics = self.objective(planned, weights, measure=measure, states=states)
         loss.backward()
         wanted = self.recipe.optimizer
-        clip_gradients(self.parameters, wanted.clip)
+        clip_gradients(self.parameters, wanted.max_grad_norm)
         self.optimizer.set_factor(learning_rate_factor(progress, wanted.schedule, wanted.warmup, wanted.decay, wanted.floor))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -103,12 +105,12 @@ class Arm:
 
     def evaluated(self, held_out: HeldOut) -> dict[str, Any]:
         asked = self.recipe.evaluation
-        served = served_copy(self.drafter, self.pieces.target, self.dtype)
+        served = served_copy(self.drafter, self.context.target, self.dtype)
         return evaluate(served, held_out, asked.depths, asked.sink_column)
 
 
-def build_arms(named: list[tuple[str, Recipe]]) -> tuple[Pieces, list[Arm]]:
-    world, say = World(), lambda text: print(text, flush=True)
+def build_arms(named: list[tuple[str, Recipe]]) -> tuple[TrainingContext, list[Arm]]:
+    world, say = DistributedContext(), lambda text: print(text, flush=True)
     recipes = {name: resolve(recipe, world) for name, recipe in named}
     first = next(iter(recipes.values()))
     for name, recipe in recipes.items():
@@ -117,31 +119,33 @@ def build_arms(named: list[tuple[str, Recipe]]) -> tuple[Pieces, list[Arm]]:
             raise SystemExit(f"arm {name}: only {', '.join(OWN)} may differ from the first arm's")
         if recipe.objective.ttt_steps != first.objective.ttt_steps:
             raise SystemExit(f"arm {name}: objective.ttt_steps must be the first arm's: the batches are planned for it")
-    pieces = assemble(first, world, say)
-    if not isinstance(pieces.target, DecoderTarget):
+    context = build_context(first, world, say)
+    if not isinstance(context.target, DecoderTarget):
         raise SystemExit("the target must be one that Fledge runs itself")
     drafters = {}
     for name, recipe in recipes.items():
-        config = drafter_config(recipe, pieces.target.decoder.config)
-        if config.aux_layer_ids != pieces.drafter.config.aux_layer_ids:
+        config = drafter_config(recipe, context.target.decoder.config)
+        if config.aux_layer_ids != context.drafter.config.aux_layer_ids:
             raise SystemExit(f"arm {name}: the arms share one target pass and so its tapped layers")
         drafter = EagleDrafter(config)
-        drafter.d2t.copy_(pieces.drafter.d2t)
-        start_drafter(recipe, drafter, pieces.target, last_layer(pieces.target.decoder), say)
-        drafters[name] = drafter.to(pieces.device)
-    return pieces, [Arm(name, recipe, drafters[name], pieces) for name, recipe in recipes.items()]
+        drafter.d2t.copy_(context.drafter.d2t)
+        start_drafter(recipe, drafter, context.target, last_layer(context.target.decoder), context.train.tokens[:256], say)
+        drafters[name] = drafter.to(context.device)
+    return context, [Arm(name, recipe, drafters[name], context) for name, recipe in recipes.items()]
 
 
 def main() -> None:
     args = arguments()
-    pieces, arms = build_arms([parse_arm(text) for text in args.arms])
-    recipe, device = pieces.recipe, pieces.device
+    context, arms = build_arms([parse_arm(text) for text in args.arms])
+    recipe, device = context.recipe, context.device
     data, on_gpu = recipe.data, device.type == "cuda"
-    held_out = None if args.warm else held_out_texts(pieces)
-    loader = PackedLoader(pieces.train, data.sequence_length, data.batch_rows, recipe.seed, 0, 1, data.position_offset_max)
+    held_out = None if args.warm else held_out_texts(context)
+    loader = PackedLoader(
+        context.train, data.sequence_length, data.micro_batch_size, recipe.seed, 0, 1, data.position_offset_max
+    )
     print(loader, flush=True)
-    prefetch = Prefetcher(loader, arms[0].objective, device, 1)
-    tokens_a_step = data.sequence_length * data.batch_rows
+    prefetch = Prefetcher(loader, arms[0].objective, device)
+    tokens_a_step = data.sequence_length * data.micro_batch_size
     step, began, logged, log, paused = 0, time.time(), time.time(), [], 0.0
     while True:
         batch = next(prefetch)
@@ -161,7 +165,7 @@ def main() -> None:
             break
         planned, measure = batch.batches[0], (step + 1) % args.log_every == 0
         with torch.no_grad():
-            states = pieces.target.states(planned)
+            states = context.target.states(planned)
         results = [arm.step(planned, batch.num_valid_K, states, progress, measure) for arm in arms]
         step += 1
         if measure:
@@ -195,7 +199,7 @@ def main() -> None:
         "epochs": batch.epoch,
         "training_seconds": time.time() - began - paused,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "data": pieces.provenance,
+        "data": context.provenance,
         "provenance": provenance() | ({"commit": args.commit} if args.commit else {}),
     }
     finals = {}

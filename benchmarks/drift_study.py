@@ -37,7 +37,12 @@ TRAINED_APART = (
     "that the target wrote itself, learning rate 1e-3, the same seed and batches (those without augmentation, or with more of "
     "it, see the same answers under other templates). That is 13 million tokens each, far fewer than the shipped drafter's: "
     "their acceptance lengths are low, and what is said here holds for short trainings. EAGLE 3 itself likes a higher rate "
-    '(2e-3 in the first stage of the one above), so part of its distance may be the rate. "Augmented more" has another '
+    "(2e-3 in the first stage of the one above), so part of its distance may be the rate. This comparison is confounded by the "
+    "start: the copied layer was scaled by a constant, 0.1, in the drafters with norm_output and not at all in the others, so "
+    '"fc_norm only" began with a layer about twenty times too large for its residual stream, and "norm_output only" with a '
+    "first step that did not fit the later ones. Since then the scale follows from measured states for each of the four; the "
+    'four have not been trained again, so the two middle rows say little about the fixes themselves. "Augmented more" has '
+    "another "
     "template in 35 % of texts instead of 10, none in 10 instead of 5, a system prompt in 40 instead of 15."
 )
 CONCLUSIONS = (

@@ -38,6 +38,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from fledge.engine.device_engine import DeviceEngine
+from fledge.engine.load_depth import LoadDepth
 from gpu_checks import against_network, partings
 from gpu_kernels import attention_times, left_out, linear_times
 from gpu_long import long_context
@@ -54,12 +56,10 @@ from fledge.drift.row_probe import CYCLES_EACH
 from fledge.drift.watching import watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.load_depth import LoadDepth
-from fledge.engine.offline import DeviceAnswers
+from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.prefill import LONGEST, PROMPTS, TOKENS
+from fledge.engine.offline import DeviceAnswers
 from fledge.kernels import triton_support
 from fledge.kernels.attention import rope_attention
 from fledge.kernels.linear import dispatch

@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 
 import torch
+from fledge.engine.device_engine import DeviceEngine
 from gpu_kernels import DEVICE, event_time
 
 from fledge.config import RopeConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
-from fledge.engine.device_engine import DeviceEngine
 from fledge.engine.memory import memory_plan
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

@@ -10,8 +10,8 @@ import torch
 from gpu_kernels import event_time
 from gpu_show import show
 
-from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.device_batch import GREEDY, DeviceBatch, RowInit
+from fledge.engine.executors.graphs import size_for
 from fledge.kernels import triton_support
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from fledge.engine.build import Speculation
 from fledge.engine.offline import AnswerGenerator, DeviceAnswers, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.tokenizer import Tokenizer
-from fledge.training.prompts import read_prompts
-from fledge.training.regenerate import regenerate
+from fledge.training.datagen.prompts import read_prompts
+from fledge.training.datagen.regenerate import regenerate
 
 ASKS = (
     "Explain {a} to a {who}, with two examples and one common mistake.",
@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int)
     parser.add_argument("--drafter", default="none", help="as the command takes it")
     parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--processes", type=int, help="helper processes; default: as the command decides")
+    parser.add_argument("--processes", type=int, help="worker processes; default: as the command decides")
     parser.add_argument("--out", type=Path, help="keep the answers here (must not exist); default: they are thrown away")
     parser.add_argument("--decoder", action="store_true", help="also measure the generator alone")
     parser.add_argument("--checked", type=int, default=0, help="greedy answers compared with the plain network")

@@ -24,12 +24,12 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.losses import LossSettings
 from fledge.training.objective import Objective, ObjectiveSettings
 from fledge.training.optimizers import build_optimizers, clip_gradients
-from fledge.training.packing import PackedLoader
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.warm_start import last_layer, start_from_target
 
 # SmolLM2-135M's shape: the figures do not depend on what the weights say.
@@ -104,7 +104,8 @@ def main() -> None:
     )
     drafter = EagleDrafter(drafter_config)
     target = DecoderTarget(decoder, drafter_config.aux_layer_ids, compile="target" in parts)
-    start_from_target(drafter, last_layer(decoder), target.head, target.embedding)
+    taps = [torch.randn(64, decoder.config.hidden_size) for _ in drafter.config.aux_layer_ids]
+    start_from_target(drafter, last_layer(decoder), target.head, target.embedding, taps)
     drafter.to(device)
     settings = ObjectiveSettings(
         steps=args.ttt,
@@ -120,7 +121,7 @@ def main() -> None:
     optimizer = build_optimizers(drafter, "adamw", 1e-3)
     if args.data:
         from fledge.tokenizer import Tokenizer
-        from fledge.training.data import load_samples
+        from fledge.training.data.loading import load_samples
 
         samples, _ = load_samples(args.data, Tokenizer(folder), max_length=args.sequence)
     else:

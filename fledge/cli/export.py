@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -10,7 +13,10 @@ from fledge.checkpoints.export import DESTINATIONS, export_drafter
 
 
 def export(
-    drafter: Annotated[str, typer.Argument(help="Folder, name or hub id of a drafter.")],
+    drafter: Annotated[
+        str,
+        typer.Argument(help="Folder, name or hub id of a drafter; or a training checkpoint (.pt), or the folder of a run."),
+    ],
     out: Annotated[str, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option("--to", help=f"One of: {', '.join(DESTINATIONS)}.")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
@@ -18,6 +24,8 @@ def export(
     num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted a step, in the launch command.")] = 3,
 ) -> None:
     """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""
+    from fledge.training.export import export_checkpoint, find_checkpoint
+
     target = None
     if model:
         from fledge import sources
@@ -25,5 +33,12 @@ def export(
 
         target = load_config(sources.resolve(model))
     name = target_name or model or "TARGET"
-    folder = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens)
-    print((folder / "README.md").read_text())
+    with TemporaryDirectory() as folder:
+        if (checkpoint := find_checkpoint(drafter)) is not None:
+            drafter = str(Path(folder) / "drafter")
+            export_checkpoint(checkpoint, Path(drafter))
+        written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens)
+        if checkpoint is not None:
+            shutil.copy(Path(drafter) / "provenance.json", written)
+            typer.echo(f"from the training checkpoint {checkpoint}", err=True)
+    print((written / "README.md").read_text())

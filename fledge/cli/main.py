@@ -30,6 +30,7 @@ def _register() -> None:
         generate,
         import_drafter,
         inspect,
+        make,
         models,
         regenerate,
         serve,
@@ -45,6 +46,7 @@ def _register() -> None:
     app.command()(doctor.doctor)
     app.command()(export.export)
     app.command("import")(import_drafter.import_drafter)
+    app.command()(make.make)
     app.command()(regenerate.regenerate)
     app.command()(train.train)
     app.command()(bench.bench)

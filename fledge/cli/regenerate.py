@@ -23,7 +23,7 @@ def regenerate(
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1: off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts of the file.")] = None,
-    avoid: Annotated[
+    decontaminate: Annotated[
         list[Path] | None, typer.Option(help="Files of prompts: what shares 13 words in a row with one is not answered.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Answers under way at once; default: what fits.")] = None,
@@ -43,8 +43,8 @@ def regenerate(
     from fledge.engine.build import Speculation
     from fledge.engine.offline import answer_generator, is_gpu
     from fledge.tokenizer import Tokenizer
-    from fledge.training.data import DataError
-    from fledge.training.regenerate import regenerate as run
+    from fledge.training.data.loading import DataError
+    from fledge.training.datagen.regenerate import regenerate as run
 
     if prompts is None and not self_prompted:
         raise DataError("nothing to answer: give --prompts FILE, --self-prompted N, or both")
@@ -65,7 +65,7 @@ def regenerate(
             seed=seed,
             self_prompted=self_prompted,
             limit=limit,
-            avoid=avoid or (),
+            decontaminate=decontaminate or (),
             model=model,
             started=started,
         )

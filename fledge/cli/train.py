@@ -12,11 +12,25 @@ import typer
 from fledge.errors import UserError
 
 
+def _help_recipe(wanted: bool) -> None:
+    if wanted:
+        from fledge.training.recipe import describe_keys
+
+        print(describe_keys(), end="")
+        raise typer.Exit
+
+
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings that differ, as in run.steps=1000.", metavar="[KEY=VALUE]...")
     ] = None,
+    help_recipe: Annotated[
+        bool,
+        typer.Option(
+            "--help-recipe", is_eager=True, callback=_help_recipe, help="Print every key of a recipe, its default and meaning."
+        ),
+    ] = False,
 ) -> None:
     """Train a drafter; the same command goes on with a run that was interrupted.
 

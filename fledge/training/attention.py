@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from fledge.models.layers import Attend
 
-BLOCK = 128  # tokens per FlexAttention block; packed rows must be a multiple of it there
+BLOCK = 128  # tokens per FlexAttention block; the last one of a row may be shorter
 
 Mask = BlockMask | Tensor  # blocks for FlexAttention; else [B, 1, T, T], True where attention is allowed
 
@@ -49,9 +49,10 @@ def packed_mask(start_BT: Tensor, window: int | None = None, ahead: int = 0, *, 
         return visible(rows, rows, column[:, None], column[None, :])[:, None]
 
     # Which blocks are needed follows from each block's first and last document start: no T×T mask is ever made.
-    block = torch.arange(length // BLOCK, device=start_BT.device)
+    block = torch.arange(-(-length // BLOCK), device=start_BT.device)
     q_block, kv_block = block[:, None], block[None, :]
-    first_start, last_start = start_BT[:, ::BLOCK, None], start_BT[:, BLOCK - 1 :: BLOCK, None]
+    last = (block * BLOCK + BLOCK - 1).clamp_max(length - 1)  # of each block
+    first_start, last_start = start_BT[:, ::BLOCK, None], start_BT[:, last, None]
     needed = (kv_block <= q_block) & (kv_block * BLOCK + BLOCK - 1 >= first_start)
     full = (kv_block < q_block) & (kv_block * BLOCK >= last_start)
     if window is not None:

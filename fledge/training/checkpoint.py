@@ -1,9 +1,11 @@
-"""Where a run stands, on disk: written whole or not at all."""
+"""Where a run stands, on disk: written whole or not at all; and whether it may continue with other settings."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import numpy as np
 import torch
 
 from fledge.errors import UserError
-from fledge.training.samples import write_atomically
+from fledge.training.data.samples import write_atomically
+from fledge.training.recipe import Recipe, build_recipe
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -59,3 +62,78 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+# How long, how often told and evaluated, where things lie, and what gives the same numbers in less memory.
+_FREE = {
+    *("output", "evaluation"),
+    *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),
+    *("run.save_seconds", "run.evaluate_seconds"),
+    *("run.keep", "run.device", "run.compile", "run.shard_target", "run.hidden_states", "run.hidden_states_folder"),
+    *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
+    *(
+        "data.train",
+        "data.held_out",
+        "data.decontaminate",
+        "data.cache",
+        "data.vocabulary",
+    ),  # their contents are compared, elsewhere
+    "data.micro_batch_size",
+    *("objective.chunk_rows", "objective.recompute"),
+}
+# What a run that diverged is told to change.
+_REMEDIES = {
+    *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup", "optimizer.max_grad_norm", "target.dtype"),
+}
+_LEAST = {"output": "-", "target": {"model": "-"}, "data": {"train": ["-"]}, "run": {"steps": 1}}
+
+
+def earlier_settings(output: str) -> dict[str, Any] | None:
+    """The recipe of the run in the output folder, as a mapping; None: there is no checkpoint yet."""
+    found = checkpoints(Path(output) / "checkpoints")
+    if not found:
+        return None
+    settings = load_checkpoint(found[-1], lazily=True).get("recipe") or {}
+    if "global_batch_size" not in settings.get("data", {}):
+        raise UserError(
+            f"{found[-1]}: an earlier version of Fledge wrote it, which this one cannot continue; `fledge export` makes a "
+            "drafter of it, drafter.init_from trains that further, in another output folder"
+        )
+    return settings
+
+
+def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Refuses to continue with another run than the one in the output folder; before anything is loaded or written."""
+    refused, told = changed_settings(before, recipe)
+    if refused:
+        raise UserError(
+            f"{recipe.output}: holds a run with other settings ({'; '.join(refused)}); put them back, or use another output "
+            "folder"
+        )
+    for change in told:
+        say(f"from here on: {change}")
+
+
+def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
+    """In words: (what `recipe` may not have changed since `before`, a recipe as a mapping; what it may, but not unnoticed)."""
+    was, now = _flat(before), _flat(recipe.to_dict())
+    usual = _flat(build_recipe(_LEAST).to_dict())
+    free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
+    refused, told = [], []
+    for key, value in now.items():
+        old = was.get(key, usual[key])  # a setting that is newer than the run had its usual value
+        if free.isdisjoint((key, key.partition(".")[0])) and _within(old, before["output"]) != _within(value, recipe.output):
+            (told if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
+    return refused, told
+
+
+def _within(value: Any, output: str) -> Any:
+    """A path inside the output folder (a toy's) moves with it."""
+    return value.removeprefix(output.rstrip("/") + "/") if isinstance(value, str) else value
+
+
+def _flat(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
+    return flat

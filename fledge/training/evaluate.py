@@ -16,7 +16,7 @@ from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.training.attention import BLOCK, document_starts
-from fledge.training.target import DecoderTarget, Target, TargetStates
+from fledge.training.targets.target import DecoderTarget, Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 TOKENS_AT_ONCE = 1 << 15  # of texts that are drafted over together
@@ -62,9 +62,9 @@ class HeldOut:
         start = document_starts(document)
         positions = torch.arange(length) - start
         none = torch.zeros(0, dtype=torch.long)
-        batch = TrainBatch(tokens, positions, start, none, none, none).to(device)
+        batch = TrainBatch(tokens, positions, start, none, none, none, none).to(device)
         target.reserve(length)
-        states = target.states(batch, once=True)
+        states = target.states(batch, skip_compile=True)
         empty = states.hidden_ND[:0]
         return cls(
             batch.tokens_BT,

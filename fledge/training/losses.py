@@ -43,7 +43,6 @@ class Head:
 class LossSettings:
     kind: str = "kl"  # kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both
     lk_weight: float = 0.5  # of lk in mix; kl has the rest
-    renormalise: bool = True  # the target's mass outside the draft vocabulary is spread within it; False: it stays missing
 
 
 def chunk_loss(
@@ -63,18 +62,16 @@ def chunk_loss(
     logits = torch.nn.functional.linear(hidden_KCD, weight_VD).float()  # [K, C, V]
     log_q = logits - logits.logsumexp(-1, keepdim=True)
     q = log_q.exp()
-    p_inside = target_logits_CV.float().softmax(-1)
-    p_full = p_inside * coverage_C[:, None]
-    p = p_inside if settings.renormalise else p_full
+    p = target_logits_CV.float().softmax(-1)  # renormalised within the draft vocabulary
 
-    acceptance = torch.minimum(q, p_full).sum(-1)
+    acceptance = torch.minimum(q, p * coverage_C[:, None]).sum(-1)
     loss = torch.zeros_like(acceptance)
     d_logits = torch.zeros_like(q) if with_gradients else None
     if settings.kind != "lk":
         share = 1.0 if settings.kind == "kl" else 1.0 - settings.lk_weight
         loss = loss - share * (p * log_q).sum(-1)
         if with_gradients:
-            d_logits = d_logits + share * (q * p.sum(-1, keepdim=True) - p)
+            d_logits = d_logits + share * (q - p)
     if settings.kind != "kl":
         share = 1.0 if settings.kind == "lk" else settings.lk_weight
         alpha = torch.minimum(q, p).sum(-1).clamp_min(1e-8)
@@ -184,7 +181,7 @@ class DraftLoss:
             target_states = target_hidden_ND[scored]
             inside = self.inside_head(target_states)
             coverage, greedy = ones[: len(scored)], None
-            if measure or not self.settings.renormalise:
+            if measure:
                 greedy, coverage = self.target_over_all(target_states, self.full_head, inside)
             loss, acceptance, predicted, d_states, d_chunk_weight = self.chunk_loss(
                 states, weight, inside, coverage, valid * step_weight_K[:, None], self.settings, needs_hidden

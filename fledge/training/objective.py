@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.models.drafter import EagleDrafter
+from fledge.training.data.packing import PackedBatch
 from fledge.training.losses import DraftLoss, LossSettings, StepMetrics, auto_chunk_rows
-from fledge.training.packing import PackedBatch
-from fledge.training.target import Target, TargetStates, use_flex
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import TrainBatch, Unroll, step_masks
 
 
@@ -22,6 +22,7 @@ class ObjectiveSettings:
     loss: LossSettings = field(default_factory=LossSettings)
     compute_dtype: torch.dtype | None = None  # None: the weights' own
     chunk_rows: int | None = None  # scored positions at once; None: by the size of the draft vocabulary
+    mask_outside: bool = True  # no loss where a token outside the draft vocabulary comes; False: on what is left of p
     recompute: bool = False
     compile: bool = False
 
@@ -46,6 +47,10 @@ class Objective:
         device = drafter.fc.weight.device
         same = config.draft_vocab_size == config.vocab_size
         ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))
+        self.vocabulary_V = None  # on the host, where batches are planned
+        if settings.mask_outside and ids is not None:
+            self.vocabulary_V = torch.zeros(config.vocab_size, dtype=torch.bool)
+            self.vocabulary_V[ids.cpu()] = True
         self.loss = DraftLoss(target.head, ids, settings.loss, chunk_rows=self.chunk_rows, compile=settings.compile)
         self.unroll = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
         if settings.compile:
@@ -56,7 +61,13 @@ class Objective:
 
     def plan(self, batch: PackedBatch) -> TrainBatch:
         return TrainBatch.plan(
-            batch.tokens, batch.positions, batch.document, batch.loss_mask, self.settings.steps, self.chunk_rows
+            batch.tokens,
+            batch.positions,
+            batch.document,
+            batch.loss_mask,
+            self.settings.steps,
+            self.chunk_rows,
+            self.vocabulary_V,
         )
 
     def step_weights(self, num_valid_K: Tensor) -> Tensor:
@@ -67,7 +78,7 @@ class Objective:
         self, batch: TrainBatch, step_weight_K: Tensor, *, measure: bool = False, states: TargetStates | None = None
     ) -> tuple[Tensor, StepMetrics]:
         states = states or self.target.states(batch)
-        flex = use_flex(batch.start_BT.device, batch.tokens_BT.shape[1])
+        flex = batch.start_BT.device.type == "cuda"
         masks = step_masks(batch.start_BT, self.settings.steps, self.drafter.config.window, flex=flex)
         hidden = self.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)
         return self.loss(

@@ -1,14 +1,13 @@
-"""AdamW, or Muon for the layers' matrices with AdamW for the rest."""
+"""AdamW, or Muon for the layers' matrices with AdamW for the rest; and the learning rate over a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-KINDS = ("adamw", "muon")
 
 
 class Optimizers:
@@ -79,3 +78,22 @@ def build_optimizers(
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """The norm before clipping, on the device."""
     return nn.utils.clip_grad_norm_(list(parameters), max_norm if max_norm else float("inf"))
+
+
+def learning_rate_factor(progress: float, kind: str, warmup: float, decay: float = 0.2, floor: float = 0.0) -> float:
+    """Share of the peak learning rate when `progress` (0…1) of the run is done.
+
+    `warmup` and, for wsd (warm-up, stable, decay), `decay` are shares of the run; `floor` is where it ends.
+    """
+    if progress < warmup:
+        return min(1.0, max(progress, 1e-4) / warmup)  # the first step learns something too, and none more than the peak
+    if kind == "constant":
+        return 1.0
+    done = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
+    if kind == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
+    elif kind == "linear":
+        shape = 1.0 - done
+    else:
+        shape = min(1.0, max(0.0, 1.0 - progress) / decay)
+    return floor + (1.0 - floor) * shape

@@ -1,172 +1,220 @@
-"""A training run's settings: a YAML file and `key=value` overrides into frozen dataclasses. Unknown keys are refused."""
+"""A training run's settings: a YAML file and `key=value` overrides, checked by pydantic. Unknown keys are refused."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticUndefined
 
 from fledge.errors import UserError
-from fledge.training.templates import Augmentation
+from fledge.training.data.templates import Augmentation
 
 
 class RecipeError(UserError):
     """A recipe that cannot be used; names the key."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a number may be, both ends included unless `open` says that one of them is not."""
-
-    least: float
-    most: float = math.inf
-    open: Literal["", "least", "most"] = ""
-
-    def __contains__(self, value: float) -> bool:
-        is_open_end = (self.open == "least" and value == self.least) or (self.open == "most" and value == self.most)
-        return self.least <= value <= self.most and value != math.inf and not is_open_end
-
-    def __str__(self) -> str:
-        low = f"{'above' if self.open == 'least' else 'at least'} {self.least}"
-        high = f"{'below' if self.open == 'most' else 'at most'} {self.most}"
-        return low if self.most == math.inf else f"{low} and {high}"
+def _number(value: Any) -> Any:
+    """YAML reads 1e-3 as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
-Count = Annotated[int, Range(1)]
-NotNegative = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, open="least")]
-Share = Annotated[float, Range(0, 1)]
-BelowOne = Annotated[float, Range(0, 1, open="most")]
-AboveZero = Annotated[float, Range(0, 1, open="least")]  # and at most 1
+def _word(value: Any) -> Any:
+    """YAML reads 3.1 as a number and no as a truth value."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int | float) else value
 
 
-@dataclass(frozen=True)
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str | int | float) else value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{value!r} is none of auto, cpu, cuda, cuda:0, cuda:1 and so on")
+    return value
+
+
+Integer = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(_number)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[Integer, Field(ge=1)]
+NotNegative = Annotated[Integer, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+BelowOne = Annotated[Number, Field(ge=0, lt=1)]
+AboveZero = Annotated[Number, Field(gt=0, le=1)]
+Files = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
+Word = BeforeValidator(_word)
+
+_section = dataclass(frozen=True, config=ConfigDict(extra="forbid", coerce_numbers_to_str=True))
+
+
+def key(default: Any, meaning: str) -> Any:
+    return Field(default=default, description=meaning)
+
+
+@_section
 class TargetRecipe:
-    model: str  # folder, hub id, built-in name; "toy": a tiny one, made on the spot
-    backend: Literal["auto", "fledge", "transformers"] = "auto"  # auto: ours where it knows the architecture
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on a GPU, else float32
-    endpoint: str | None = None  # a vLLM server that runs the target, http://host:8000/v1; `model` gives its ends alone
-    endpoint_states: str | None = None  # the server's folder as seen from here, or its URL; None: /dev/shm/states
-    endpoint_requests: Count = 32  # at a time, of each process
+    """The model that the drafter will draft for."""
+
+    model: Annotated[str, Field(description="folder, hub id or built-in name; toy: a tiny one, made on the spot")]
+    backend: Literal["auto", "fledge", "transformers"] = key("auto", "auto: Fledge's decoder where it knows the architecture")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: bfloat16 on a GPU, else float32")
+    endpoint: str | None = key(None, "a vLLM server that runs the target, http://host:8000/v1; model then gives its files")
+    endpoint_states: str | None = key(
+        None, "the server's shared_storage_path as seen from here, a folder or a URL; null: /dev/shm/states"
+    )
+    endpoint_requests: Count = key(32, "requests to the endpoint at a time, of each process")
 
 
-@dataclass(frozen=True)
+@_section
 class LatentRecipe:
-    """Sizes of latent attention. None: the target's where it has such attention itself, else as the comments say."""
+    """Sizes of latent attention; null: the target's where it has such attention itself, else the usual ones."""
 
-    kv_lora_rank: Count | None = None  # 512, and
-    qk_rope_head_dim: Count | None = None  # 64: as in DeepSeek and Kimi, for whose sum servers have kernels
-    q_lora_rank: NotNegative | None = None  # 1536, or the hidden size if less; 0: none, which no server but this one reads
-    qk_nope_head_dim: Count | None = None  # the target's head
-    v_head_dim: Count | None = None  # the target's head
+    kv_lora_rank: Count | None = key(None, "usual: 512, as in DeepSeek and Kimi, for which servers have kernels")
+    qk_rope_head_dim: Count | None = key(None, "usual: 64")
+    q_lora_rank: NotNegative | None = key(None, "usual: 1536, or the hidden size if less; 0: none, which only Fledge serves")
+    qk_nope_head_dim: Count | None = key(None, "usual: the target's head size")
+    v_head_dim: Count | None = key(None, "usual: the target's head size")
 
 
-@dataclass(frozen=True)
+@_section
 class DrafterRecipe:
-    version: Literal["3", "3.1"] = "3.1"
-    fc_norm: bool | None = None  # None: by version; the two fixes of 3.1, one by one
-    norm_output: bool | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    aux_layers: tuple[NotNegative, ...] | None = None  # None: (2, L//2, L−3)
-    num_layers: Count = 1
-    intermediate_size: Count | None = None  # None: the target's
-    draft_vocab_size: Count | None = 16384  # None: the target's whole vocabulary
-    window: Count | None = None  # attend to the last so many tokens only
-    attention: Literal["gqa", "mla"] = "gqa"  # like the target's heads, or latent (DeepSeek, Kimi)
+    """The drafter's architecture and where its weights start."""
+
+    version: Annotated[Literal["3", "3.1"], Word] = key("3.1", "EAGLE version; sets fc_norm and norm_output")
+    fc_norm: Flag | None = key(None, "a norm on each captured target state; null: by version")
+    norm_output: Flag | None = key(None, "feed back the state after the final norm; null: by version")
+    norm_before_residual: Flag = key(False, "the residual stream starts from the normed state")
+    norm_before_fc: Flag = key(False, "one norm over all captured states together")
+    aux_layers: Annotated[tuple[NotNegative, ...], BeforeValidator(_listed)] | None = key(
+        None, "target layers whose states are captured; null: (2, L//2, L-3)"
+    )
+    num_layers: Count = key(1, "layers of the drafter")
+    intermediate_size: Count | None = key(None, "size of the MLP; null: the target's")
+    draft_vocab_size: Count | None = key(16384, "tokens that the drafter can name; null: the target's whole vocabulary")
+    window: Count | None = key(None, "attend to the last so many tokens only; null: to all")
+    attention: Literal["gqa", "mla"] = key("gqa", "like the target's heads, or latent (DeepSeek, Kimi)")
     mla: LatentRecipe = field(default_factory=LatentRecipe)
-    qk_norm: bool = False  # norms on queries and keys, as in Qwen3
-    own_head: bool = True
-    own_embedding: bool = False
-    init: Literal["target", "random"] = "target"
-    init_from: str | None = None  # a drafter to go on from, whatever its version
+    qk_norm: Flag = key(False, "norms on queries and keys, as in Qwen3")
+    own_head: Flag = key(True, "a head of its own; false: the target's")
+    own_embedding: Flag = key(False, "an embedding of its own; false: the target's")
+    init: Literal["target", "random"] = key("target", "start from the target's last layer, or at random")
+    init_from: str | None = key(None, "a drafter to continue from, whatever its version; overrides init")
 
 
-@dataclass(frozen=True)
+@_section
 class DataRecipe:
-    train: tuple[str, ...]  # chat JSONL; "toy": made on the spot
-    held_out: tuple[str, ...] = ()  # prompts to evaluate on; none: `held_out_samples` are taken from the training data
-    held_out_samples: Count = 64
-    avoid: tuple[str, ...] = ()  # files of prompts; conversations that share a run of words with one of them are left out
-    sequence_length: Annotated[int, Range(2)] = 2048  # a first token cannot be predicted
-    batch_rows: Count = 16
-    long: Literal["chunk", "drop"] = "chunk"
-    remove_loops: bool = True
-    position_offset_max: NotNegative = 0
-    chat_template: str | None = None
-    limit: Count | None = None  # conversations to read
-    vocabulary: str | None = None  # a draft vocabulary counted before; None: counted, and kept in the output folder
-    cache: str | None = None  # folder for tokenised data
+    """What is trained and evaluated on."""
+
+    train: Annotated[Files, Field(description="chat files (.jsonl, .jsonl.gz); toy: made on the spot")]
+    held_out: Files = key((), "chat files to evaluate on; none: held_out_samples prompts are taken out of train")
+    held_out_samples: Count = key(64, "prompts to evaluate on")
+    decontaminate: Files = key((), "files of prompts; conversations that share 13 words in a row with one are left out")
+    sequence_length: Annotated[Integer, Field(ge=2)] = key(2048, "tokens of a packed row, and of the longest sample")
+    micro_batch_size: Count = key(16, "rows that a GPU takes at a time, at most; lower it when memory runs out")
+    global_batch_size: Count | None = key(
+        None, "rows of an optimiser step over all GPUs; null: micro_batch_size x number of GPUs"
+    )
+    long: Literal["truncate", "drop"] = key("truncate", "samples longer than sequence_length: cut at their end, or left out")
+    remove_loops: Flag = key(True, "cut answers where they begin to repeat themselves")
+    position_offset_max: NotNegative = key(0, "each document's positions begin at a random place up to this")
+    chat_template: str | None = key(None, "a Jinja template; null: the tokenizer's")
+    limit: Count | None = key(None, "conversations to read; null: all")
+    vocabulary: str | None = key(
+        None, "a draft vocabulary counted before, on any data; null: counted on train and kept in output"
+    )
+    cache: str | None = key(None, "folder for tokenised data; null: tokenised at each start")
     augmentation: Augmentation = field(default_factory=Augmentation)
 
 
-@dataclass(frozen=True)
+@_section
 class ObjectiveRecipe:
-    ttt_steps: Count = 5
-    decay: AboveZero = 0.8
-    loss: Literal["kl", "lk", "mix"] = "kl"
-    lk_weight: Share = 0.5
-    renormalise: bool = True
-    chunk_rows: Count | None = None  # None: by the size of the draft vocabulary
-    recompute: bool = False  # less memory, a third more time
+    """What the drafter learns."""
+
+    ttt_steps: Count = key(5, "draft steps unrolled in training (training-time test)")
+    decay: AboveZero = key(0.8, "draft step j counts decay^j")
+    loss: Literal["kl", "lk", "mix"] = key("kl", "cross-entropy, -log acceptance probability, or both")
+    lk_weight: Share = key(0.5, "weight of lk in mix")
+    outside_vocabulary: Literal["mask", "renormalise"] = key(
+        "mask", "tokens outside the draft vocabulary: no loss there, or the target's distribution over the rest"
+    )
+    chunk_rows: Count | None = key(None, "positions scored at once; null: by the size of the draft vocabulary")
+    recompute: Flag = key(False, "less memory, a third more time")
 
 
-@dataclass(frozen=True)
+@_section
 class OptimizerRecipe:
-    kind: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Positive = 1e-3
-    muon_learning_rate: Positive | None = None
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    weight_decay: Annotated[float, Range(0)] = 0.0
-    clip: Positive | None = 0.5  # None: not at all
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    warmup: BelowOne = 0.02  # share of the run
-    decay: AboveZero = 0.2  # wsd: share of the run
-    floor: Share = 0.0  # share of the peak that is left at the end
+    """Optimiser and learning rate."""
+
+    kind: Literal["adamw", "muon"] = key("adamw", "muon: for the layers' matrices, adamw for the rest")
+    learning_rate: Positive = key(1e-3, "peak learning rate")
+    muon_learning_rate: Positive | None = key(None, "null: learning_rate")
+    betas: tuple[BelowOne, BelowOne] = key((0.9, 0.95), "of AdamW")
+    weight_decay: Annotated[Number, Field(ge=0)] = key(0.0, "of matrices; norms and biases never decay")
+    max_grad_norm: Positive | None = key(0.5, "gradients are clipped to this norm; null: not at all")
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = key("cosine", "course of the learning rate after the warm-up")
+    warmup: BelowOne = key(0.02, "share of the run")
+    decay: AboveZero = key(0.2, "wsd: share of the run")
+    floor: Share = key(0.0, "share of the peak that is left at the end")
 
 
-@dataclass(frozen=True)
+@_section
 class RunRecipe:
-    steps: Count | None = None  # one of steps, epochs, max_seconds at least; the first that is reached ends the run
-    epochs: Positive | None = None
-    max_seconds: Positive | None = None  # of training; evaluations and checkpoints come on top
-    accumulate: Count = 1  # batches per optimiser step
-    log_every: Count = 20
-    save_every: Count = 500
-    keep: Count = 2  # checkpoints
-    evaluate_every: Count = 500
-    patience: Count | None = None  # evaluations without a better acceptance until the run stops
-    device: str = "auto"  # cpu, cuda, cuda:1 …
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    compile: Literal["auto", "yes", "no"] = "auto"  # auto: on a GPU
-    distributed: Literal["ddp", "fsdp"] = "ddp"  # under torchrun; fsdp also shards the target over the GPUs
-    hidden_states: Literal["online", "offline"] = "online"  # offline: the target runs once, its states go to disk
-    hidden_states_folder: str | None = None
+    """How long, where and how: at least one of steps, epochs, max_seconds; the first that is reached ends the run."""
+
+    steps: Count | None = key(None, "optimiser steps")
+    epochs: Positive | None = key(None, "passes over the data")
+    max_seconds: Positive | None = key(None, "seconds of training; evaluations and checkpoints come on top")
+    log_every: Count = key(20, "steps")
+    save_every: Count = key(500, "steps between checkpoints")
+    save_seconds: Positive | None = key(None, "and at the latest after so many seconds of training")
+    keep: Count = key(2, "checkpoints kept")
+    evaluate_every: Count = key(500, "steps between evaluations")
+    evaluate_seconds: Positive | None = key(None, "and at the latest after so many seconds of training")
+    patience: Count | None = key(None, "evaluations without a better acceptance length until the run stops; null: never")
+    device: Annotated[str, AfterValidator(_device)] = key("auto", "auto, cpu, cuda, cuda:1 ...")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "auto: bfloat16 on a GPU, else float32")
+    compile: Annotated[Literal["auto", "yes", "no"], Word] = key("auto", "torch.compile; auto: on a GPU")
+    shard_target: Flag = key(False, "under torchrun: spread the target's layers over the GPUs (FSDP)")
+    hidden_states: Literal["online", "offline"] = key("online", "offline: the target runs once, its states go to disk")
+    hidden_states_folder: str | None = key(None, "where they go; null: output/states")
 
 
-@dataclass(frozen=True)
+@_section
 class EvaluationRecipe:
-    depths: tuple[Count, ...] = (3, 5, 7)
-    select_depth: int = 5  # the best checkpoint is chosen by the acceptance length at this depth
-    max_new_tokens: Count = 128
-    max_prompt_tokens: Annotated[int, Range(2)] = 1024  # longer prompts are not used
-    sink_column: NotNegative | None = None  # where the target's sink token stands; None: found from its attention
+    """Acceptance by real drafting on the held-out prompts."""
+
+    depths: Counts = key((3, 5, 7), "draft depths")
+    select_depth: Integer = key(5, "the best checkpoint is chosen by the acceptance length at this depth")
+    max_new_tokens: Count = key(128, "of the target's answers")
+    max_prompt_tokens: Annotated[Integer, Field(ge=2)] = key(1024, "longer prompts are not used")
+    sink_column: NotNegative | None = key(None, "the target's attention sink; null: found from its attention")
 
 
-@dataclass(frozen=True)
+@_section
 class Recipe:
-    output: str
+    """A training run."""
+
+    output: Annotated[str, Field(description="folder of the run: checkpoints, logs, curves, the best drafter")]
     target: TargetRecipe
     data: DataRecipe
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = key(0, "of weights, shuffling and sampling")
     drafter: DrafterRecipe = field(default_factory=DrafterRecipe)
     objective: ObjectiveRecipe = field(default_factory=ObjectiveRecipe)
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
@@ -174,37 +222,46 @@ class Recipe:
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
-        _check_ranges(self, "")
-        run, data, objective, evaluation = self.run, self.data, self.objective, self.evaluation
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", run.device):
-            raise RecipeError(f"run.device: {run.device!r} is none of auto, cpu, cuda, cuda:0, cuda:1 and so on")
+        """What concerns more than one key."""
+        drafter, run, data, evaluation = self.drafter, self.run, self.data, self.evaluation
         if run.steps is None and run.epochs is None and run.max_seconds is None:
-            raise RecipeError("run: say when it ends, by steps, epochs or max_seconds")
+            raise ValueError("run: say when it ends, by steps, epochs or max_seconds")
         if not data.train:
-            raise RecipeError("data.train names no file")
+            raise ValueError("data.train names no file")
         if self.target.endpoint is not None and self.target.backend != "auto":
-            raise RecipeError("target.backend says how the target runs here, target.endpoint that it does not: choose one")
-        if self.drafter.aux_layers == ():
-            raise RecipeError("drafter.aux_layers names no layer; null takes the usual three")
+            raise ValueError("target.backend says how the target runs here, target.endpoint that it does not: choose one")
+        if drafter.aux_layers == ():
+            raise ValueError("drafter.aux_layers names no layer; null takes the usual three")
         if evaluation.sink_column is not None and evaluation.sink_column >= evaluation.max_prompt_tokens:
-            raise RecipeError(
+            raise ValueError(
                 f"evaluation.sink_column {evaluation.sink_column} lies behind every prompt "
                 f"(evaluation.max_prompt_tokens is {evaluation.max_prompt_tokens})"
             )
         if evaluation.select_depth not in evaluation.depths:
-            raise RecipeError(f"evaluation.select_depth {evaluation.select_depth} is not among depths {evaluation.depths}")
-        if self.drafter.window is not None and self.drafter.window <= max(*evaluation.depths, objective.ttt_steps):
-            raise RecipeError("drafter.window must be larger than the number of draft steps trained and evaluated")
-        if self.drafter.attention != "mla" and self.drafter.mla != LatentRecipe():
-            raise RecipeError("drafter.mla gives sizes of latent attention; set drafter.attention: mla too")
-        if self.drafter.attention == "mla" and self.drafter.qk_norm:
-            raise RecipeError("drafter.qk_norm goes with drafter.attention: gqa; latent attention has norms of its own")
+            raise ValueError(f"evaluation.select_depth {evaluation.select_depth} is not among depths {evaluation.depths}")
+        if drafter.window is not None and drafter.window <= max(*evaluation.depths, self.objective.ttt_steps):
+            raise ValueError("drafter.window must be larger than the number of draft steps trained and evaluated")
+        if drafter.attention != "mla" and drafter.mla != LatentRecipe():
+            raise ValueError("drafter.mla gives sizes of latent attention; set drafter.attention: mla too")
+        if drafter.attention == "mla" and drafter.qk_norm:
+            raise ValueError("drafter.qk_norm goes with drafter.attention: gqa; latent attention has norms of its own")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)
+
+
+# Keys of earlier versions, and what they became.
+RENAMED = {
+    "data.batch_rows": "data.micro_batch_size",
+    "data.avoid": "data.decontaminate",
+    "run.accumulate": "data.global_batch_size (rows of a step over all GPUs)",
+    "run.distributed": "run.shard_target (true or false)",
+    "optimizer.clip": "optimizer.max_grad_norm",
+    "objective.renormalise": "objective.outside_vocabulary (mask or renormalise)",
+}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -220,113 +277,88 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: a recipe is a mapping of keys, found {type(content).__name__}")
     for override in overrides:
         _override(content, override)
-    return build(Recipe, content, "")
+    return build_recipe(content)
 
 
 def _override(content: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
         raise RecipeError(f"{override!r}: overrides are written key=value, for example run.steps=1000")
     place = content
-    *parents, last = key.split(".")
+    *parents, last = name.split(".")
     for parent in parents:
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
-            raise RecipeError(f"{key}: {parent} has no keys of its own")
+            raise RecipeError(f"{name}: {parent} has no keys of its own")
     try:
         place[last] = yaml.safe_load(text)
     except yaml.YAMLError:
         raise RecipeError(f"{override!r}: the value is not YAML") from None
 
 
-def build(kind: type, content: Any, where: str) -> Any:
-    """A dataclass from a mapping; every key must be known, every value of its type."""
-    if not isinstance(content, Mapping):
-        raise RecipeError(f"{where or 'the recipe'}: expected keys and values, found {content!r}")
-    known = {f.name: f for f in fields(kind)}
-    for key in content:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {_dotted(where, near[0])}?" if near else f"known: {', '.join(known)}"
-            raise RecipeError(f"unknown key {_dotted(where, str(key))}; {hint}")
-    hints = typing.get_type_hints(kind)
-    values = {key: _value(hints[key], value, _dotted(where, key)) for key, value in content.items()}
+def build_recipe(content: Mapping[str, Any]) -> Recipe:
+    """From nested keys and values; every mistake is named, all at once."""
     try:
-        return kind(**values)
-    except TypeError:
-        required = [n for n in known if n not in values and _is_required(known[n])]
-        raise RecipeError(f"{', '.join(_dotted(where, n) for n in required)}: missing") from None
+        return TypeAdapter(Recipe).validate_python(content)
+    except ValidationError as error:
+        raise RecipeError("; ".join(dict.fromkeys(map(_describe, error.errors())))) from None
 
 
-def _check_ranges(settings: Any, where: str) -> None:
-    """Every number within what its type says, whoever made the settings."""
-    for name, kind in typing.get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
-        if is_dataclass(value):
-            _check_ranges(value, _dotted(where, name))
-        elif value is not None and (allowed := _range(kind)) is not None:
-            for number in value if isinstance(value, tuple) else (value,):
-                if number not in allowed:
-                    raise RecipeError(f"{_dotted(where, name)} must be {allowed}, not {number}")
+def _describe(problem: Mapping[str, Any]) -> str:
+    place = [part for part in problem["loc"] if isinstance(part, str)]
+    where, kind, value = ".".join(place), problem["type"], problem["input"]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown_key(place)
+    if kind in ("missing", "missing_argument"):
+        return f"{'.'.join(map(str, problem['loc']))}: missing"
+    if kind in ("dataclass_type", "dataclass_exact_type"):
+        return f"{where or 'the recipe'}: expected keys and values, found {value!r}"
+    if kind == "value_error":
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    message = re.sub(r"^(Input|String|Tuple) should", "must", problem["msg"])
+    return f"{where} {message}, not {value!r}" if message != problem["msg"] else f"{where}: {message}, not {value!r}"
 
 
-def _range(kind: Any) -> Range | None:
-    """Of a type, or of the one it is an optional or a tuple of."""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is Annotated:
-        return arguments[1]
-    return next((found for a in arguments if (found := _range(a)) is not None), None)
+def _unknown_key(place: list[str]) -> str:
+    name = ".".join(place)
+    if name in RENAMED:
+        return f"{name} is now {RENAMED[name]}"
+    section: Any = Recipe
+    for part in place[:-1]:
+        section = typing.get_type_hints(section)[part]
+    known = list(section.__pydantic_fields__)
+    near = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+    hint = f"did you mean {'.'.join([*place[:-1], near[0]])}?" if near else f"known: {', '.join(known)}"
+    return f"unknown key {name}; {hint}"
 
 
-def _is_required(f: Any) -> bool:
-    import dataclasses
-
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _value(next(a for a in arguments if a is not type(None)), value, where)
-    if is_dataclass(kind):
-        return build(kind, value, where)
-    if origin is Literal:
-        value = {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
-        value = str(value)
-        if value not in arguments:
-            raise RecipeError(f"{where}: {value!r} is none of {', '.join(map(str, arguments))}")
-        return value
-    if origin is tuple:
-        values = value if isinstance(value, list | tuple) else [value]
-        if arguments[-1] is not Ellipsis and len(values) != len(arguments):
-            raise RecipeError(f"{where}: expected {len(arguments)} values, found {value!r}")
-        return tuple(_value(arguments[0], v, where) for v in values)
-    if kind is float and isinstance(value, str):  # YAML reads 1e-3 as text
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RecipeError(f"{where}: expected {kind.__name__}, found {value!r}")
-    return value
+def describe_keys() -> str:
+    """Every key with its default and meaning, as a YAML file with comments."""
+    return "\n".join(_key_lines(Recipe, "")) + "\n"
 
 
-def _dotted(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def _key_lines(section: type, indent: str) -> Iterator[str]:
+    for name, info in section.__pydantic_fields__.items():
+        kind = typing.get_type_hints(section)[name]
+        if is_dataclass(kind):
+            yield f"{indent}{name}:  # {(kind.__doc__ or '').splitlines()[0]}"
+            yield from _key_lines(kind, indent + "  ")
+            continue
+        default = "(required)" if info.default is PydanticUndefined else _in_yaml(info.default)
+        allowed = _choices(kind)
+        yield f"{indent}{name}: {default}  # {info.description}" + (f" [{', '.join(allowed)}]" if allowed else "")
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def _in_yaml(value: Any) -> str:
+    return yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("\n").removesuffix("\n...").strip()
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
+        return {name: _plain(v) for name, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def resolved(recipe: Recipe, **run: Any) -> Recipe:
-    """The recipe with its "auto" settings replaced by what they came to."""
-    return replace(recipe, run=replace(recipe.run, **run))

@@ -18,8 +18,8 @@ from fledge.checkpoints.hf import save_decoder
 from fledge.config import ModelConfig
 from fledge.models.decoder import Decoder
 from fledge.training.attention import document_starts, packed_attend, packed_mask
-from fledge.training.continuations import continuations
-from fledge.training.samples import write_atomically
+from fledge.training.data.samples import write_atomically
+from fledge.training.targets.continuations import continuations
 
 NUMBERS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -37,6 +37,12 @@ OTHERS = [
 WORDS = list(dict.fromkeys([*OTHERS, *NUMBERS, *LETTERS, *ANIMALS, *ADJECTIVES, *PLACES, *VERBS]))
 IDS = {word: number for number, word in enumerate(WORDS)}
 PAD, END = IDS["<pad>"], IDS["<end>"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<user> ' + message['content'] + ' <bot> ' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + ' <end> ' }}"
+    "{% else %}{{ raise_exception('the toy knows users and their bot alone') }}{% endif %}{% endfor %}"
+)
 
 TARGET = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -123,9 +129,15 @@ def save_tokenizer(folder: Path) -> None:
 
     tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<pad>", pad_token="<pad>", eos_token="<end>"
-    ).save_pretrained(str(folder))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<pad>",
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<bot>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(str(folder))
 
 
 def make(folder: str | Path, num_answers: int = 2000, seed: int = 0, steps: int = 300) -> Path:

@@ -11,33 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
-from fledge.training.assemble import Pieces, assemble, held_out_texts, resolve
 from fledge.training.checkpoint import (
+    check_settings,
     checkpoints,
+    earlier_settings,
     load_checkpoint,
     remove_leftovers,
     restore_random_state,
     save_checkpoint,
 )
-from fledge.training.curves import draw_curves
-from fledge.training.data import DataError
-from fledge.training.diagnosis import describe_not_finite
-from fledge.training.distributed import World
+from fledge.training.context import TrainingContext, build_context, held_out_texts, resolve
+from fledge.training.data.loading import DataError
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.prefetch import Prefetcher, StepInput
+from fledge.training.data.samples import write_atomically
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
-from fledge.training.identity import check_settings
-from fledge.training.interrupts import Interrupts
-from fledge.training.journal import Journal
+from fledge.training.guards import Interrupts, describe_not_finite
+from fledge.training.journal import Journal, draw_curves
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.offline import StatesOnDisk, weights_fingerprint
-from fledge.training.optimizers import build_optimizers, clip_gradients
-from fledge.training.packing import PackedLoader
-from fledge.training.prefetch import Prefetcher, StepInput
+from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
 from fledge.training.recipe import Recipe
-from fledge.training.samples import write_atomically
-from fledge.training.schedule import learning_rate_factor
+from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 
 
 class TrainingStopped(UserError):
@@ -66,11 +65,11 @@ class _Window:
 
 
 class Trainer:
-    def __init__(self, pieces: Pieces, world: World, held_out: HeldOut | None) -> None:
+    def __init__(self, context: TrainingContext, world: DistributedContext, held_out: HeldOut | None) -> None:
         """`held_out`: on the first process, which evaluates."""
-        self.pieces, self.world, self.recipe, self.held_out = pieces, world, pieces.recipe, held_out
-        self.target = pieces.target
-        recipe, self.drafter, self.device = self.recipe, pieces.drafter, pieces.device
+        self.context, self.world, self.recipe, self.held_out = context, world, context.recipe, held_out
+        self.target = context.target
+        recipe, self.drafter, self.device = self.recipe, context.drafter, context.device
         self.folder, self.dtype = Path(recipe.output), getattr(torch, recipe.run.compute_dtype)
         world.broadcast_parameters(self.drafter)
         self.objective = self._objective(compile=recipe.run.compile == "yes")
@@ -84,18 +83,20 @@ class Trainer:
         )
         data = recipe.data
         self.loader = PackedLoader(
-            pieces.train,
+            context.train,
             data.sequence_length,
-            data.batch_rows,
+            data.micro_batch_size,
             recipe.seed,
             world.rank,
             world.size,
             data.position_offset_max,
+            data.global_batch_size,
         )
         self.step, self.seconds, self.tokens, self.best, self.stale = 0, 0.0, 0, 0.0, 0
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
+        self._done_at = {"evaluate": self.agreed_seconds, "save": self.agreed_seconds}
         self.journal = Journal(self.folder, active=world.is_first, resumed_step=self.step, total_steps=self.total_steps)
 
     def _objective(self, compile: bool) -> Objective:
@@ -103,14 +104,15 @@ class Trainer:
         settings = ObjectiveSettings(
             steps=asked.ttt_steps,
             decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight, asked.renormalise),
+            loss=LossSettings(asked.loss, asked.lk_weight),
             compute_dtype=None if self.dtype == torch.float32 else self.dtype,
             chunk_rows=asked.chunk_rows,
+            mask_outside=asked.outside_vocabulary == "mask",
             recompute=asked.recompute,
             compile=compile,
         )
         num_positions = data.sequence_length + data.position_offset_max
-        batch_tokens = data.sequence_length * data.batch_rows
+        batch_tokens = data.sequence_length * data.micro_batch_size
         return Objective(self.drafter, self.target, settings, num_positions, batch_tokens)
 
     def _total_steps(self) -> int | None:
@@ -119,7 +121,7 @@ class Trainer:
         if run.steps is not None:
             limits.append(run.steps)
         if run.epochs is not None:
-            limits.append(max(1, int(run.epochs * self.loader.batches_per_epoch / run.accumulate)))
+            limits.append(max(1, int(run.epochs * self.loader.steps_per_epoch)))
         return min(limits) if limits else None
 
     def use_states_on_disk(self) -> None:
@@ -127,7 +129,7 @@ class Trainer:
         recipe, folder = self.recipe, self.recipe.run.hidden_states_folder
         identity = {
             "model": recipe.target.model,
-            "weights": weights_fingerprint(self.pieces.target_folder),
+            "weights": weights_fingerprint(self.context.target_folder),
             "dtype": recipe.target.dtype,
             "layers": list(self.drafter.config.aux_layer_ids),
         }
@@ -150,14 +152,14 @@ class Trainer:
         states.reload()
         states.release_target()
         self.target = self.objective.target = states
-        self.pieces = replace(self.pieces, target=states)
+        self.context = replace(self.context, target=states)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> Result:
         run, journal = self.recipe.run, self.journal
         result = Result(self.step, False, self.best, self.folder / "best")
-        prefetch = Prefetcher(self.loader, self.objective, self.device, run.accumulate)
+        prefetch = Prefetcher(self.loader, self.objective, self.device)
         self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
         self._reset_window()
         try:
@@ -183,7 +185,7 @@ class Trainer:
         while not self._is_done():
             step_input = next(prefetch)
             began = time.perf_counter()
-            counts, stop, seconds = self._agree(step_input.num_valid_K)
+            counts, outside, stop, seconds = self._agree(step_input)
             if stop:
                 break
             self.optimizer.set_factor(self._factor(seconds))
@@ -192,18 +194,25 @@ class Trainer:
             self.step += 1
             self.loader_state = step_input.loader_state
             if is_logged:
-                self._log(metrics, counts, step_input.epoch)
+                self._log(metrics, counts + outside, step_input.epoch)
             self.seconds += time.perf_counter() - began
             last = self._is_done()
-            if self.step % run.evaluate_every == 0 or last:
+            if self._is_due("evaluate", run.evaluate_every, run.evaluate_seconds) or last:
                 self._check_finite()
                 self._evaluate(result)
-            if self.step % run.save_every == 0 and not last:
+            if self._is_due("save", run.save_every, run.save_seconds) and not last:
                 self._check_finite()
                 self.save()
         self._check_finite()
         self.save()
         result.finished = self._is_done()
+
+    def _is_due(self, what: str, every: int, seconds: float | None) -> bool:
+        """By steps or by the first process's clock: the same answer in all processes."""
+        due = self.step % every == 0 or (seconds is not None and self.agreed_seconds - self._done_at[what] >= seconds)
+        if due:
+            self._done_at[what] = self.agreed_seconds
+        return due
 
     def _is_done(self) -> bool:
         run = self.recipe.run
@@ -213,12 +222,14 @@ class Trainer:
             return True
         return run.max_seconds is not None and self.agreed_seconds >= run.max_seconds
 
-    def _agree(self, num_valid_K: Tensor) -> tuple[Tensor, bool, float]:
-        """(positions valid at each step over all processes, whether anyone wants to stop, the first one's seconds)."""
+    def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool, float]:
+        """Over all processes: positions with loss at each draft step, those without as their token is outside the draft
+        vocabulary, whether anyone wants to stop; and the first one's seconds."""
         mine = torch.tensor([float(self.interrupts.wanted), self.seconds if self.world.is_first else 0.0])
-        facts = self.world.sum(torch.cat([num_valid_K.double(), mine.double()]))
+        facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
         self.agreed_seconds = float(facts[-1])
-        return facts[:-2].float(), bool(facts[-2] > 0), self.agreed_seconds
+        valid, outside = facts[:-2].float().chunk(2)
+        return valid, outside, bool(facts[-2] > 0), self.agreed_seconds
 
     def _factor(self, seconds: float) -> float:
         optimizer, run = self.recipe.optimizer, self.recipe.run
@@ -238,7 +249,7 @@ class Trainer:
             self._window.tokens += batch.tokens_BT.numel() * self.world.size
             self.tokens += batch.tokens_BT.numel() * self.world.size
         self.world.sum_gradients(self.drafter.parameters())
-        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.clip)
+        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm)
         self.optimizer.step()
         window = self._window
         window.grad_norm += norm
@@ -286,7 +297,7 @@ class Trainer:
         facts = self.world.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         seconds = time.perf_counter() - window.began
-        counts = counts.clamp_min(1).double()
+        counts = counts.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
         figures = {
             "loss": float(facts[-1]),
             "loss_by_step": (loss_K / self.objective.decay_K.cpu()).tolist(),
@@ -335,12 +346,14 @@ class Trainer:
 
     def _export(self, folder: Path, evaluation: dict[str, Any]) -> None:
         where = {"step": self.step, "tokens": self.tokens, "evaluation": evaluation}
-        export(self.drafter, folder, self.dtype, {**where, **self.pieces.provenance, "recipe": self.recipe.to_dict()})
+        export(self.drafter, folder, self.dtype, {**where, **self.context.provenance, "recipe": self.recipe.to_dict()})
 
     def save(self) -> None:
         if self.world.is_first:
             state = {
                 "recipe": self.recipe.to_dict(),
+                "config": config_to_hf(self.drafter.config, self.dtype),
+                "provenance": self.context.provenance,
                 "drafter": self.drafter.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loader": self.loader_state,
@@ -353,11 +366,12 @@ class Trainer:
         self.world.barrier()
 
     def _resume(self) -> None:
+        """From the first process's files: the others may run on machines that do not have them."""
         self.loader_state, self.agreed_seconds = None, 0.0
-        found = checkpoints(self.folder / "checkpoints")
+        found = self.world.on_first(lambda: checkpoints(self.folder / "checkpoints"))
         if not found:
             return
-        state = load_checkpoint(found[-1])
+        state = self.world.on_first(lambda: load_checkpoint(found[-1]))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
                 f"{found[-1]}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another "
@@ -375,8 +389,7 @@ class Trainer:
             try:
                 self.loader.load_state_dict(state["loader"])
             except DataError as error:
-                earlier = "" if "recipe" in state else " (an earlier version wrote it, which did not hold out whole prompts)"
-                raise UserError(f"{found[-1]}{earlier}: {error}") from None
+                raise UserError(f"{found[-1]}: {error}") from None
         self.loader_state = state["loader"]
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
         self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
@@ -391,25 +404,27 @@ def _is_compiler_error(error: Exception) -> bool:
 def train(recipe: Recipe) -> Result:
     """A whole run, or the rest of one: everything `fledge train` does."""
     asked = recipe.run.device
-    world = World.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
+    world = DistributedContext.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
     folder = Path(recipe.output)
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
-        recipe = resolve(recipe, world)
+        before = world.on_first(lambda: earlier_settings(recipe.output))
+        recipe = resolve(recipe, world, before)
         say(recipe.to_yaml())
-        check_settings(recipe, say)
-        pieces = assemble(recipe, world, say)
+        if before is not None:
+            check_settings(recipe, before, say)
+        context = build_context(recipe, world, say)
         # A sharded target needs all processes for every pass, though the first alone evaluates.
-        takes_part = world.is_first or recipe.run.distributed == "fsdp"
-        held_out = held_out_texts(pieces) if takes_part else None
-        trainer = Trainer(pieces, world, held_out if world.is_first else None)
-        del pieces, held_out  # the trainer may let go of the target
+        takes_part = world.is_first or recipe.run.shard_target
+        held_out = held_out_texts(context) if takes_part else None
+        trainer = Trainer(context, world, held_out if world.is_first else None)
+        del context, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")
         if recipe.run.hidden_states == "offline":
             trainer.use_states_on_disk()
         if world.is_first:  # only now: a run that is refused leaves things as they were
-            if trainer.pieces.vocabulary is not None and not recipe.data.vocabulary:
-                trainer.pieces.vocabulary.save(folder / "vocabulary")
+            if trainer.context.vocabulary is not None and not recipe.data.vocabulary:
+                trainer.context.vocabulary.save(folder / "vocabulary")
             write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
             remove_leftovers(folder / "checkpoints")
         if trainer.step:
@@ -417,7 +432,7 @@ def train(recipe: Recipe) -> Result:
         return trainer.fit()
     except torch.OutOfMemoryError as error:
         raise TrainingStopped(
-            f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.batch_rows (and raise run.accumulate), "
+            f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.micro_batch_size, "
             "set objective.recompute=true, or lower objective.chunk_rows"
         ) from error
     finally:

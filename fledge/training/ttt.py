@@ -126,12 +126,24 @@ class TrainBatch:
     scored_R: Tensor  # flat index s of the target positions whose next token carries loss; padded to a multiple
     valid_KR: Tensor  # bool: whether row s−1−j lies in the document, so that step j is scored at s
     num_valid_K: Tensor  # fp32
+    num_outside_K: Tensor  # fp32: positions without loss because their token is outside the draft vocabulary
 
     @classmethod
     def plan(
-        cls, tokens_BT: Tensor, positions_BT: Tensor, document_BT: Tensor, loss_BT: Tensor, steps: int, multiple: int
+        cls,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        document_BT: Tensor,
+        loss_BT: Tensor,
+        steps: int,
+        multiple: int,
+        vocabulary_V: Tensor | None = None,
     ) -> TrainBatch:
-        """From CPU tensors. `multiple`: the padded number of scored positions is one of it, so that shapes repeat."""
+        """From CPU tensors. `multiple`: the padded number of scored positions is one of it, so that shapes repeat.
+
+        `vocabulary_V`: whether a target token is in the draft vocabulary; positions where one comes that is not carry no
+        loss. None: all do.
+        """
         start = document_starts(document_BT)
         length = tokens_BT.shape[1]
         column = torch.arange(length)
@@ -140,6 +152,11 @@ class TrainBatch:
         scored = has_next.flatten().nonzero().flatten()
         steps_before = (column - start).flatten()[scored]  # how many rows of the document lie before s
         valid = steps_before[None, :] >= 1 + torch.arange(steps)[:, None]
+        num_outside = torch.zeros(steps)
+        if vocabulary_V is not None:
+            inside = vocabulary_V[tokens_BT.flatten()[scored + 1]]
+            num_outside = valid[:, ~inside].sum(1).float()
+            scored, valid = scored[inside], valid[:, inside]
         padding = -len(scored) % multiple if len(scored) else multiple
         return cls(
             tokens_BT=tokens_BT,
@@ -148,6 +165,7 @@ class TrainBatch:
             scored_R=torch.cat([scored, scored.new_zeros(padding)]),
             valid_KR=torch.cat([valid, valid.new_zeros(steps, padding)], 1),
             num_valid_K=valid.sum(1).float(),
+            num_outside_K=num_outside,
         )
 
     def to(self, device: torch.device) -> TrainBatch:

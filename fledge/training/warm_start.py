@@ -17,11 +17,9 @@ from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm
 from fledge.training.losses import Head
 
-# With both fixes the residual stream has unit size, about a tenth of the target's: the copied layer must add less to it.
-UNIT_STREAM_SCALE = 0.1
 SMALL = 0.02  # standard deviation of what is not copied
 
-Piece = tuple[Tensor, Tensor | None, float]  # where to, what (None: the target has no such thing), times how much
+Piece = tuple[Tensor, Tensor | None]  # where to, what (None: the target has no such thing)
 
 _OF_USE = (
     *("self_attn.", "input_layernorm.", "post_attention_layernorm.", "pre_feedforward_layernorm."),
@@ -52,12 +50,17 @@ def start_random(drafter: EagleDrafter, head: Head, embedding: nn.Module, seed: 
 
 @torch.no_grad()
 def start_from_target(
-    drafter: EagleDrafter, target_layer: Mapping[str, Tensor], head: Head, embedding: nn.Module, seed: int = 0
+    drafter: EagleDrafter,
+    target_layer: Mapping[str, Tensor],
+    head: Head,
+    embedding: nn.Module,
+    taps: Sequence[Tensor],
+    seed: int = 0,
 ) -> list[str]:
     """Copies what fits from the target's last layer; returns the names of what was copied.
 
-    `target_layer`: see `last_layer`. fc starts as the identity on the highest tap, so that the first step begins where the
-    target's last layer would.
+    `target_layer`: see `last_layer`. `taps`: target states of a few tokens, on the drafter's device. fc starts as the
+    identity on the highest tap, so that the first step begins where the target's last layer would.
     """
     start_random(drafter, head, embedding, seed)
     config, copied = drafter.config, ["lm_head"]
@@ -66,28 +69,47 @@ def start_from_target(
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -size:] = torch.eye(size)
         copied.append("fc")
-    scale = UNIT_STREAM_SCALE if config.norm_output else 1.0
     layer = drafter.layers[0]
     pieces = {
-        "hidden_norm": (layer.hidden_norm.weight, target_layer.get("input_layernorm.weight"), 1.0),
+        "hidden_norm": (layer.hidden_norm.weight, target_layer.get("input_layernorm.weight")),
         "post_attention_layernorm": (
             layer.post_attention_layernorm.weight,
             target_layer.get("post_attention_layernorm.weight"),
-            1.0,
         ),
-        "norm": (drafter.norm.weight, target_layer.get("norm.weight"), 1.0),
-        "gate_up_proj": (layer.mlp.gate_up_proj.weight, target_layer.get("mlp.gate_up_proj.weight"), 1.0),
-        "down_proj": (layer.mlp.down_proj.weight, target_layer.get("mlp.down_proj.weight"), scale),
-        **_attention_pieces(drafter, target_layer, scale),
+        "norm": (drafter.norm.weight, target_layer.get("norm.weight")),
+        "gate_up_proj": (layer.mlp.gate_up_proj.weight, target_layer.get("mlp.gate_up_proj.weight")),
+        "down_proj": (layer.mlp.down_proj.weight, target_layer.get("mlp.down_proj.weight")),
+        **_attention_pieces(drafter, target_layer),
     }
-    for name, (place, value, factor) in pieces.items():
+    for name, (place, value) in pieces.items():
         if value is not None and value.shape == place.shape:
-            place.copy_(factor * value)
+            place.copy_(value)
             copied.append(name)
+    scale = _fit_residual_stream(drafter, taps)
+    for name in {"o_proj", "down_proj"}.intersection(copied):
+        pieces[name][0].mul_(scale)
     return copied
 
 
-def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor], scale: float) -> dict[str, Piece]:
+def _fit_residual_stream(drafter: EagleDrafter, taps: Sequence[Tensor]) -> float:
+    """The drafter's residual stream relative to the target's: what a copied layer adds must be as much smaller.
+
+    The stream starts from fc's output at step 0 and from the fed-back state later. `fc_norm` makes the former small,
+    `norm_output` the latter, `norm_before_residual` both. Where they differ, fc is scaled so that all steps start alike.
+    """
+    config = drafter.config
+    state = drafter.fuse(taps)
+    if config.norm_before_residual:
+        stream = _usual_rms(drafter.layers[0].hidden_norm(state))
+    elif config.norm_output:
+        stream = drafter.norm.weight.float().square().mean().sqrt()  # of a state of unit size times these
+        drafter.fc.weight.mul_(stream / _usual_rms(state))
+    else:
+        stream = _usual_rms(state)
+    return float(stream / _usual_rms(taps[-1]))
+
+
+def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor]) -> dict[str, Piece]:
     """Attention means something only as a whole: nothing is taken from another kind.
 
     Of a target with norms on queries and keys (Qwen3), the projections mean nothing to a drafter without them.
@@ -100,9 +122,9 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor],
     for name, place in attention.named_parameters():
         if name in ("qkv_proj.weight", "qkv_a_proj.weight"):
             place = place[:, config.hidden_size :]  # the half that reads the state
-        pieces[name.removesuffix(".weight")] = (place, given.get(name), scale if name == "o_proj.weight" else 1.0)
+        pieces[name.removesuffix(".weight")] = (place, given.get(name))
     if config.mla is not None:
-        fit = all(value is not None and value.shape == place.shape for place, value, _ in pieces.values())
+        fit = all(value is not None and value.shape == place.shape for place, value in pieces.values())
         return pieces if fit else {}
     if ("q_norm.weight" in given) != config.qk_norm:
         pieces = {"o_proj": pieces["o_proj"]}

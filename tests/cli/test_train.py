@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fledge.training import trainer
-from tests.cli.test_errors import refused
+from tests.cli.test_errors import fledge, refused
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("optimizer.clip=-1", "optimizer.clip must be above 0, not -1.0"),
+        ("optimizer.max_grad_norm=-1", "optimizer.max_grad_norm must be greater than 0, not -1"),
         ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
         ("data.cache=/proc/fledge", "data.cache: nothing can be written to /proc/fledge"),
         ("run.hidden_states_folder=/proc/fledge", "run.hidden_states_folder: nothing can be written to /proc/fledge"),
@@ -63,3 +63,10 @@ def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, ca
     monkeypatch.setattr(trainer, "train", fail)
     with pytest.raises(ConnectionResetError):
         refused(monkeypatch, capsys, "train", recipe)
+
+
+def test_every_key_of_a_recipe_is_printed(monkeypatch, capsys):
+    code, out, _ = fledge(monkeypatch, capsys, "train", "--help-recipe")
+    assert code == 0
+    assert "  global_batch_size: null  # rows of an optimiser step over all GPUs" in out
+    assert "  max_grad_norm: 0.5  # " in out

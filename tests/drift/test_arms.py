@@ -41,7 +41,7 @@ def recipe(folders, tmp_path_factory):
         f"output={root / 'run'} target.model={folders / 'model'} data.train=[{root / 'answers.jsonl'}] "
         f"data.cache={root / 'cache'} "
         "drafter.aux_layers=[1,2,3] drafter.draft_vocab_size=null drafter.window=null data.held_out_samples=2 "
-        "data.sequence_length=64 data.batch_rows=2 objective.ttt_steps=3 evaluation.max_new_tokens=8 run.device=cpu"
+        "data.sequence_length=64 data.micro_batch_size=2 objective.ttt_steps=3 evaluation.max_new_tokens=8 run.device=cpu"
     )
     path = Path(__file__).parents[2] / "recipes/ablation/base.yaml"
     return root, f"{path} {changes}"

@@ -24,7 +24,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
-from fledge.training.templates import TEXT_TEMPLATES
+from fledge.training.data.templates import TEXT_TEMPLATES
 from tests.drift.conftest import SETTINGS
 
 

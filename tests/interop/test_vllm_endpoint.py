@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from fledge.checkpoints.ends import load_ends, text_config
-from fledge.training.endpoint import EndpointTarget
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build
-from fledge.training.states_client import EndpointError, launch_command
-from fledge.training.target import DecoderTarget
+from fledge.training.recipe import build_recipe
+from fledge.training.targets.endpoint import EndpointTarget
+from fledge.training.targets.states_client import EndpointError, launch_command
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 from fledge.training.ttt import TrainBatch
 from tests.interop.runs import vllm_python
@@ -91,7 +91,7 @@ def test_states_are_those_of_our_decoder(url, model, states):
     positions = torch.cat([torch.arange(n) for n in (40, 17, 70, 1, 90, 38)]).view(2, 128)
     batch = TrainBatch.plan(tokens, positions, document, document > 0, steps=2, multiple=4)
     target = connect(url, model, states)
-    target.ahead(batch)
+    target.prefetch(batch)
     theirs, ours = target.states(batch), DecoderTarget(tiny_target(), TAPS).states(batch)
     real = (document > 0).flatten()
     for a, b in zip([theirs.hidden_ND, *theirs.taps], [ours.hidden_ND, *ours.taps], strict=True):
@@ -113,13 +113,18 @@ def test_training_gives_the_same_losses(url, model, states, tmp_path):
     content = {
         "output": str(tmp_path / "here"),
         "target": {"model": str(model)},
-        "data": {"train": [str(tmp_path / "answers.jsonl")], "held_out_samples": 2, "sequence_length": 128, "batch_rows": 2},
+        "data": {
+            "train": [str(tmp_path / "answers.jsonl")],
+            "held_out_samples": 2,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": list(TAPS), "draft_vocab_size": 128},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    here = build(Recipe, content, "")
+    here = build_recipe(content)
     there = replace(here, output=str(tmp_path / "there"), target=replace(here.target, endpoint=url, endpoint_states=states))
     train(here)
     train(there)

@@ -34,6 +34,19 @@ THINKING = (
     "{{ text + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Tool calls and reasoning, which it drops before the last user's turn, as Qwen 3 does; reasoning can be switched off.
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% set last = namespace(query=0) %}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% set last.query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message.reasoning_content and loop.index0 > last.query %}"
+    "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+
 CORPUS = ["The quick brown fox jumps over the lazy dog. How are you? I am fine, thank you! What is two plus three? Five."] * 4
 
 

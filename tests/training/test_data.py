@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 
 from fledge.errors import UserError
-from fledge.training.data import Conversation, DataError, TokenTurn, load_samples, read_conversations, tokenize_conversation
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.system_prompts import SYSTEM_PROMPTS
-from fledge.training.templates import NO_TEMPLATE, TEXT_TEMPLATES, Augmentation
-from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, assistant, chat_tokenizer, system, user
+from fledge.training.data.loading import (
+    Conversation,
+    DataError,
+    TokenTurn,
+    load_samples,
+    read_conversations,
+    tokenize_conversation,
+)
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, Augmentation
+from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, TOOLS, assistant, chat_tokenizer, system, user
 
 TWO_TURNS = (user("Hi"), assistant("Hello!"), user("How are you?"), assistant("I am fine."))
 
@@ -188,10 +195,30 @@ def test_report_counts_everything_that_is_not_kept(tmp_path):
     assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # cut before the loop
     assert report.tokens == sum(map(len, samples))
     assert report.answer_tokens == samples.loss_mask.sum()
-    for words in ("2 of 5", "2 looping", "1 empty", "1 too long, dropped"):
+    for words in ("2 of 5", "2 looping", "1 empty", "1 too long (or their prompt is), dropped"):
         assert words in str(report)
-    chunked, report = load_samples(path, tokenizer, max_length=200, long="chunk")
-    assert (len(chunked), report.too_long_chunked) == (3, 1)
+    cut, report = load_samples(path, tokenizer, max_length=200)
+    assert (len(cut), report.truncated, len(cut[2])) == (3, 1, 200)
+    whole, _ = load_samples(path, tokenizer)
+    assert report.truncated_tokens == int(whole.loss_mask.sum() - cut.loss_mask.sum()) > 0
+    assert f"1 too long, truncated ({report.truncated_tokens:,} answer tokens lost)" in str(report)
+
+
+def test_a_long_sample_keeps_its_prompt_and_a_prompt_too_long_is_dropped(tmp_path):
+    """What follows the cut is not trained on: the target never saw it without its prompt."""
+    words = " ".join(str(n) for n in range(200))
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": [user("Count."), assistant(words)]},
+        {"messages": [user(words), assistant("Why?")]},
+    )
+    tokenizer = chat_tokenizer()
+    samples, report = load_samples(path, tokenizer, max_length=100)
+    whole, _ = load_samples(path, tokenizer)
+    assert (len(samples), report.truncated, report.too_long_dropped) == (1, 1, 1)
+    assert samples[0].tokens.tolist() == whole[0].tokens[:100].tolist()
+    batch = next(PackedLoader(samples, sequence_length=100, micro_batch_size=1, seed=0))
+    assert batch.positions[0].tolist() == list(range(100))
 
 
 def test_refusals_of_the_template_are_counted_and_an_empty_data_set_is_an_error(tmp_path):
@@ -232,7 +259,7 @@ def test_cache_is_used_and_belongs_to_its_input(tmp_path):
     write(path, {"messages": TWO_TURNS}, {"messages": TWO_TURNS})
     load_samples(path, tokenizer, cache_dir=cache)
     load_samples(path, tokenizer, cache_dir=cache, chat_template=INSTRUCT)
-    load_samples(path, tokenizer, cache_dir=cache, max_length=9)
+    load_samples(path, tokenizer, cache_dir=cache, max_length=1000)
     load_samples(path, tokenizer, cache_dir=cache, augmentation=Augmentation(system_probability=1.0))
     assert len(list(cache.glob("*.npz"))) == 5
 
@@ -332,11 +359,11 @@ def test_what_cannot_be_augmented_is_kept_and_counted(tmp_path):
 
 
 def test_augmentation_refuses_nonsense():
-    with pytest.raises(UserError, match="template_probability"):
+    with pytest.raises(ValueError, match="template_probability"):
         Augmentation(template_probability=1.5)
-    with pytest.raises(UserError, match="add up"):
+    with pytest.raises(ValueError, match="add up"):
         Augmentation(template_probability=0.7, no_template_probability=0.7)
-    with pytest.raises(UserError, match="mustard"):
+    with pytest.raises(ValueError, match="mustard"):
         Augmentation(templates=("mustard",))
     assert len(set(SYSTEM_PROMPTS)) == len(SYSTEM_PROMPTS) >= 40
 
@@ -352,3 +379,66 @@ def test_text_before_a_loop_is_kept(tmp_path):
     assert text.startswith(before)
     assert text.count("and so on") <= 2
     assert report.looping == 1
+
+
+# --- tools and reasoning ----------------------------------------------------------------------------------------
+
+WEATHER = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOOL_CHAT = {
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": {}}}],
+    "messages": [
+        user("How is Oslo?"),
+        {"role": "assistant", "content": None, "reasoning_content": "I should look.", "tool_calls": [WEATHER]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It rains.", "reasoning_content": "So it rains."},
+    ],
+}
+
+
+def test_tool_calls_and_reasoning_are_learnt(tmp_path):
+    tokenizer = chat_tokenizer(TOOLS)
+    later = [*TOOL_CHAT["messages"], user("Thanks."), assistant("Bye.")]
+    path = write(tmp_path / "a.jsonl", TOOL_CHAT, {**TOOL_CHAT, "messages": later})
+    samples, report = load_samples(path, tokenizer)
+    assert report.kept == 2
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
+    assert learnt(samples[0], tokenizer) == [
+        "<think>\nI should look.\n</think>\n\n" + call,
+        "<think>\nSo it rains.\n</think>\n\nIt rains.<|im_end|>",
+    ]
+    assert "Tools: " in text_of(samples[0], tokenizer)
+    # The template drops the reasoning of earlier turns: what is left of those answers is not what the target wrote.
+    assert learnt(samples[1], tokenizer) == ["Bye.<|im_end|>"]
+    assert "weather" in text_of(samples[1], tokenizer)
+    assert "I should look" not in text_of(samples[1], tokenizer)
+
+
+def test_a_template_that_knows_no_tools_is_told(tmp_path):
+    path = write(tmp_path / "a.jsonl", {**TOOL_CHAT, "messages": TOOL_CHAT["messages"][:2]}, {"messages": TWO_TURNS})
+    _, report = load_samples(path, chat_tokenizer())
+    assert (report.kept, report.refused) == (1, 1)
+    assert "leaves out the reasoning or the tool calls" in str(report)
+
+
+def test_other_templates_are_not_tried_on_tool_calls(tmp_path):
+    path = write(tmp_path / "a.jsonl", {**TOOL_CHAT, "messages": TOOL_CHAT["messages"][:2]})
+    _, report = load_samples(path, chat_tokenizer(TOOLS), augmentation=Augmentation(template_probability=1.0))
+    assert (report.kept, report.not_augmented) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "x"}]}]}, "each of the tool_calls needs"),
+        ({"messages": [{"role": "assistant", "content": "", "reasoning_content": 3}]}, "reasoning_content is not text"),
+        ({"messages": [user("Hi")], "tools": "none"}, "tools must be a list"),
+        (
+            {"messages": [user("Hi")], "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs may not set 'chat_template'",
+        ),
+    ],
+)
+def test_wrong_tool_calls_are_named(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", line)
+    with pytest.raises(DataError, match="line 1: " + message):
+        list(read_conversations(path))

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from fledge.tokenizer import Tokenizer
-from fledge.training import chat_files, data
-from fledge.training.data import DataError, load_samples, read_lines
-from fledge.training.helpers import HelperError
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.templates import Augmentation
+from fledge.training.data import chat_files
+from fledge.training.data import loading as data
+from fledge.training.data.loading import DataError, load_samples, read_lines
+from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.data.templates import Augmentation
+from fledge.training.workers import WorkerError
 from tests.training.chat import CHATML, assistant, chat_tokenizer, system, user
 
 # Refuses one of the system prompts that the files below have.
@@ -147,13 +148,12 @@ def test_a_process_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
     fatal.__dict__ = chat_tokenizer().__dict__
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"messages": [user(f"Number {n}?"), assistant("Yes.")]}) + "\n" for n in range(60)))
-    with pytest.raises(HelperError, match="exit status 7"):
+    with pytest.raises(WorkerError, match="exit status 7"):
         load_samples(path, fatal, processes=2)
 
 
 def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "num_cores", lambda: 12)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     path = tmp_path / "a.jsonl"
     path.touch()
     assert data._num_processes([path], None) == 0
@@ -162,8 +162,6 @@ def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
     assert data._num_processes([path], None) == 12
     assert data._num_processes([path], 1000) == 0
     assert data._num_processes([path, tmp_path / "none.jsonl"], 1_000_000) == 12
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert data._num_processes([path], None) == 3
     monkeypatch.setattr(data, "num_cores", lambda: 1)
     assert data._num_processes([path], None) == 0
 
@@ -172,7 +170,7 @@ def test_processes_that_cannot_begin_keep_nobody_waiting(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(chat_lines(40)))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(HelperError, match="exit status 1"):
+    with pytest.raises(WorkerError, match="exit status 1"):
         load_samples(path, chat_tokenizer(), processes=3)
 
 

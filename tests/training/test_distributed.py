@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.errors import UserError
 from fledge.training import toy
+from fledge.training.context import resolve
+from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build
+from fledge.training.recipe import Recipe, build_recipe
 from fledge.training.trainer import train
 
 # After every pass a sharded target has given up what it gathered, so that no process holds all of it. States on disk are made
@@ -25,9 +28,9 @@ WATCHED = """
 import sys, torch
 torch.set_num_threads(1)
 from torch.distributed.tensor import DTensor
-from fledge.training import offline
+from fledge.training.targets import offline
 from fledge.training.recipe import load_recipe
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 
 passes, rows = [], []
@@ -50,33 +53,15 @@ DecoderTarget.states, offline.PackedLoader = watched, counted
 recipe = load_recipe(sys.argv[1])
 train(recipe)
 if recipe.run.hidden_states == "offline":
-    assert rows[0] % 2 == 1 and len(passes) == 1 + (rows[0] + 1) // 2, (rows, len(passes))  # the first: held-out texts
+    assert rows[0] % 2 == 1 and len(passes) == 2 + (rows[0] + 1) // 2, (rows, len(passes))  # two: the start, held-out texts
 else:
-    assert len(passes) == 1 + recipe.run.steps, passes
+    assert len(passes) == 2 + recipe.run.steps, passes
 """
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run_watched(recipe: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**ONE_THREAD, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WATCHED, str(recipe)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # those that wait for one another would do so for ever
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    run_two(recipe, WATCHED)
 
 
 def run_command(recipe: Path) -> None:
@@ -103,13 +88,18 @@ def by_one(tmp_path_factory) -> Recipe:
     content = {
         "output": str(folder / "one"),
         "target": {"model": str(folder / "target")},
-        "data": {"train": [str(folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "data": {
+            "train": [str(folder / "answers.jsonl")],
+            "held_out_samples": 3,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 5, "log_every": 1, "evaluate_every": 5, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    recipe = build(Recipe, content, "")
+    recipe = build_recipe(content)
     train(recipe)
     return recipe
 
@@ -117,18 +107,18 @@ def by_one(tmp_path_factory) -> Recipe:
 @pytest.mark.parametrize(
     ("run", "settings"),
     [
-        (run_command, {"distributed": "ddp"}),
-        (run_watched, {"distributed": "fsdp"}),
-        (run_watched, {"distributed": "fsdp", "hidden_states": "offline"}),
+        (run_command, {}),
+        (run_watched, {"shard_target": True}),
+        (run_watched, {"shard_target": True, "hidden_states": "offline"}),
     ],
-    ids=["torchrun", "fsdp", "fsdp and states on disk"],
+    ids=["torchrun", "sharded", "sharded and states on disk"],
 )
 def test_two_processes_equal_one(by_one, tmp_path, run, settings):
     one = by_one
     two = replace(
         one,
         output=str(tmp_path / "two"),
-        data=replace(one.data, batch_rows=1),
+        data=replace(one.data, global_batch_size=2),  # two rows a step: one a process
         run=replace(one.run, **settings),
     )
     path = tmp_path / "recipe.yaml"
@@ -139,3 +129,63 @@ def test_two_processes_equal_one(by_one, tmp_path, run, settings):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+LOCAL_FOLDERS = """
+import os, sys, torch
+torch.set_num_threads(1)
+from dataclasses import replace
+from fledge.training import context
+from fledge.training.recipe import load_recipe
+from fledge.training.trainer import train
+
+rank = os.environ["RANK"]
+if rank != "0":
+    def forbidden(*args, **kwargs):
+        raise AssertionError("one process reads the data for all")
+    context.load_samples = forbidden
+recipe = load_recipe(sys.argv[1])
+train(replace(recipe, output=recipe.output if rank == "0" else recipe.output + "-other-machine"))
+"""
+
+
+def run_two(recipe: Path, program: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**ONE_THREAD, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(recipe)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # those that wait for one another would do so for ever
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+def test_resumed_with_another_number_of_processes(by_one, tmp_path):
+    """Three steps by one, two by two processes of which the second sees none of the first's files: as if by one."""
+    recipe = replace(by_one, output=str(tmp_path / "run"))
+    train(replace(recipe, run=replace(recipe.run, steps=5, max_seconds=None, save_every=3, keep=9)))
+    for path in (tmp_path / "run" / "checkpoints").glob("step-00000005.pt"):
+        path.unlink()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())  # no global_batch_size: the run's own is kept
+    run_two(path, LOCAL_FOLDERS)
+    assert len(train_lines(recipe)) == 5
+    for ours, theirs in zip(train_lines(recipe), train_lines(by_one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert not (tmp_path / "run-other-machine").exists()
+
+
+def test_a_step_that_cannot_be_shared_is_refused(by_one):
+    with pytest.raises(UserError, match="2 rows of a step cannot be shared equally by 3 processes"):
+        resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), DistributedContext(0, 3))

@@ -12,12 +12,14 @@ import torch
 from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.errors import ModelError
-from fledge.training import states_client, toy
-from fledge.training.endpoint import EndpointTarget
+from fledge.training import toy
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, RecipeError, build
-from fledge.training.states_client import EndpointError
-from fledge.training.target import DecoderTarget, documents
+from fledge.training.recipe import Recipe, RecipeError, build_recipe
+from fledge.training.targets import states_client
+from fledge.training.targets.continuations import continuations
+from fledge.training.targets.endpoint import EndpointAnswers, EndpointTarget
+from fledge.training.targets.states_client import EndpointError
+from fledge.training.targets.target import DecoderTarget, documents
 from fledge.training.trainer import train
 from tests.tiny import tiny_decoder
 from tests.training.fake_endpoint import FakeEndpoint, serving
@@ -71,7 +73,7 @@ def test_what_is_asked_ahead_is_asked_once(endpoint, model):
     target = connect(endpoint, model)
     endpoint.requests.clear()
     for _ in range(2):
-        target.ahead(packed())
+        target.prefetch(packed())
     assert_same_states(target.states(packed()), target.states(packed()))
     assert len(endpoint.requests) == 2 * len(list(documents(packed())))
     target.close()
@@ -147,13 +149,18 @@ def recipe(toy_folder, tmp_path) -> Recipe:
     content = {
         "output": str(tmp_path / "online"),
         "target": {"model": str(toy_folder / "target")},
-        "data": {"train": [str(toy_folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "data": {
+            "train": [str(toy_folder / "answers.jsonl")],
+            "held_out_samples": 3,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},
         "objective": {"ttt_steps": 3},
         "run": {"steps": 3, "log_every": 1, "evaluate_every": 3, "device": "cpu"},
         "evaluation": {"max_new_tokens": 8, "depths": [2], "select_depth": 2},
     }
-    return build(Recipe, content, "")
+    return build_recipe(content)
 
 
 @pytest.mark.parametrize("hidden_states", ["online", "offline"])
@@ -179,8 +186,10 @@ def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp
 
 
 def test_a_backend_and_an_endpoint_are_too_much(recipe):
+    content = recipe.to_dict()
+    content["target"] |= {"endpoint": "http://host/v1", "backend": "fledge"}
     with pytest.raises(RecipeError, match="choose one"):
-        replace(recipe, target=replace(recipe.target, endpoint="http://host/v1", backend="fledge"))
+        build_recipe(content)
 
 
 # --- the ends of a checkpoint --------------------------------------------------------------------------------------
@@ -244,6 +253,20 @@ def test_a_checkpoint_without_a_head_is_refused(model):
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor lm_head\.weight"):
         ends.load_ends(model, torch.float32, CPU)
+
+
+def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model):
+    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted."""
+    target = connect(endpoint, model)
+    prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
+    answers = EndpointAnswers(target.client, requests=2)
+    found = {
+        index: ids for index, ids, _ in answers.generate(prompts, max_tokens=6, temperature=0.0, top_p=1.0, seed=0, stop_ids=[])
+    }
+    assert [found[index] for index in range(3)] == continuations(tiny_decoder(), prompts, 6, [])
+    assert answers.max_model_len == endpoint.max_model_len
+    assert not list(endpoint.folder.iterdir())
+    target.close()
 
 
 @pytest.mark.parametrize("named", ["/etc/passwd", "../../secret.safetensors", "http://elsewhere:1/x.safetensors", ".", 5])

@@ -7,8 +7,8 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
-from fledge.training.continuations import continuations
 from fledge.training.evaluate import acceptance
+from fledge.training.targets.continuations import continuations
 from tests.drift.test_probes import decoder_with_sink
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 

@@ -10,8 +10,8 @@ import torch
 
 from fledge.checkpoints.hf import save_decoder
 from fledge.errors import UserError
-from fledge.training.offline import StatesOnDisk, weights_fingerprint
-from fledge.training.target import DecoderTarget
+from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
+from fledge.training.targets.target import DecoderTarget
 from tests.tiny import tiny_decoder
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.packing import PackedBatch, PackedLoader, pack
-from fledge.training.samples import Sample, SampleSet
+from fledge.training.data.loading import DataError
+from fledge.training.data.packing import PackedBatch, PackedLoader, pack
+from fledge.training.data.samples import Sample, SampleSet
 
 
 def make_samples(count: int = 60, longest: int = 60, seed: int = 0) -> SampleSet:
@@ -34,7 +34,7 @@ def equal(a: PackedBatch, b: PackedBatch) -> bool:
 
 def test_rows_hold_whole_documents_in_order():
     samples = make_samples()
-    batch = next(PackedLoader(samples, sequence_length=64, batch_rows=4, seed=0))
+    batch = next(PackedLoader(samples, sequence_length=64, micro_batch_size=4, seed=0))
     assert batch.tokens.shape == (4, 64)
     assert (batch.tokens.dtype, batch.document.dtype) == (torch.int64, torch.int32)
     starts = {int(samples.tokens[offset]): i for i, offset in enumerate(samples.offsets[:-1])}
@@ -53,28 +53,24 @@ def test_rows_hold_whole_documents_in_order():
 
 
 def test_an_epoch_has_every_answer_token_once():
-    samples = make_samples(longest=200)  # some longer than the sequence
-    loader = PackedLoader(samples, sequence_length=64, batch_rows=1, seed=0)
+    samples = make_samples()
+    loader = PackedLoader(samples, sequence_length=64, micro_batch_size=1, seed=0)
     learnt = torch.cat([batch.tokens[batch.loss_mask] for batch in epoch_of(loader)])
     assert sorted(learnt.tolist()) == samples.answer_ids().tolist()
     assert loader.epoch == 1.0
 
 
-def test_pieces_of_long_samples_begin_with_context():
+def test_a_long_sample_ends_with_its_row():
     tokens = np.arange(1, 301, dtype=np.int32)
-    loader = PackedLoader([Sample(tokens, tokens > 100)], sequence_length=64, batch_rows=1, seed=0)
-    pieces = sorted(epoch_of(loader), key=lambda batch: int(batch.tokens[0, 0]))
-    assert int(pieces[0].tokens[0, 0]) == 57  # the piece before that holds only the prompt
-    for before, piece in pairwise(pieces):
-        assert int(piece.tokens[0, 0]) == int(before.tokens[0, -1]) - 7  # eight tokens again
-        assert not piece.loss_mask[0, :8].any()
-        assert piece.loss_mask[0, 8]
-        assert piece.positions[0, :3].tolist() == [0, 1, 2]
+    loader = PackedLoader([Sample(tokens, tokens > 50)], sequence_length=64, micro_batch_size=1, seed=0)
+    (batch,) = epoch_of(loader)
+    assert batch.tokens[0].tolist() == list(range(1, 65))
+    assert int(batch.loss_mask.sum()) == 14
 
 
 def test_the_first_token_of_a_document_is_never_predicted():
     sample = Sample(np.array([1, 2, 3], np.int32), np.ones(3, bool))
-    batch = next(PackedLoader([sample, sample], sequence_length=6, batch_rows=1, seed=0))
+    batch = next(PackedLoader([sample, sample], sequence_length=6, micro_batch_size=1, seed=0))
     assert batch.loss_mask.tolist() == [[False, True, True, False, True, True]]
     with pytest.raises(DataError, match="empty"):
         PackedLoader([Sample(np.array([1, 2], np.int32), np.array([True, False]))], 8, 1, seed=0)
@@ -92,7 +88,7 @@ def test_shuffled_by_seed_and_epoch_alone():
 @pytest.mark.parametrize("after", [0, 3, 11, 25])
 def test_resumes_exactly(after):
     samples = make_samples()
-    settings = {"sequence_length": 64, "batch_rows": 2, "seed": 1, "position_offset_max": 100}
+    settings = {"sequence_length": 64, "micro_batch_size": 2, "seed": 1, "position_offset_max": 100}
     loader = PackedLoader(samples, **settings)
     list(islice(loader, after))
     state = loader.state_dict()
@@ -108,8 +104,24 @@ def test_resuming_with_other_settings_is_refused():
     state = PackedLoader(samples, 64, 2, seed=1).state_dict()
     with pytest.raises(DataError, match="seed was 1, now it is 2"):
         PackedLoader(samples, 64, 2, seed=2).load_state_dict(state)
-    with pytest.raises(DataError, match="world_size"):
+    with pytest.raises(DataError, match="global_batch_size was 2, now it is 4"):
         PackedLoader(samples, 64, 2, seed=1, world_size=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("micro", "world"), [(1, 1), (4, 1), (2, 2), (1, 4)])
+def test_the_rows_of_a_step_do_not_depend_on_who_takes_them(micro, world):
+    """So a run resumes with another number of ranks, also in the middle of an epoch."""
+    samples = make_samples()
+    one = PackedLoader(samples, 64, 2, seed=1, global_batch_size=4)
+    list(islice(one, 6))
+    ranks = [PackedLoader(samples, 64, micro, 1, rank, world, global_batch_size=4) for rank in range(world)]
+    for rank in ranks:
+        rank.load_state_dict(one.state_dict())
+    for _ in range(2 * one.steps_per_epoch):
+        expected = torch.cat([next(one).tokens for _ in range(one.batches_per_step)])
+        taken = [next(rank).tokens for _ in range(ranks[0].batches_per_step) for rank in ranks]
+        assert torch.equal(torch.cat(taken), expected)
+    assert {rank.epoch for rank in ranks} == {one.epoch}
 
 
 def test_ranks_share_an_epoch_without_overlap():
@@ -136,7 +148,7 @@ def test_position_offsets():
 
 
 def test_too_little_data_for_a_step_is_refused():
-    with pytest.raises(DataError, match=r"one step takes 512.*batch_rows"):
+    with pytest.raises(DataError, match=r"one step takes 512.*micro_batch_size"):
         PackedLoader(make_samples(), 64, 256, seed=0, world_size=2)
 
 

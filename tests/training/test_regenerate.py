@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.errors import UserError
-from fledge.training.data import DataError, read_conversations, tokenize_conversation
-from fledge.training.prompts import read_prompts
-from fledge.training.regenerate import regenerate
-from tests.training.chat import INSTRUCT, THINKING, assistant, chat_tokenizer, system, user
+from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
+from fledge.training.datagen.prompts import read_prompts
+from fledge.training.datagen.regenerate import regenerate
+from tests.training.chat import INSTRUCT, THINKING, TOOLS, assistant, chat_tokenizer, system, user
 
 QUIET = {"show_progress": False}
 
@@ -76,7 +76,12 @@ def test_a_refusal_leaves_no_file(tmp_path):
         regenerate(EchoGenerator(without), without, prompts, tmp_path / "out.jsonl", **QUIET)
     with pytest.raises(UserError, match="no such file"):
         regenerate(
-            EchoGenerator(chat_tokenizer()), chat_tokenizer(), prompts, tmp_path / "out.jsonl", avoid=["nowhere"], **QUIET
+            EchoGenerator(chat_tokenizer()),
+            chat_tokenizer(),
+            prompts,
+            tmp_path / "out.jsonl",
+            decontaminate=["nowhere"],
+            **QUIET,
         )
     assert list(tmp_path.iterdir()) == [prompts]
 
@@ -290,3 +295,21 @@ def test_command_line(tmp_path):
     assert "tokens/s" in result.stderr
     nothing = CliRunner().invoke(app, ["--model", model, "--out", str(out)])
     assert isinstance(nothing.exception, DataError)
+
+
+def test_tools_and_thinking_reach_the_prompt_and_the_file(tmp_path):
+    tokenizer = chat_tokenizer(TOOLS)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    lines = [{"prompt": "How is Oslo?"}, {"prompt": "How is Oslo?", "tools": tools}]
+    lines.append({"prompt": "How is Oslo?", "chat_template_kwargs": {"enable_thinking": False}})
+    generator, out = EchoGenerator(tokenizer), tmp_path / "out.jsonl"
+    report = regenerate(generator, tokenizer, write(tmp_path / "prompts.jsonl", *lines), out, **QUIET)
+    assert report.conversations == 3  # the same words under other options are another prompt
+    prompts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in generator.calls[0]["prompts"]]
+    assert ["weather" in prompt for prompt in prompts] == [False, True, False]
+    assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts] == [False, False, True]
+    written = {line["messages"][0]["content"] + str(line.get("tools")): line for line in map(json.loads, out.open())}
+    assert len(written) == 2
+    options = [conversation.options for conversation in read_conversations(out)]
+    assert {"tools": tools} in options
+    assert {"enable_thinking": False} in options

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
 from fledge.training import toy
-from fledge.training.identity import changed_settings
+from fledge.training.checkpoint import changed_settings
+from fledge.training.export import export_checkpoint
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build
+from fledge.training.recipe import Recipe, build_recipe
 from fledge.training.trainer import train
+from tests.cli.test_errors import fledge
 
 # Killed as if by kill -9, in the middle of writing its second checkpoint.
 KILLED = """
@@ -62,7 +66,12 @@ def make_recipe(toy_folder: Path, output: Path, **sections: dict) -> Recipe:
     content = {
         "output": str(output),
         "target": {"model": str(toy_folder / "target")},
-        "data": {"train": [str(toy_folder / "answers.jsonl")], "held_out_samples": 3, "sequence_length": 128, "batch_rows": 2},
+        "data": {
+            "train": [str(toy_folder / "answers.jsonl")],
+            "held_out_samples": 3,
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+        },
         "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": None},
         "objective": {"ttt_steps": 2},
         "run": {"steps": 6, "log_every": 1, "save_every": 2, "evaluate_every": 6, "device": "cpu"},
@@ -70,7 +79,7 @@ def make_recipe(toy_folder: Path, output: Path, **sections: dict) -> Recipe:
     }
     for name, settings in sections.items():
         content[name] = content.get(name, {}) | settings if isinstance(settings, dict) else settings
-    return build(Recipe, content, "")
+    return build_recipe(content)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +130,7 @@ def test_a_killed_run_goes_on_exactly(finished, tmp_path):
         ({"data": {"augmentation": {"system_probability": 0.5}}}, "data.augmentation.system_probability was 0.0, now 0.5"),
         ({"data": {"held_out_samples": 5}}, "data.held_out_samples was 3, now 5"),
         ({"optimizer": {"kind": "muon"}}, "optimizer.kind"),
-        ({"run": {"accumulate": 2}}, "run.accumulate was 1, now 2"),
+        ({"data": {"global_batch_size": 4}}, "data.global_batch_size was 2, now 4"),
         ({"seed": 1}, "seed was 0, now 1"),
     ],
     ids=str,
@@ -141,7 +150,7 @@ def test_another_target_is_not_gone_on_with(finished, toy_folder, tmp_path):
 
 
 def test_what_may_change():
-    recipe = build(Recipe, {"output": "a", "target": {"model": "a/toy"}, "data": {"train": ["x"]}, "run": {"steps": 1}}, "")
+    recipe = build_recipe({"output": "a", "target": {"model": "a/toy"}, "data": {"train": ["x"]}, "run": {"steps": 1}})
     before = recipe.to_dict()
     del before["drafter"]["qk_norm"]  # a setting that an earlier version did not know
     moved = replace(
@@ -176,17 +185,12 @@ def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_pat
     assert "from here on: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
 
 
-def test_a_checkpoint_of_an_earlier_version_is_gone_on_with(finished, toy_folder, tmp_path, capfd):
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(finished, toy_folder, tmp_path):
     path = copy_of_checkpoint(finished, tmp_path)
     state = torch.load(path, weights_only=True)
-    del state["recipe"], state["loader"]["data"]
+    del state["recipe"]["data"]["global_batch_size"]
     torch.save(state, path)
-    assert train(make_recipe(toy_folder, tmp_path, run={"steps": 7})).step == 7
-    assert "does not say its settings" in capfd.readouterr().err
-    state["loader"]["samples"] += 1
-    (tmp_path / "checkpoints" / "step-00000007.pt").unlink()
-    torch.save(state, path)
-    with pytest.raises(UserError, match=r"did not hold out whole prompts.*samples was"):
+    with pytest.raises(UserError, match=r"earlier version.*fledge export"):
         train(make_recipe(toy_folder, tmp_path, run={"steps": 7}))
 
 
@@ -205,7 +209,7 @@ def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
     ("change", "message"),
     [
         ({"data": {"train": ["empty.jsonl"]}}, "no sample is left"),
-        ({"data": {"batch_rows": 500}}, "one step takes 500"),
+        ({"data": {"micro_batch_size": 500}}, "one step takes 500"),
         ({"drafter": {"init_from": "nowhere", "draft_vocab_size": 64}}, "nowhere"),
         ({"drafter": {"init_from": "best", "draft_vocab_size": 64, "aux_layers": [0, 1, 2]}}, "init_from: its aux_layer_ids"),
     ],
@@ -217,3 +221,31 @@ def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatc
     with pytest.raises(UserError, match=message):
         train(make_recipe(toy_folder, tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["checkpoints/step-00000006.pt", "checkpoints", "."])
+def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys, where):
+    """By `fledge export`: a file, or the newest of a run."""
+    code, out, _ = fledge(monkeypatch, capsys, "export", Path(finished.output) / where, tmp_path / "out")
+    assert code == 0
+    assert "vllm serve" in out
+    drafter = load_drafter(tmp_path / "out", load_config(finished.target.model))
+    for name, value in weights(finished.output).items():
+        assert torch.equal(drafter.state_dict()[name], value), name
+    record = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert (record["step"], record["recipe"]["seed"]) == (6, 0)
+
+
+def test_a_checkpoint_of_an_earlier_version_becomes_a_drafter_too(finished, tmp_path):
+    path = copy_of_checkpoint(finished, tmp_path)
+    state = torch.load(path, weights_only=True)
+    del state["config"], state["provenance"]
+    torch.save(state, path)
+    export_checkpoint(path, tmp_path / "out")
+    assert load_drafter(tmp_path / "out").config == load_drafter(Path(finished.output) / "best").config
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match="no checkpoint of fledge train"):
+        export_checkpoint(tmp_path / "other.pt", tmp_path / "out")

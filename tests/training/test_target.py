@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from fledge.checkpoints.hf import save_decoder
 from fledge.errors import ModelError
 from fledge.models.decoder import causal_attend
-from fledge.training.target import DecoderTarget, TransformersTarget
+from fledge.training.targets.target import DecoderTarget, TransformersTarget
 from fledge.training.ttt import TrainBatch
 from tests.tiny import tiny_decoder
 

@@ -116,42 +116,52 @@ def test_a_row_never_feels_another_document_or_the_future():
         assert not torch.allclose(a[3:5], b[3:5])
 
 
+@pytest.mark.parametrize("length", [1024, 1000, 130, 5])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_block_masks_say_the_same_as_dense_masks(window, ahead):
-    document = torch.ones(2, 1024, dtype=torch.long)
-    document[0, 100:], document[0, 500:], document[0, 1000:] = 2, 3, 0
+def test_block_masks_say_the_same_as_dense_masks(window, ahead, length):
+    document = torch.ones(2, length, dtype=torch.long)
+    document[0, length // 10 :], document[0, length // 2 :], document[0, length - 24 :] = 2, 3, 0
     start = document_starts(document)
     dense = packed_mask(start, window, ahead, flex=False)
     blocks = packed_mask(start, window, ahead, flex=True)
-    needed = dense.view(2, 1, 8, 128, 8, 128).permute(0, 1, 2, 4, 3, 5).flatten(-2)
-    listed = torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    count = -(-length // 128)
+
+    def in_blocks(beyond: bool) -> torch.Tensor:
+        """`beyond`: what stands where there are no rows any more."""
+        padded = torch.full((2, 1, count * 128, count * 128), beyond)
+        padded[:, :, :length, :length] = dense
+        return padded.view(2, 1, count, 128, count, 128).permute(0, 1, 2, 4, 3, 5).flatten(-2)
+
+    needed, whole = in_blocks(False), in_blocks(True)
+    listed = torch.zeros(2, 1, count, count, dtype=torch.bool)
     for counts, indices, is_full in (
         (blocks.kv_num_blocks, blocks.kv_indices, False),
         (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
     ):
         for b in range(2):
-            for q in range(8):
+            for q in range(count):
                 for kv in indices[b, 0, q, : counts[b, 0, q]].tolist():
                     assert not listed[b, 0, q, kv]
                     listed[b, 0, q, kv] = True
-                    assert not is_full or needed[b, 0, q, kv].all()
+                    assert not is_full or whole[b, 0, q, kv].all()
     assert not (needed.any(-1) & ~listed).any()
-    b, q, kv = torch.arange(2)[:, None, None], torch.arange(1024)[:, None], torch.arange(1024)
+    b, q, kv = torch.arange(2)[:, None, None], torch.arange(length)[:, None], torch.arange(length)
     assert torch.equal(blocks.mask_mod(b, b, q, kv)[:, None], dense)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_equals_the_plain_maths():
+@pytest.mark.parametrize("length", [256, 200, 77])
+def test_flex_attention_equals_the_plain_maths(length):
     torch.manual_seed(0)
-    document = torch.ones(2, 256, dtype=torch.long)
-    document[0, 100:] = 2
+    document = torch.ones(2, length, dtype=torch.long)
+    document[0, length // 3 :] = 2
     start = document_starts(document)
     results = []
     for flex in (True, False):
         torch.manual_seed(1)
-        q, k, v = (torch.randn(512, h, 16) for h in (4, 2, 2))
-        results.append(attention_with_lse(q, k, v, packed_mask(start, 70, 2, flex=flex), 256))
+        q, k, v = (torch.randn(2 * length, h, 16) for h in (4, 2, 2))
+        results.append(attention_with_lse(q, k, v, packed_mask(start, 70, 2, flex=flex), length))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -173,3 +183,19 @@ def test_a_batch_without_loss_still_has_a_full_chunk():
     batch = TrainBatch.plan(zeros, zeros, zeros + 1, zeros, steps=2, multiple=4)
     assert len(batch.scored_R) == 4
     assert batch.num_valid_K.tolist() == [0, 0]
+
+
+def test_positions_whose_token_is_outside_the_draft_vocabulary_carry_no_loss():
+    """Nor do they count in the average; they are counted apart, as misses for the accuracy."""
+    tokens, positions, _ = packed_inputs()
+    loss = DOCUMENT > 0
+    inside = torch.arange(128) % 3 > 0
+    everything = TrainBatch.plan(tokens, positions, DOCUMENT, loss, STEPS, multiple=1)
+    masked = TrainBatch.plan(tokens, positions, DOCUMENT, loss, STEPS, multiple=1, vocabulary_V=inside)
+    flat = tokens.flatten()
+    expected = [s for s in everything.scored_R.tolist() if inside[flat[s + 1]]]
+    assert 0 < len(expected) < len(everything.scored_R)
+    assert masked.scored_R.tolist() == expected
+    assert torch.equal(masked.num_valid_K, masked.valid_KR.sum(1).float())
+    assert torch.equal(masked.num_valid_K + masked.num_outside_K, everything.num_valid_K)
+    assert not everything.num_outside_K.any()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import Sample, SampleSet
-from fledge.training.vocabulary import DraftVocabulary
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.data.vocabulary import DraftVocabulary
 
 SPECIAL = 2
 
@@ -67,13 +67,21 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "name"),
-    [(("new", "tokens", 100), "training data"), (("data", "new", 100), "tokenizer"), (("data", "tokens", 99), "size")],
+    [({"data_hash": "new"}, "training data"), ({"tokenizer_hash": "new"}, "tokenizer"), ({"vocab_size": 99}, "size")],
 )
 def test_refuses_what_it_was_not_counted_from(asked, name):
     vocabulary = DraftVocabulary.count(ANSWERS, 4, 100, data_hash="data", tokenizer_hash="tokens")
-    vocabulary.check("data", "tokens", 100)
+    vocabulary.check(data_hash="data", tokenizer_hash="tokens", vocab_size=100)
     with pytest.raises(DataError, match=name):
-        vocabulary.check(*asked)
+        vocabulary.check(**asked)
+
+
+def test_used_for_other_data_it_says_so():
+    vocabulary = DraftVocabulary.count(ANSWERS, 2, 100, data_hash="data", tokenizer_hash="tokens")
+    other = vocabulary.for_data(samples_with([50, 10, 11, 12]), "other")
+    assert other.token_ids.tolist() == vocabulary.token_ids.tolist()
+    assert other.coverage == 0.5
+    assert (other.provenance["counted_on"], other.provenance["data_hash"]) == ("data", "other")
 
 
 def test_damaged_or_mixed_files_are_refused(tmp_path):

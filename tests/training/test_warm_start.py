@@ -8,8 +8,7 @@ import torch
 from fledge.config import MLAConfig
 from fledge.errors import ModelError
 from fledge.training.losses import Head
-from fledge.training.optimizers import build_optimizers
-from fledge.training.schedule import learning_rate_factor
+from fledge.training.optimizers import build_optimizers, learning_rate_factor
 from fledge.training.warm_start import (
     last_layer,
     last_layer_of_transformers,
@@ -23,11 +22,48 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 def started(flags: dict, **target):
     decoder = tiny_decoder(intermediate_size=64, **target)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, draft_vocab_size=50, **flags))
-    copied = start_from_target(drafter, last_layer(decoder), Head(decoder.lm_head.weight), decoder.embed_tokens)
+    copied = start_from_target(drafter, last_layer(decoder), Head(decoder.lm_head.weight), decoder.embed_tokens, TAPS)
     return decoder, drafter, copied
 
 
-@pytest.mark.parametrize(("flags", "scale"), [({}, 1.0), ({"fc_norm": True, "norm_output": True}, 0.1)])
+TAPS = [size * torch.nn.functional.rms_norm(torch.randn(50, 32), (32,)) for size in (2.0, 5.0, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "stream"),
+    [
+        ({}, 8.0),
+        ({"fc_norm": True}, 1.0),
+        ({"norm_output": True}, 1.5),
+        ({"fc_norm": True, "norm_output": True}, 1.5),
+        ({"norm_before_residual": True}, 0.5),
+        ({"fc_norm": True, "norm_output": True, "norm_before_residual": True}, 0.5),
+    ],
+    ids=str,
+)
+def test_a_copied_layer_adds_to_the_stream_in_proportion(flags, stream):
+    """At every step: by what the config makes of the residual stream, not by one target's constant."""
+    decoder = tiny_decoder(intermediate_size=64)
+    with torch.no_grad():
+        decoder.norm.weight.fill_(1.5)
+        decoder.layers[-1].input_layernorm.weight.fill_(0.5)
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config, draft_vocab_size=50, **flags))
+    start_from_target(drafter, last_layer(decoder), Head(decoder.lm_head.weight), decoder.embed_tokens, TAPS)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        ours, theirs = (layer.get_parameter(name) for layer in (drafter.layers[0], decoder.layers[-1]))
+        torch.testing.assert_close(ours, stream / 8.0 * theirs, rtol=1e-4, atol=1e-6)
+
+    def rms(x: torch.Tensor) -> float:
+        return float(x.square().mean(-1).sqrt().median())
+
+    first = drafter.fuse(TAPS)
+    fed_back = drafter.norm(torch.randn(50, 32)) if flags.get("norm_output") else first
+    for state in (first, fed_back):
+        residual = drafter.layers[0].hidden_norm(state) if flags.get("norm_before_residual") else state
+        assert rms(residual) == pytest.approx(stream, rel=1e-3)
+
+
+@pytest.mark.parametrize(("flags", "scale"), [({}, 1.0), ({"fc_norm": True}, 0.125)])
 def test_the_targets_last_layer_is_copied(flags, scale):
     decoder, drafter, copied = started(flags)
     theirs, ours = decoder.layers[-1], drafter.layers[0]
@@ -96,7 +132,7 @@ def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
         mla = MLAConfig(**sizes | {"kv_lora_rank": 12 * factor})
         drafter = tiny_drafter(tiny_drafter_config(mla=mla))
         head, embedding = Head(theirs.lm_head.weight.detach()), theirs.get_input_embeddings()
-        copied = start_from_target(drafter, weights, head, embedding)
+        copied = start_from_target(drafter, weights, head, embedding, TAPS)
         assert {"hidden_norm", "norm"} <= set(copied)
         assert "gate_up_proj" not in copied
         assert ("qkv_a_proj" in copied, "o_proj" in copied) == (factor == 1, factor == 1)
@@ -123,7 +159,7 @@ def test_norms_are_taken_for_what_they_do(family):
     weights = last_layer_of_transformers(model)
     drafter = tiny_drafter(tiny_drafter_config(head_dim=8))
     head, embedding = Head(model.lm_head.weight.detach()), model.get_input_embeddings()
-    copied = set(start_from_target(drafter, weights, head, embedding))
+    copied = set(start_from_target(drafter, weights, head, embedding, TAPS))
     layer = drafter.layers[0]
     if family == "Gemma2":
         assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight + 1)
@@ -195,3 +231,10 @@ def test_muon_takes_the_layers_matrices_alone():
 def test_learning_rates(kind, expected):
     for progress, factor in expected.items():
         assert learning_rate_factor(progress, kind, warmup=0.1, decay=0.2, floor=0.1) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("warmup", [1e-6, 5e-5, 1e-4, 0.02])
+def test_a_short_warm_up_never_exceeds_the_peak(warmup):
+    factors = [learning_rate_factor(progress, "cosine", warmup) for progress in (0.0, warmup / 2, warmup * 0.999, warmup, 0.5)]
+    assert max(factors) <= 1.0
+    assert factors[0] > 0

@@ -11,16 +11,18 @@ the conversation twice, once with a marker in place of each answer: what stands 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
-from fledge.training.samples import Sample
+from fledge.training.data.samples import Sample
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content, and what a chat template may know: tool_calls, reasoning_content, …
+Options = dict[str, Any]  # what a chat template gets beside the messages: tools, enable_thinking, …
 
 
 class TemplateError(UserError):
@@ -33,6 +35,7 @@ class Rendered:
 
     contexts: tuple[str, ...]
     answers: tuple[str, ...]
+    is_whole: tuple[bool, ...] = ()  # whether each answer has all that its message has; (): they do
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,17 @@ class ChatFormat:
         except TemplateError as error:
             raise TemplateError(f"data.chat_template cannot be used: {error}") from error
 
-    def render(self, messages: Sequence[Message], *, open_turn: bool = False) -> Rendered:
+    def render(self, messages: Sequence[Message], options: Options | None = None, *, open_turn: bool = False) -> Rendered:
         """`open_turn`: end with the opening of the assistant's next turn, as for generation."""
+        options = options or {}
+        if any("tool_calls" in message or "reasoning_content" in message for message in messages):
+            return self._render_turn_by_turn(messages, options, open_turn)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         marked = [dict(message) for message in messages]
         for number, i in enumerate(turns):
             marked[i]["content"] = _marker(number)
-        full = self._text(messages, open_turn)
-        rest = self._text(marked, open_turn) if turns else full
+        full = self._text(messages, open_turn, options)
+        rest = self._text(marked, open_turn, options) if turns else full
         contexts = []
         for number in range(len(turns)):
             context, found, rest = rest.partition(_marker(number))
@@ -83,6 +89,36 @@ class ChatFormat:
         if answers is None:
             raise TemplateError("the chat template changes the answers, so that they cannot be found in its text")
         return self._open_at_generation(Rendered(tuple(contexts), tuple(answers)))
+
+    def _render_turn_by_turn(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
+        """For answers that are more than their content: each stands between the prompt for it and the end of its turn."""
+        full, closing = self._text(messages, open_turn, options), self._closing_text
+        if not closing:
+            raise TemplateError("the chat template does not mark the end of an answer, so tool calls cannot be found in it")
+        contexts, answers, is_whole, position = [], [], [], 0
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in turns:
+            prompt = self._text(messages[:i], True, options)
+            end = full.find(closing, len(prompt)) if full.startswith(prompt) else -1
+            if end < 0:  # the prompt had reasoning that is gone by now: this turn is context for those that follow
+                contexts.append("")
+                answers.append("")
+                is_whole.append(False)
+                continue
+            answer = full[len(prompt) : end]
+            reasoning, calls = messages[i].get("reasoning_content", ""), messages[i].get("tool_calls", ())
+            is_whole.append(reasoning.strip() in answer and all(call["function"]["name"] in answer for call in calls))
+            contexts.append(full[position : len(prompt)])
+            answers.append(answer)
+            position = end
+        if turns and not is_whole[-1]:
+            raise TemplateError("the chat template leaves out the reasoning or the tool calls of an answer")
+        return Rendered((*contexts, full[position:]), tuple(answers), tuple(is_whole))
+
+    @cached_property
+    def _closing_text(self) -> str:
+        turn = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _marker(0)}]
+        return self._text(turn, False).partition(_marker(0))[2].rstrip()
 
     @staticmethod
     def _match(full: str, contexts: list[str], contents: list[str]) -> list[str] | None:
@@ -126,9 +162,9 @@ class ChatFormat:
                 contexts[i], answers[i] = contexts[i][: -len(gap)], gap + answer
         return Rendered(tuple(contexts), tuple(answers))
 
-    def _text(self, messages: Sequence[Message], open_turn: bool) -> str:
+    def _text(self, messages: Sequence[Message], open_turn: bool, options: Options | None = None) -> str:
         try:
-            return self.tokenizer.render_chat(messages, open_turn, self.chat_template)
+            return self.tokenizer.render_chat(messages, open_turn, self.chat_template, **(options or {}))
         except UserError as error:
             raise TemplateError(str(error)) from error
 
@@ -139,8 +175,7 @@ class ChatFormat:
 
     def stop_ids(self) -> list[int]:
         """What may end an answer; the template's own end-of-turn token is the first."""
-        turn = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _marker(0)}]
-        return self._ends(self._text(turn, False).partition(_marker(0))[2])
+        return self._ends(self._closing_text)
 
     def _ends(self, text: str) -> list[int]:
         ids = self.encode(text)
@@ -158,10 +193,10 @@ class ChatFormat:
         end = len(mask) - np.argmax(mask[::-1]) if any(mask) else 0  # what follows the last answer teaches nothing
         return Sample(np.array(ids[:end], np.int32), np.array(mask[:end], bool))
 
-    def prompt_ids(self, messages: Sequence[Message], answers: Sequence[Answer]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], answers: Sequence[Answer], options: Options | None = None) -> list[int]:
         """The prompt for the assistant's next turn. Earlier answers keep the ids the target gave them, unless the
         template rewrites them (drops old thinking): the target then sees what it would see when it is served."""
-        rendered = self.render(messages, open_turn=True)
+        rendered = self.render(messages, options, open_turn=True)
         contents = [message["content"] for message in messages if message["role"] == "assistant"]
         kept = [
             answer if text.strip() == content.strip() else Answer()
@@ -171,6 +206,10 @@ class ChatFormat:
 
     def _assemble(self, rendered: Rendered, answers: Sequence[Answer], bos: bool) -> tuple[list[int], list[bool]]:
         assert len(answers) == len(rendered.answers)
+        is_whole = rendered.is_whole or (True,) * len(answers)
+        answers = [
+            answer if whole else replace(answer, has_loss=False) for answer, whole in zip(answers, is_whole, strict=True)
+        ]
         # Templates spell out the first token themselves; a text without a template gets what the tokenizer adds.
         ids = self.tokenizer.encode("", add_special_tokens=True) if bos else []
         ids += self.encode(rendered.contexts[0])

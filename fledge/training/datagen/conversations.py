@@ -15,14 +15,14 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from fledge.errors import UserError
-from fledge.training.dialogues import Answered, Dialogue, Settled
-from fledge.training.helpers import Helpers
-from fledge.training.prompts import AnswerFile, Prompt
+from fledge.training.datagen.dialogues import Answered, Dialogue, Settled
+from fledge.training.datagen.prompts import AnswerFile, Prompt
+from fledge.training.workers import Workers
 
 if TYPE_CHECKING:
-    from fledge.training.regenerate import RegenerateReport
+    from fledge.training.datagen.regenerate import RegenerateReport
 
-# Batches of answers handed over and not settled. Where helpers cannot follow, the generator waits, not the memory grows.
+# Batches of answers handed over and not settled. Where workers cannot follow, the generator waits, not the memory grows.
 MAX_SETTLING = 256
 
 
@@ -32,12 +32,12 @@ class Conversations(Iterator["list[int] | None"]):
     def __init__(
         self,
         prompts: Iterator[Prompt],
-        helpers: Helpers,
+        workers: Workers,
         file: AnswerFile,
         report: RegenerateReport,
         seed: int,
     ):
-        self._prompts, self._helpers, self._file, self._report, self._seed = prompts, helpers, file, report, seed
+        self._prompts, self._workers, self._file, self._report, self._seed = prompts, workers, file, report, seed
         self._opening: deque[Future] = deque()
         self._num_opening = 0  # prompts in them
         self._fresh: deque[Dialogue] = deque()
@@ -71,7 +71,7 @@ class Conversations(Iterator["list[int] | None"]):
 
     def answer(self, index: int, ids: list[int], reason: str) -> None:
         self._answered.append(Answered(self._asked.pop(index), ids, reason))
-        if len(self._answered) >= self._helpers.batch:
+        if len(self._answered) >= self._workers.batch:
             self._hand_over()
 
     def finish(self) -> None:
@@ -92,30 +92,30 @@ class Conversations(Iterator["list[int] | None"]):
         except Exception:
             pass  # the first error is the one to be told
 
-    # --- helpers ------------------------------------------------------------------------------------------------------
+    # --- workers ------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         if self._answered:
-            self._settling.append(self._helpers.submit(self._settle, self._answered))
+            self._settling.append(self._workers.submit(self._settle, self._answered))
             self._answered = []
         while len(self._settling) > MAX_SETTLING:
             self._take_settled(self._settling.popleft().result())
 
     def _settle(self, answered: list[Answered]) -> Settled:
-        settled = self._helpers.call("settle", answered)
+        settled = self._workers.call("settle", answered)
         self._file.append(settled.lines)
         return settled
 
     def _advance(self) -> None:
-        """Takes what helpers have done, and gives them more prompts to open."""
+        """Takes what workers have done, and gives them more prompts to open."""
         while self._settling and self._settling[0].done():
             self._take_settled(self._settling.popleft().result())
         self._take_opened()
-        while len(self._follow_ups) + len(self._fresh) + self._num_opening < self._helpers.ahead:
-            prompts = list(islice(self._prompts, self._helpers.batch))
+        while len(self._follow_ups) + len(self._fresh) + self._num_opening < self._workers.ahead:
+            prompts = list(islice(self._prompts, self._workers.batch))
             if not prompts:
                 return
-            self._opening.append(self._helpers.submit(self._helpers.call, "open", prompts))
+            self._opening.append(self._workers.submit(self._workers.call, "open", prompts))
             self._num_opening += len(prompts)
             self._take_opened()
 

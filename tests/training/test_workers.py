@@ -1,4 +1,4 @@
-"""Helper processes: the same answers as without them, and every way in which a run can end early."""
+"""Worker processes: the same answers as without them, and every way in which a run can end early."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from fledge.tokenizer import Tokenizer
-from fledge.training import conversations
-from fledge.training.dialogues import HostWork
-from fledge.training.helpers import HelperError, Here, Processes, find_helpers
-from fledge.training.regenerate import regenerate
+from fledge.training.datagen import conversations
+from fledge.training.datagen.dialogues import HostWork
+from fledge.training.datagen.regenerate import regenerate
+from fledge.training.workers import Here, Processes, WorkerError, find_workers
 from tests.training.chat import INSTRUCT, chat_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -133,14 +133,14 @@ def test_an_interrupted_run_keeps_every_answer_and_goes_on(tmp_path, monkeypatch
     assert records(out) == records(tmp_path / "whole.jsonl")
 
 
-def test_a_killed_run_goes_on_and_leaves_no_helper_behind(tmp_path):
+def test_a_killed_run_goes_on_and_leaves_no_worker_behind(tmp_path):
     write_prompts(tmp_path / "p.jsonl")
     out = tmp_path / "o.jsonl"
     script = f"""
         import os, signal
         from pathlib import Path
         from tests.training.chat import chat_tokenizer
-        from tests.training.test_helpers import StreamGenerator, run
+        from tests.training.test_workers import StreamGenerator, run
 
         def die():
             while not os.path.getsize({str(out)!r}):
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_and_leaves_no_helper_behind(tmp_path):
 
         run(Path({str(out)!r}), StreamGenerator(chat_tokenizer(), stop_after=60, stop=die), processes=1)
     """
-    # No main guard, on purpose. A helper that lives on holds standard error open, and this call would not come back.
+    # No main guard, on purpose. A worker that lives on holds standard error open, and this call would not come back.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     killed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, env=environment, timeout=120, cwd=ROOT
@@ -165,34 +165,34 @@ def test_a_killed_run_goes_on_and_leaves_no_helper_behind(tmp_path):
 
 @pytest.mark.parametrize(
     ("mischief", "message"),
-    [("raise", "a helper process failed: RuntimeError: it cannot be said"), ("die", "exit status 7")],
+    [("raise", "a worker process failed: RuntimeError: it cannot be said"), ("die", "exit status 7")],
 )
-def test_a_helper_that_fails_is_told_in_one_line(tmp_path, mischief, message):
+def test_a_worker_that_fails_is_told_in_one_line(tmp_path, mischief, message):
     write_prompts(tmp_path / "p.jsonl", last=mischief)
     tokenizer = crooked()
-    with pytest.raises(HelperError, match=message) as told:
+    with pytest.raises(WorkerError, match=message) as told:
         run(tmp_path / "o.jsonl", StreamGenerator(tokenizer), tokenizer, processes=1)
     assert "\n" not in str(told.value)
 
 
-def test_a_helper_that_cannot_even_begin(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_even_begin(tmp_path, monkeypatch):
     write_prompts(tmp_path / "p.jsonl")
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(HelperError, match="exit status 1"):
+    with pytest.raises(WorkerError, match="exit status 1"):
         run(tmp_path / "o.jsonl", processes=2)
 
 
-def test_helpers_come_with_the_amount_of_work():
+def test_workers_come_with_the_amount_of_work():
     work = HostWork(chat_tokenizer(), None, None)
-    assert isinstance(find_helpers(work, 999, 2048, None), Here)
-    assert isinstance(find_helpers(work, 100_000, 64, None), Here)
-    assert isinstance(find_helpers(work, 100_000, 2048, 0), Here)
-    many = find_helpers(work, 100_000, 2048, None)
+    assert isinstance(find_workers(work, 999, 2048, None), Here)
+    assert isinstance(find_workers(work, 100_000, 64, None), Here)
+    assert isinstance(find_workers(work, 100_000, 2048, 0), Here)
+    many = find_workers(work, 100_000, 2048, None)
     assert isinstance(many, Processes)
     many.close()
 
 
-def test_refusals_come_back_from_helpers(tmp_path):
+def test_refusals_come_back_from_workers(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi", "system": "S"}\n{"prompt": "Hi"}\n')
     report = run(tmp_path / "o.jsonl", tokenizer=chat_tokenizer(INSTRUCT), processes=1)
     assert (report.refused, report.conversations) == (1, 1)

@@ -6,12 +6,13 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from fledge.training.data import DataError, parse_messages, read_lines
-from fledge.training.samples import write_atomically
+from fledge.training.data.chat_files import DataError, parse_messages, parse_options, read_lines, user_turns
+from fledge.training.data.rendering import Options
+from fledge.training.data.samples import write_atomically
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Prompt:
     turns: tuple[str, ...]
     system: str = ""
     source: str = ""
+    options: Options = field(default_factory=dict)  # tools, enable_thinking: what the chat template gets too
 
 
 def prompt_id(parts: Sequence[str]) -> str:
@@ -32,30 +34,27 @@ def prompt_id(parts: Sequence[str]) -> str:
 def read_prompts(path: str | Path) -> Iterator[Prompt]:
     """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are passed over) and {"prompt": "…"}.
 
-    `id`, `system` and `source` may stand beside them.
+    `id`, `system`, `source`, `tools` and `chat_template_kwargs` may stand beside them.
     """
     for where, line in read_lines(path):
         system = line.get("system") or ""
-        if "turns" in line:
-            turns = line["turns"]
-        elif "messages" in line:
+        turns = user_turns(line, where)
+        if "messages" in line:
             messages = parse_messages(line["messages"], where)
             if unknown := {message["role"] for message in messages} - {"system", "user", "assistant"}:
                 raise DataError(f"{where}: messages of {', '.join(sorted(unknown))} cannot be answered again")
-            turns = [message["content"] for message in messages if message["role"] == "user"]
             system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-        elif "prompt" in line:
-            turns = [line["prompt"]]
-        else:
-            raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there')
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        if not turns or not all(turn.strip() for turn in turns):
             raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
         name = line.get("id")
+        options = parse_options(line, where)
+        extra = [json.dumps(options, sort_keys=True)] if options else []
         yield Prompt(
-            id=prompt_id([system, *turns]) if name is None else str(name),
+            id=prompt_id([system, *turns, *extra]) if name is None else str(name),
             turns=tuple(turns),
             system=system,
             source=str(line.get("source") or ""),
+            options=options,
         )
 
 

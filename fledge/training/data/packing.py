@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import Sample, SampleSet
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import Sample, SampleSet
 
 # Rows that are kept open while packing. More fill a little better and take longer; 256 fill > 98 % of mixed chats.
 _OPEN_ROWS = 256
-# A piece of a long sample begins with this share of the sequence as context without loss.
-_OVERLAP_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -42,52 +40,71 @@ class PackedBatch:
 class PackedLoader(Iterator[PackedBatch]):
     """Endless batches; each epoch is shuffled and packed anew, by (seed, epoch) alone.
 
-    Every rank packs the same epoch and takes its own rows: rank r of w gets the batches r, r + w, r + 2w, …
-    What does not fill a step of all ranks is left out of that epoch (`rows_left_out`), other rows each time.
+    An optimiser step takes the next `global_batch_size` rows of the epoch, however many ranks share them:
+
+        rows of a step   | rank 0 | rank 1 | rank 0 | rank 1 |     two ranks, two micro-batches each
+                           batch 0           batch 1
+
+    So a run resumes exactly with another number of ranks or another micro-batch. What does not fill a step is left out
+    of that epoch (`rows_left_out`), other rows each time.
     """
 
     def __init__(
         self,
         samples: SampleSet | list[Sample],
         sequence_length: int,
-        batch_rows: int,
+        micro_batch_size: int,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
         position_offset_max: int = 0,
+        global_batch_size: int | None = None,
     ):
-        if sequence_length < 2 or batch_rows < 1 or position_offset_max < 0:
-            raise DataError("packing needs sequence_length >= 2, batch_rows >= 1 and position_offset_max >= 0")
+        """`global_batch_size`: rows of a step over all ranks; None: one micro-batch of each."""
+        if sequence_length < 2 or micro_batch_size < 1 or position_offset_max < 0:
+            raise DataError("packing needs sequence_length >= 2, micro_batch_size >= 1 and position_offset_max >= 0")
         assert 0 <= rank < world_size
         self.samples = samples if isinstance(samples, SampleSet) else SampleSet.from_samples(samples)
-        self.sequence_length, self.batch_rows, self.seed = sequence_length, batch_rows, seed
+        self.sequence_length, self.micro_batch_size, self.seed = sequence_length, micro_batch_size, seed
         self.rank, self.world_size, self.position_offset_max = rank, world_size, position_offset_max
-        self.starts, self.contexts, self.lengths = _pieces(self.samples, sequence_length)
+        self.global_batch_size = global_batch_size or micro_batch_size * world_size
+        assert self.global_batch_size % (micro_batch_size * world_size) == 0
+        self.starts, self.lengths = _documents(self.samples, sequence_length)
         if not len(self.lengths):
             raise DataError("the data set is empty: no sample has a token to predict")
-        self._enter(epoch=0, batch=0)
+        self._enter(epoch=0, row=0)
 
     # --- the epoch ----------------------------------------------------------------------------------------------
 
-    def _enter(self, epoch: int, batch: int) -> None:
+    def _enter(self, epoch: int, row: int) -> None:
         rng = np.random.default_rng([self.seed, epoch])
         self._rows = pack(self.lengths, rng.permutation(len(self.lengths)), self.sequence_length)
         self._row_order = rng.permutation(len(self._rows))
-        self._epoch, self._batch = epoch, batch
-        if self.batches_per_epoch == 0:
+        self._epoch, self._row = epoch, row
+        if self.steps_per_epoch == 0:
             raise DataError(
                 f"the data set fills {len(self._rows)} rows of {self.sequence_length} tokens, but one step takes "
-                f"{self.batch_rows * self.world_size}: lower batch_rows or sequence_length, or bring more data"
+                f"{self.global_batch_size}: lower global_batch_size, micro_batch_size or sequence_length, or bring more data"
             )
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps in the current epoch; may differ by a few between epochs."""
+        return len(self._rows) // self.global_batch_size
+
+    @property
+    def batches_per_step(self) -> int:
+        """Of each rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+
+    @property
     def batches_per_epoch(self) -> int:
-        """Batches of each rank in the current epoch; may differ by a few between epochs."""
-        return len(self._rows) // (self.batch_rows * self.world_size)
+        """Of each rank."""
+        return self.steps_per_epoch * self.batches_per_step
 
     @property
     def rows_left_out(self) -> int:
-        return len(self._rows) % (self.batch_rows * self.world_size)
+        return len(self._rows) % self.global_batch_size
 
     @property
     def fill_rate(self) -> float:
@@ -97,23 +114,23 @@ class PackedLoader(Iterator[PackedBatch]):
     @property
     def epoch(self) -> float:
         """Epochs done, with their fraction."""
-        return self._epoch + self._batch / self.batches_per_epoch
+        return self._epoch + self._row / (self.steps_per_epoch * self.global_batch_size)
 
     def __str__(self) -> str:
         return (
             f"{len(self.lengths):,} documents in {len(self._rows):,} rows of {self.sequence_length:,} tokens, "
-            f"{self.fill_rate:.1%} full; {self.batches_per_epoch:,} batches an epoch"
+            f"{self.fill_rate:.1%} full; {self.steps_per_epoch:,} steps an epoch"
             + (f", {self.rows_left_out} rows left out" if self.rows_left_out else "")
         )
 
     # --- batches ------------------------------------------------------------------------------------------------
 
     def __next__(self) -> PackedBatch:
-        if self._batch >= self.batches_per_epoch:
-            self._enter(self._epoch + 1, batch=0)
-        first = (self._batch * self.world_size + self.rank) * self.batch_rows
-        batch = self._build(self._row_order[first : first + self.batch_rows])
-        self._batch += 1
+        if self._row >= self.steps_per_epoch * self.global_batch_size:
+            self._enter(self._epoch + 1, row=0)
+        first = self._row + self.rank * self.micro_batch_size
+        batch = self._build(self._row_order[first : first + self.micro_batch_size])
+        self._row += self.micro_batch_size * self.world_size
         return batch
 
     def _build(self, rows: np.ndarray) -> PackedBatch:
@@ -125,15 +142,14 @@ class PackedLoader(Iterator[PackedBatch]):
                 0, self.position_offset_max, size=len(self._rows[row]), endpoint=True
             )
             at = 0
-            for number, (piece, offset) in enumerate(zip(self._rows[row], offsets, strict=True), 1):
-                start, length = self.starts[piece], self.lengths[piece]
+            for number, (index, offset) in enumerate(zip(self._rows[row], offsets, strict=True), 1):
+                start, length = self.starts[index], self.lengths[index]
                 here, there = slice(at, at + length), slice(start, start + length)
                 tokens[b, here] = self.samples.tokens[there]
                 positions[b, here] = np.arange(offset, offset + length)
                 document[b, here] = number
                 loss_mask[b, here] = self.samples.loss_mask[there]
-                # What only gives context to the rest of a long sample has its loss in the piece before.
-                loss_mask[b, at : at + max(1, self.contexts[piece])] = False
+                loss_mask[b, at] = False  # a first token cannot be predicted
                 at += length
         return PackedBatch(*map(torch.from_numpy, (tokens, positions, document, loss_mask)))
 
@@ -143,8 +159,7 @@ class PackedLoader(Iterator[PackedBatch]):
         return {
             "seed": self.seed,
             "sequence_length": self.sequence_length,
-            "batch_rows": self.batch_rows,
-            "world_size": self.world_size,
+            "global_batch_size": self.global_batch_size,
             "position_offset_max": self.position_offset_max,
             "samples": len(self.samples),
             "tokens": len(self.samples.tokens),
@@ -152,64 +167,42 @@ class PackedLoader(Iterator[PackedBatch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is, and what it depends on. The same on every rank."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
+        """Where the next batch is, and what it depends on. The same on every rank, whatever their number."""
+        return {"epoch": self._epoch, "row": self._row, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        before = {"data": self.samples.content_hash, **state}  # earlier versions went by the numbers alone
         for name, value in self._identity().items():
-            if before.get(name) != value:
+            if state.get(name) != value:
                 raise DataError(
-                    f"cannot resume inside the epoch: {name} was {before.get(name)}, now it is {value}; "
+                    f"cannot resume inside the epoch: {name} was {state.get(name)}, now it is {value}; "
                     f"put it back, or start a new run"
                 )
-        self._enter(int(state["epoch"]), int(state["batch"]))
+        self._enter(int(state["epoch"]), int(state["row"]))
 
 
-def _pieces(samples: SampleSet, sequence_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(start in the flat array, tokens that are context alone, length) of every document to pack.
+def _documents(samples: SampleSet, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(start in the flat array, length) of every sample with a token to predict; a longer one ends with the row.
 
-    A sample that fits is one piece. A longer one is cut into overlapping pieces, each but the first beginning with
-    context from the one before, so that every answer token is predicted exactly once:
-
-        sample   0 ─────────────────────────── n
-        piece 0  ├── loss ──┤
-        piece 1          ├ctx┤── loss ──┤
-        piece 2                      ├ctx┤─ loss ─┤
-
-    Pieces without any token to predict are left out.
+    The rest of a long sample is no document of its own: without its prompt the target never saw it.
     """
-    starts, lengths = samples.offsets[:-1], samples.lengths
-    contexts = np.zeros(len(lengths), np.int64)
-    if (long := lengths > sequence_length).any():
-        overlap = max(1, sequence_length // _OVERLAP_SHARE)
-        cut = [
-            (start + at, overlap if at else 0, min(sequence_length, length - at))
-            for start, length in zip(starts[long].tolist(), lengths[long].tolist(), strict=True)
-            for at in range(0, length - overlap, sequence_length - overlap)
-        ]
-        starts, contexts, lengths = (
-            np.concatenate((whole[~long], part))
-            for whole, part in zip((starts, contexts, lengths), np.array(cut, np.int64).T, strict=True)
-        )
+    starts, lengths = samples.offsets[:-1], np.minimum(samples.lengths, sequence_length)
     answers_before = np.concatenate(([0], np.cumsum(samples.loss_mask, dtype=np.int64)))
-    first_with_loss = np.minimum(starts + np.maximum(contexts, 1), starts + lengths)
-    useful = answers_before[starts + lengths] > answers_before[first_with_loss]
-    return starts[useful], contexts[useful], lengths[useful]
+    useful = answers_before[starts + lengths] > answers_before[np.minimum(starts + 1, starts + lengths)]
+    return starts[useful], lengths[useful]
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[list[int]]:
-    """Best fit: each piece, in this order, goes into the open row that it leaves the least room in."""
+    """Best fit: each document, in this order, goes into the open row that it leaves the least room in."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room left, row), ascending
-    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         at = bisect.bisect_left(open_rows, (length, -1))
         if at < len(open_rows):
             room, row = open_rows.pop(at)
-            rows[row].append(piece)
+            rows[row].append(document)
         else:
             room, row = capacity, len(rows)
-            rows.append([piece])
+            rows.append([document])
         if room > length:
             bisect.insort(open_rows, (room - length, row))
             if len(open_rows) > _OPEN_ROWS:

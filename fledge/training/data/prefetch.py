@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.training.data.packing import PackedBatch, PackedLoader
 from fledge.training.objective import Objective
-from fledge.training.packing import PackedBatch, PackedLoader
 from fledge.training.ttt import TrainBatch
 
 
@@ -23,13 +23,14 @@ class StepInput:
     packed: list[PackedBatch]  # on the host
     batches: list[TrainBatch]  # on the device
     num_valid_K: Tensor  # on the host; of all batches together
+    num_outside_K: Tensor
     loader_state: dict[str, Any]  # after these batches: where to resume
     epoch: float
 
 
 class Prefetcher(Iterator[StepInput]):
-    def __init__(self, loader: PackedLoader, objective: Objective, device: torch.device, accumulate: int) -> None:
-        self._loader, self._objective, self._device, self._accumulate = loader, objective, device, accumulate
+    def __init__(self, loader: PackedLoader, objective: Objective, device: torch.device) -> None:
+        self._loader, self._objective, self._device = loader, objective, device
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=3)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="prefetch")
@@ -45,13 +46,13 @@ class Prefetcher(Iterator[StepInput]):
             self._put(error)
 
     def _make(self) -> StepInput:
-        packed = [next(self._loader) for _ in range(self._accumulate)]
+        packed = [next(self._loader) for _ in range(self._loader.batches_per_step)]
         state, epoch = self._loader.state_dict(), self._loader.epoch
         planned = [self._objective.plan(batch) for batch in packed]
         for batch in planned:
-            self._objective.target.ahead(batch)
-        counts = torch.stack([batch.num_valid_K for batch in planned]).sum(0)
-        return StepInput(packed, [batch.to(self._device) for batch in planned], counts, state, epoch)
+            self._objective.target.prefetch(batch)
+        valid, outside = (torch.stack([getattr(b, name) for b in planned]).sum(0) for name in ("num_valid_K", "num_outside_K"))
+        return StepInput(packed, [batch.to(self._device) for batch in planned], valid, outside, state, epoch)
 
     def _put(self, item: StepInput | BaseException) -> None:
         while not self._stopped.is_set():

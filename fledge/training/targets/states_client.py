@@ -100,13 +100,16 @@ class StatesClient:
         choice = content["choices"][0]
         return Answer(tensors["hidden_states"], choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0])
 
-    def continuation(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]) -> list[int]:
-        """What the target writes after the prompt, greedily, its stop token included."""
+    def continuation(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], **sampling: Any
+    ) -> tuple[list[int], str]:
+        """What the target writes after the prompt, its stop token included, and why it ended; greedily unless said."""
         body = {"prompt": list(map(int, prompt)), "max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
-        content = self._completion(body | {"stop_token_ids": list(stop_ids)})
+        content = self._completion(body | {"stop_token_ids": list(stop_ids)} | sampling)
         with contextlib.suppress(FileNotFoundError):
             self._collect(content)  # not wanted, but they would fill the server's folder
-        return list(content["choices"][0]["token_ids"])
+        choice = content["choices"][0]
+        return list(choice["token_ids"]), choice.get("finish_reason") or "stop"
 
     def close(self) -> None:
         """Nothing is tried again; what is under way may end, so that no files are left behind."""

@@ -1,7 +1,7 @@
 """Who does the work on the host: this thread, or a few processes beside the one that drives the GPU.
 
     driving thread | submit …                       (never waits)
-    helper thread  |   write ==> process ==> read   (one thread for each process; it waits, and takes no time)
+    worker thread  |   write ==> process ==> read   (one thread for each process; it waits, and takes no time)
 
 A process is a fresh interpreter on two pipes: it knows nothing of CUDA, runs no main module again, is not reached by a
 Ctrl-C, and ends by itself when this process does, however that ends.
@@ -22,11 +22,11 @@ from typing import Any, Protocol
 from fledge.errors import UserError
 
 
-class HelperError(UserError):
-    """A helper process that died, or that met something it cannot do."""
+class WorkerError(UserError):
+    """A worker process that died, or that met something it cannot do."""
 
 
-class Helpers(Protocol):
+class Workers(Protocol):
     batch: int  # how many pieces are worth handing over at once
     ahead: int  # how many prompts to prepare before they are asked for
 
@@ -70,7 +70,7 @@ class Processes:
     def __init__(self, work: object, count: int, ahead: int) -> None:
         self.ahead = ahead
         self._set_up = pickle.dumps(work)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="helper")
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")
         self._mine = threading.local()
         self._started: list[subprocess.Popen] = []
         self._closed = False
@@ -87,12 +87,12 @@ class Processes:
 
     def _start(self) -> subprocess.Popen:
         if self._closed:
-            raise HelperError("stopped")
+            raise WorkerError("stopped")
         quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
         # The same modules as here, wherever they were found; and no GPU.
         environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fledge.training.helper_process"],
+            [sys.executable, "-P", "-m", "fledge.training.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -111,14 +111,14 @@ class Processes:
             problem, result = pickle.load(process.stdout)
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
             process.kill()
-            raise HelperError(
-                f"a helper process ended unexpectedly (exit status {process.wait()}; killed for want of memory?); "
+            raise WorkerError(
+                f"a worker process ended unexpectedly (exit status {process.wait()}; killed for want of memory?); "
                 "the same command goes on from what is finished"
             ) from None
         if isinstance(problem, UserError):  # the user's mistake, whoever noticed it
             raise problem
         if problem:
-            raise HelperError(f"a helper process failed: {problem}")
+            raise WorkerError(f"a worker process failed: {problem}")
         return result
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Processes:
                     pipe.close()
 
 
-def find_helpers(work: object, num_prompts: int, concurrency: int, processes: int | None) -> Helpers:
+def find_workers(work: object, num_prompts: int, concurrency: int, processes: int | None) -> Workers:
     """`processes`: None lets the amount of work decide."""
     if processes is None:
         # A thousand prompts are half a second of work, and starting a process takes seconds. A generator that answers
@@ -148,3 +148,34 @@ def find_helpers(work: object, num_prompts: int, concurrency: int, processes: in
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main() -> None:
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not end up among the replies
+    work = None
+    while True:
+        if not requests.peek(1):  # the other side is gone
+            return
+        problem: UserError | str = ""
+        result = None
+        try:
+            if work is None:
+                work = pickle.load(requests)
+            else:
+                method, pieces = pickle.load(requests)
+                result = getattr(work, method)(pieces)
+        except UserError as error:
+            problem = error
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        reply = pickle.dumps((problem, result), pickle.HIGHEST_PROTOCOL)
+        try:
+            replies.write(reply)
+            replies.flush()
+        except BrokenPipeError:
+            os._exit(0)  # at once: there is nobody to tell
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from fledge.bench.loops import is_looping
 from fledge.tokenizer import Tokenizer
-from fledge.training.prompts import Prompt
-from fledge.training.rendering import Answer, ChatFormat, Message, TemplateError
+from fledge.training.data.rendering import Answer, ChatFormat, Message, TemplateError
+from fledge.training.datagen.prompts import Prompt
 
 # User's turns that the target writes are kept if they look like something a user would send.
 SELF_MIN_CHARACTERS = 12
@@ -39,7 +39,10 @@ class Dialogue:
     def line(self) -> str:
         source = {"source": self.prompt.source} if self.prompt.source else {}
         answers = {"messages": self.messages, "looping": self.looping, "turns_ids": self.turns}
-        record = {"id": self.prompt.id, **source, **answers}
+        options = dict(self.prompt.options)
+        tools = {"tools": options.pop("tools")} if "tools" in options else {}
+        given = tools | ({"chat_template_kwargs": options} if options else {})
+        record = {"id": self.prompt.id, **source, **given, **answers}
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
@@ -95,7 +98,7 @@ class HostWork:
         problem = ""
         try:
             answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
-            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers)
+            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers, dialogue.prompt.options)
             if self.longest_prompt is not None and len(dialogue.prompt_ids) > self.longest_prompt:
                 problem = "too_long"
         except TemplateError:

@@ -1,8 +1,8 @@
-"""From a recipe to the pieces of a run: target, data, draft vocabulary, drafter."""
+"""From a recipe to the context of a run: target, data, draft vocabulary, drafter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +22,15 @@ from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
-from fledge.training.continuations import continuations, transformers_continuations
-from fledge.training.data import DataReport, data_hash, load_samples, tokenizer_hash
-from fledge.training.distributed import World
-from fledge.training.endpoint import EndpointTarget
+from fledge.training.data.loading import DataReport, data_hash, load_samples, tokenizer_hash
+from fledge.training.data.samples import SampleSet
+from fledge.training.data.vocabulary import DraftVocabulary
+from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut
-from fledge.training.recipe import LatentRecipe, Recipe, RecipeError
-from fledge.training.samples import SampleSet
-from fledge.training.target import DecoderTarget, Target, TransformersTarget, load_sharded
-from fledge.training.vocabulary import DraftVocabulary
+from fledge.training.recipe import DataRecipe, LatentRecipe, Recipe, RecipeError
+from fledge.training.targets.continuations import continuations, transformers_continuations
+from fledge.training.targets.endpoint import EndpointTarget
+from fledge.training.targets.target import DecoderTarget, Target, TransformersTarget, load_sharded
 from fledge.training.warm_start import (
     last_layer,
     last_layer_of_transformers,
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TrainingContext:
     recipe: Recipe  # resolved
     device: torch.device
     target: Target
@@ -56,8 +56,11 @@ class Pieces:
     target_folder: Path
 
 
-def resolve(recipe: Recipe, world: World) -> Recipe:
-    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it."""
+def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any] | None = None) -> Recipe:
+    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it.
+
+    `before`: the settings of the run that is resumed; its steps keep their size.
+    """
     try:
         device = str(resolve_device(recipe.run.device))
     except UserError as error:
@@ -69,7 +72,7 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
     compute = dtype if recipe.run.compute_dtype == "auto" else recipe.run.compute_dtype
     compiled = ("yes" if on_gpu else "no") if recipe.run.compile == "auto" else recipe.run.compile
     target = replace(recipe.target, dtype=dtype if recipe.target.dtype == "auto" else recipe.target.dtype)
-    data = recipe.data
+    data = _batch_sizes(recipe.data, world.size, before["data"]["global_batch_size"] if before else None)
     if "toy" in (target.model, *data.train):
         folder = Path(recipe.output) / "toy"
         if world.is_first:
@@ -81,34 +84,97 @@ def resolve(recipe: Recipe, world: World) -> Recipe:
     if target.backend == "auto" and target.endpoint is None:
         architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
         target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
-    if recipe.run.distributed == "fsdp" and target.backend != "fledge":
+    if recipe.run.shard_target and target.backend != "fledge":
         where = "at its endpoint" if target.endpoint is not None else "through transformers"
         raise RecipeError(
-            f"run.distributed: fsdp shards the layers of Fledge's own decoder, but this target runs {where}: use ddp "
+            f"run.shard_target spreads the layers of Fledge's own decoder, but this target runs {where} "
             "(target.endpoint serves a target that does not fit)"
         )
     run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
     return replace(recipe, target=target, data=data, run=run)
 
 
-def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
+def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> DataRecipe:
+    """The rows of a step, and the largest micro-batch that divides each process's share of them."""
+    rows = data.global_batch_size or earlier or data.micro_batch_size * num_processes
+    share, rest = divmod(rows, num_processes)
+    if rest:
+        raise RecipeError(
+            f"data.global_batch_size: {rows} rows of a step cannot be shared equally by {num_processes} processes; "
+            "use another number of them"
+        )
+    micro = max(size for size in range(1, min(share, data.micro_batch_size) + 1) if share % size == 0)
+    return replace(data, micro_batch_size=micro, global_batch_size=rows)
+
+
+def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> TrainingContext:
+    """`recipe` must be resolved."""
+    device = torch.device(recipe.run.device)
+    source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
+    folder = find_target(recipe)
+    tokenizer = Tokenizer(folder)
+    # One process reads and tokenises for all.
+    train, held_out, prompts, report, hashes = world.on_first(lambda: _data(recipe, tokenizer, say))
+
+    loaded = load_target(recipe, world, folder)
+    target, config, shape = loaded.target, loaded.config, loaded.shape
+    if config.rope != shape.rope:
+        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
+            "they do not belong together"
+        )
+    stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
+
+    vocabulary, told = None, ""
+    if config.draft_vocab_size < config.vocab_size:
+        vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
+        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
+        say(f"draft vocabulary: {told}")
+    drafter = EagleDrafter(config)
+    if vocabulary is not None:
+        drafter.d2t.copy_(vocabulary.d2t())
+    drafter.requires_grad_(True)
+    start_drafter(
+        recipe, drafter, target, loaded.last_layer, train.tokens[: min(256, recipe.data.sequence_length)], say, source
+    )
+    drafter.to(device)
+    provenance = {
+        "target": recipe.target.model,
+        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
+        "draft_vocabulary": told or "the target's",
+    }
+    return TrainingContext(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    target: Target
+    config: DrafterConfig  # of the recipe's drafter for it
+    shape: Any  # its sizes: a ModelConfig, or what has its fields
+    stop_ids: tuple[int, ...]
+    last_layer: dict[str, Any]  # weights, see `warm_start.last_layer`
+
+
+def find_target(recipe: Recipe) -> Path:
+    """The folder of its files; behind an endpoint, of those with embedding, norm and head alone."""
+    model = recipe.target.model
+    return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
+
+
+def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
-    elsewhere = recipe.target.endpoint is not None
-    source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
-    folder = fetch_ends(recipe.target.model) if elsewhere else sources.resolve(recipe.target.model)
-    tokenizer = Tokenizer(folder)
-    train, held_out, prompts, report, hashes = _data(recipe, tokenizer, say)
-
-    if elsewhere:
-        shape, stop_ids = _shape_elsewhere(folder)
+    if recipe.target.endpoint is not None:
+        shape, stop_ids = target_shape(folder)
         config = drafter_config(recipe, shape)
         target = _endpoint(recipe, folder, config, shape.num_layers)
         weights = load_last_layer(folder) | {"norm.weight": target.norm.weight.float().cpu()}
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
         config = drafter_config(recipe, shape)
-        if sharded := recipe.run.distributed == "fsdp" and world.size > 1:
+        if sharded := recipe.run.shard_target and world.size > 1:
             decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
         else:
             decoder = load_decoder(folder, dtype, device)
@@ -121,32 +187,7 @@ def assemble(recipe: Recipe, world: World, say: Say) -> Pieces:
         eos = model.generation_config.eos_token_id
         stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
         weights = last_layer_of_transformers(model)
-    if config.rope != shape.rope:
-        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ModelError(
-            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
-            "they do not belong together"
-        )
-    stop_ids = tuple(dict.fromkeys([*stop_ids, *tokenizer.eos_token_ids]))
-
-    vocabulary, told = None, ""
-    if config.draft_vocab_size < config.vocab_size:
-        vocabulary = _vocabulary(recipe, config, train, hashes, tokenizer.special_ids, world)
-        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
-        say(f"draft vocabulary: {told}")
-    drafter = EagleDrafter(config)
-    if vocabulary is not None:
-        drafter.d2t.copy_(vocabulary.d2t())
-    drafter.requires_grad_(True)
-    start_drafter(recipe, drafter, target, weights, say, source)
-    drafter.to(device)
-    provenance = {
-        "target": recipe.target.model,
-        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
-        "draft_vocabulary": told or "the target's",
-    }
-    return Pieces(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+    return LoadedTarget(target, config, shape, stop_ids, weights)
 
 
 def _data(
@@ -162,14 +203,14 @@ def _data(
         "cache_dir": data.cache,
     }
     samples, report = load_samples(
-        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, avoid=data.avoid, **settings
+        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, decontaminate=data.decontaminate, **settings
     )
     say(f"data: {report}")
     if data.held_out:
         asked, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
         held_out = asked
         if shared := int(np.isin(held_out.prompt_keys, samples.prompt_keys).sum()):
-            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.avoid can leave them out")
+            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.decontaminate can leave them out")
     else:
         if samples.num_prompts < 2:
             raise UserError(
@@ -296,7 +337,7 @@ def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: i
     return target
 
 
-def _shape_elsewhere(folder: Path) -> tuple[Any, tuple[int, ...]]:
+def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
     """The target's sizes and stop tokens by its files alone, whatever its architecture."""
     content = text_config(folder)
     if (content.get("architectures") or [""])[0] in FAMILIES:
@@ -344,14 +385,16 @@ def _vocabulary(
     train: SampleSet,
     hashes: dict[str, str],
     special_ids: Sequence[int],
-    world: World,
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary
-    # The first process decides, for all.
-    if given or world.broadcast(own.with_name("vocabulary.json").exists()):
+    if given or own.with_name("vocabulary.json").exists():
         vocabulary = DraftVocabulary.load(given or own)
-        vocabulary.check(vocab_size=config.vocab_size, **hashes)
+        vocabulary.check(vocab_size=config.vocab_size, tokenizer_hash=hashes["tokenizer_hash"])
+        if given:
+            vocabulary = vocabulary.for_data(train, hashes["data_hash"])  # counted elsewhere: that is what was asked for
+        else:
+            vocabulary.check(data_hash=hashes["data_hash"])
         if len(vocabulary) != config.draft_vocab_size:
             raise UserError(
                 f"{given or own}: the draft vocabulary has {len(vocabulary)} tokens, the recipe asks for "
@@ -367,21 +410,23 @@ def start_drafter(
     drafter: EagleDrafter,
     target: Target,
     weights: dict[str, Any],
+    tokens: Sequence[int],
     say: Say,
     source: EagleDrafter | None = None,
 ) -> None:
-    """`source`: the drafter of `init_from`, where it is loaded already."""
+    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
     head, embedding = target.head, target.embedding
+    sample = [int(token) for token in tokens]
+    states = HeldOut.of(target, [sample], [1], head.weight.device).states
+    taps = [x[: len(sample)].float().cpu() for x in states.taps]
     if recipe.drafter.init_from:
         source = source or load_drafter(recipe.drafter.init_from)
         with torch.no_grad():
             start_random(drafter, head, embedding, recipe.seed)
-        sample = torch.arange(64) % target.vocab_size  # which tokens hardly matters: sizes are wanted
-        taps = HeldOut.of(target, [sample.tolist()], [1], head.weight.device).states.taps
-        new = start_from_drafter(drafter, source, head, embedding, [x[:64].cpu() for x in taps])
+        new = start_from_drafter(drafter, source, head, embedding, taps)
         say(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
     elif recipe.drafter.init == "target":
-        copied = start_from_target(drafter, weights, head, embedding, recipe.seed)
+        copied = start_from_target(drafter, weights, head, embedding, taps, recipe.seed)
         say(f"starting from the target's last layer: {', '.join(copied)}")
         if not {"qkv_proj", "qkv_a_proj"}.intersection(copied):
             say("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
@@ -389,18 +434,23 @@ def start_drafter(
         start_random(drafter, head, embedding, recipe.seed)
 
 
-def held_out_texts(pieces: Pieces) -> HeldOut:
-    """The target's greedy answers to the held-out prompts, and its states over them."""
-    most, target = pieces.recipe.evaluation.max_new_tokens, pieces.target
+def greedy_answers(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[list[int]]:
     if isinstance(target, DecoderTarget):
-        answers = continuations(target.decoder, pieces.prompts, most, pieces.stop_ids)
-    elif isinstance(target, EndpointTarget):
-        answers = target.continuations(pieces.prompts, most, pieces.stop_ids)
-    else:
-        answers = transformers_continuations(target.model, pieces.prompts, most, pieces.stop_ids)
-    texts = [[*prompt, *answer] for prompt, answer in zip(pieces.prompts, answers, strict=True)]
-    held_out = HeldOut.of(target, texts, [len(prompt) for prompt in pieces.prompts], pieces.device)
+        return continuations(target.decoder, prompts, max_new_tokens, stop_ids)
+    if isinstance(target, EndpointTarget):
+        return target.continuations(prompts, max_new_tokens, stop_ids)
+    return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)
+
+
+def held_out_texts(context: TrainingContext) -> HeldOut:
+    """The target's greedy answers to the held-out prompts, and its states over them."""
+    target = context.target
+    answers = greedy_answers(target, context.prompts, context.recipe.evaluation.max_new_tokens, context.stop_ids)
+    texts = [[*prompt, *answer] for prompt, answer in zip(context.prompts, answers, strict=True)]
+    held_out = HeldOut.of(target, texts, [len(prompt) for prompt in context.prompts], context.device)
     # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.
-    if isinstance(target, DecoderTarget) and pieces.recipe.evaluation.sink_column is None:
+    if isinstance(target, DecoderTarget) and context.recipe.evaluation.sink_column is None:
         held_out = held_out.with_sink(target.decoder)
     return held_out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fledge.checkpoints.ends import Ends
 from fledge.training.losses import Head
-from fledge.training.states_client import EndpointError, StatesClient, launch_command
-from fledge.training.target import Document, Target, TargetStates, documents
+from fledge.training.targets.states_client import EndpointError, StatesClient, launch_command
+from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
 # Of a log-probability, between the server's arithmetic (bf16, other kernels) and ours. Another layer is off by whole units.
@@ -77,7 +77,7 @@ class EndpointTarget(Target):
                 f"{num_tokens}: start it with --max-model-len {num_tokens + 1}, or shorten the sequences"
             )
 
-    def ahead(self, batch: TrainBatch) -> None:
+    def prefetch(self, batch: TrainBatch) -> None:
         for document in documents(batch):
             with self._lock:
                 self._ahead[document.key].append(self._pool.submit(self._fetch, document.tokens))
@@ -86,7 +86,7 @@ class EndpointTarget(Target):
         self.client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         asked = [(document, self._asked(document)) for document in documents(batch)]
         states = torch.zeros(batch.tokens_BT.numel(), len(self.layers), self.hidden_size, dtype=self.dtype)
         for document, future in asked:
@@ -109,4 +109,30 @@ class EndpointTarget(Target):
         return self.client.states(tokens.tolist()).states_TLD.to(self.dtype)
 
     def continuations(self, prompts: Sequence[Sequence[int]], most: int, stop_ids: Sequence[int]) -> list[list[int]]:
-        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, most, stop_ids), prompts))
+        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, most, stop_ids)[0], prompts))
+
+
+class EndpointAnswers:
+    """The target's answers from the same server, for `regenerate`."""
+
+    def __init__(self, client: StatesClient, requests: int) -> None:
+        self.client, self.requests, self.max_model_len = client, requests, client.max_length
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stop_ids: Sequence[int],
+    ) -> Iterator[tuple[int, list[int], str]]:
+        def answer(index: int) -> tuple[int, list[int], str]:
+            sampling = {"temperature": temperature, "top_p": top_p, "seed": (seed + index) % 2**31}
+            ids, reason = self.client.continuation(prompts[index], max_tokens, stop_ids, **sampling)
+            return index, ids, reason
+
+        with ThreadPoolExecutor(self.requests, thread_name_prefix="answers") as pool:
+            for done in as_completed([pool.submit(answer, index) for index in range(len(prompts))]):
+                yield done.result()

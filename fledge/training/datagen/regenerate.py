@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -24,18 +24,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fledge.tokenizer import Tokenizer
-from fledge.training.conversations import Conversations
-from fledge.training.data import DataError
-from fledge.training.dialogues import HostWork
-from fledge.training.helpers import Helpers, find_helpers
-from fledge.training.overlap import Overlap
-from fledge.training.prompts import AnswerFile, Prompt, prompt_id, read_prompts
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.loading import DataError
+from fledge.training.data.rendering import Options
+from fledge.training.datagen.conversations import Conversations
+from fledge.training.datagen.dialogues import HostWork
+from fledge.training.datagen.prompts import AnswerFile, Prompt, prompt_id, read_prompts
+from fledge.training.workers import Workers, find_workers
 
 # What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
 WAVE = 32768
 # The user's turns that the target writes: sampled freely.
 SELF_TEMPERATURE = 1.0
 SELF_MAX_TOKENS = 256
+
+
+class PromptsExhausted(DataError):
+    """The target writes no new prompts any more; what it wrote is answered."""
 
 
 class AnswerGenerator(Protocol):
@@ -76,13 +81,13 @@ class RegenerateReport:
     duplicates: int = 0
     too_long: int = 0  # prompts (or follow-up turns) that leave no room for an answer
     refused: int = 0  # by the chat template
-    avoided: int = 0  # prompts that share text with those of `avoid`
-    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be avoided
+    contaminated: int = 0  # prompts that share text with those of `decontaminate`
+    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be contaminated
 
     @property
     def settled(self) -> int:
         """Prompts that need nothing more."""
-        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.avoided
+        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.contaminated
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,7 +106,7 @@ class RegenerateReport:
             "prompts with an id seen before": self.duplicates,
             "prompts too long": self.too_long,
             "prompts refused by the chat template": self.refused,
-            "prompts left out for text of the evaluation": self.avoided,
+            "prompts left out for text of the evaluation": self.contaminated,
             "self-written prompts rejected": self.self_rejected,
         }
         text = f"{self.conversations:,} conversations, {self.answers:,} answers, {self.answer_tokens:,} answer tokens "
@@ -122,9 +127,10 @@ def regenerate(
     seed: int = 0,
     self_prompted: int | None = None,
     limit: int | None = None,
-    avoid: Sequence[str | Path] = (),
+    decontaminate: Sequence[str | Path] = (),
     model: str = "",
     chat_template: str | None = None,
+    template_options: Sequence[Options] = ({},),
     wave: int = WAVE,
     processes: int | None = None,
     started: float | None = None,
@@ -134,7 +140,8 @@ def regenerate(
 
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
     `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
-    `avoid`: files of prompts; what shares thirteen words in a row with one of them is not answered.
+    `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
+    `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
     `started`: when the whole command did (time.monotonic()), for its report; None: now.
     """
     started = time.monotonic() if started is None else started
@@ -148,17 +155,21 @@ def regenerate(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     max_model_len = getattr(generator, "max_model_len", None)
     work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
-    overlap, stop_ids = Overlap.of_files(avoid), work.chat.stop_ids()  # refusals come before there is a file
+    decontamination, stop_ids = (
+        Decontamination.of_files(decontaminate),
+        work.chat.stop_ids(),
+    )  # refusals come before there is a file
     with AnswerFile(out_path, settings) as file:
         remaining = len(prompts) + (self_prompted or 0) - len(file.done)
-        helpers = find_helpers(work, remaining, getattr(generator, "concurrency", 0), processes)
+        workers = find_workers(work, remaining, getattr(generator, "concurrency", 0), processes)
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
-            run = _Run(generator, work, helpers, file, sampling, seed, wave, started, overlap, stop_ids)
+            run = _Run(generator, work, workers, file, sampling, seed, wave, started, decontamination, stop_ids)
+            run.template_options = list(template_options)
             return run.answer_all(prompts, self_prompted or 0, show_progress)
         finally:
             gc.unfreeze()
-            helpers.close()
+            workers.close()
 
 
 class _Run:
@@ -168,18 +179,19 @@ class _Run:
         self,
         generator: AnswerGenerator,
         work: HostWork,
-        helpers: Helpers,
+        workers: Workers,
         file: AnswerFile,
         sampling: dict[str, Any],
         seed: int,
         wave: int,
         started: float,
-        avoid: Overlap | None,
+        decontaminate: Decontamination | None,
         stop_ids: Sequence[int],
     ):
-        self.generator, self.chat, self.helpers, self.file = generator, work.chat, helpers, file
-        self.sampling, self.seed, self.wave, self.started, self.avoid = sampling, seed, wave, started, avoid
+        self.generator, self.chat, self.workers, self.file = generator, work.chat, workers, file
+        self.sampling, self.seed, self.wave, self.started, self.decontaminate = sampling, seed, wave, started, decontaminate
         self.stop_ids = stop_ids
+        self.template_options: list[Options] = [{}]
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.waves = len(file.done) * 1009
@@ -206,6 +218,13 @@ class _Run:
         report.seconds = time.monotonic() - self.started
         return report
 
+    def _with_options(self, prompt: Prompt) -> Prompt:
+        """By its id alone, so that a resumed run chooses the same."""
+        if prompt.options or len(self.template_options) == 1:
+            return replace(prompt, options=prompt.options or self.template_options[0])
+        number = int.from_bytes(sha256(prompt.id.encode()).digest()[:4])
+        return replace(prompt, options=self.template_options[number % len(self.template_options)])
+
     # --- where prompts come from ---------------------------------------------------------------------------------
 
     def _from_file(self, prompts: list[Prompt]) -> Iterator[Prompt]:
@@ -213,10 +232,10 @@ class _Run:
         for prompt in prompts:
             if prompt.id not in self.seen:
                 self.seen.add(prompt.id)
-                if self.avoid is not None and self.avoid.has(prompt.turns):
-                    self.report.avoided += 1
+                if self.decontaminate is not None and self.decontaminate.has(prompt.turns):
+                    self.report.contaminated += 1
                 else:
-                    yield prompt
+                    yield self._with_options(prompt)
             elif prompt.id in done_before:
                 self.report.already_done += 1
             else:
@@ -234,16 +253,16 @@ class _Run:
             prompts = []
             for text in self._written_turns(asked):
                 name = "self-" + prompt_id([" ".join(text.casefold().split())]) if text else None
-                if name is None or name in self.seen or (self.avoid is not None and self.avoid.has([text])):
+                if name is None or name in self.seen or (self.decontaminate is not None and self.decontaminate.has([text])):
                     self.report.self_rejected += 1
                 elif len(prompts) < missing:
                     self.seen.add(name)
-                    prompts.append(Prompt(name, (text,), source="self-prompted"))
+                    prompts.append(self._with_options(Prompt(name, (text,), source="self-prompted")))
             yield prompts
             missing -= len(prompts)
             fruitless = fruitless + 1 if len(prompts) < asked / 50 else 0
             if fruitless == 3:
-                raise DataError(
+                raise PromptsExhausted(
                     f"the target writes hardly any usable prompts of its own ({wanted - missing} of {wanted} so far; "
                     "the others are unfinished, too short or repeated): give it a file of prompts"
                 )
@@ -254,16 +273,16 @@ class _Run:
         answers = self.generator.generate([opening] * count, seed=self._next_seed(), stop_ids=ends, **sampling)
         pieces = ((list(ids), reason) for _, ids, reason in answers)
         read = []
-        while batch := list(islice(pieces, self.helpers.batch)):
+        while batch := list(islice(pieces, self.workers.batch)):
             self._end_warm_up()
-            read.append(self.helpers.submit(self.helpers.call, "written", batch))
+            read.append(self.workers.submit(self.workers.call, "written", batch))
         return [text for future in read for text in future.result()]
 
     # --- answering -----------------------------------------------------------------------------------------------
 
     def _answer(self, prompts: Iterator[Prompt], show: Callable[[], None]) -> None:
         report = self.report
-        conversations = Conversations(prompts, self.helpers, self.file, report, self.seed)
+        conversations = Conversations(prompts, self.workers, self.file, report, self.seed)
         try:
             for index, ids, reason in self._generate(conversations):
                 if reason == "stop" and self.stop_ids and (not ids or ids[-1] not in self.stop_ids):

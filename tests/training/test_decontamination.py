@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fledge.training.data import DataError, load_samples
-from fledge.training.overlap import Overlap
-from fledge.training.regenerate import regenerate
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.loading import DataError, load_samples
+from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import assistant, chat_tokenizer, user
 from tests.training.test_regenerate import EchoGenerator
 
@@ -23,7 +23,7 @@ def file_of(path, *lines):
 
 
 def test_runs_of_words():
-    kept_out = Overlap([QUESTION, "What is the capital of France?"])
+    kept_out = Decontamination([QUESTION, "What is the capital of France?"])
     assert kept_out.has([REWORDED])
     assert kept_out.has(["unrelated", "Here: " + QUESTION])
     assert kept_out.has(["what is the capital of france"])
@@ -32,28 +32,28 @@ def test_runs_of_words():
 
 
 def test_words_that_anybody_says_are_no_overlap():
-    assert not Overlap(["Thank you!"]).has(["Thank you!"])
+    assert not Decontamination(["Thank you!"]).has(["Thank you!"])
 
 
 def test_training_data_without_the_evaluation(tmp_path):
     evaluation = file_of(tmp_path / "eval.jsonl", {"turns": [QUESTION]})
     chats = [{"messages": [user(text), assistant("Sure.")]} for text in (REWORDED, OTHER, "Hello there!")]
     data = file_of(tmp_path / "data.jsonl", *chats)
-    samples, report = load_samples(data, chat_tokenizer(), avoid=[evaluation], cache_dir=tmp_path / "cache")
-    assert (len(samples), report.avoided, report.conversations) == (2, 1, 3)
+    samples, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
+    assert (len(samples), report.contaminated, report.conversations) == (2, 1, 3)
     assert "1 left out for text of the evaluation" in str(report)
     everything, _ = load_samples(data, chat_tokenizer(), cache_dir=tmp_path / "cache")
     assert len(everything) == 3  # the cache knows the difference
-    again, report = load_samples(data, chat_tokenizer(), avoid=[evaluation], cache_dir=tmp_path / "cache")
-    assert (len(again), report.avoided) == (2, 1)
+    again, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
+    assert (len(again), report.contaminated) == (2, 1)
 
 
 def test_tokenised_conversations_are_read_too(tmp_path):
     tokenizer = chat_tokenizer()
     evaluation = file_of(tmp_path / "eval.jsonl", {"prompt": QUESTION})
     turns = [{"prompt_ids": tokenizer.encode(text), "answer_ids": tokenizer.encode("Sure.")} for text in (QUESTION, OTHER)]
-    _, report = load_samples(file_of(tmp_path / "data.jsonl", *turns), tokenizer, avoid=[evaluation])
-    assert (report.kept, report.avoided) == (1, 1)
+    _, report = load_samples(file_of(tmp_path / "data.jsonl", *turns), tokenizer, decontaminate=[evaluation])
+    assert (report.kept, report.contaminated) == (1, 1)
 
 
 def test_prompts_of_the_evaluation_are_not_answered(tmp_path):
@@ -61,11 +61,11 @@ def test_prompts_of_the_evaluation_are_not_answered(tmp_path):
     prompts = file_of(tmp_path / "prompts.jsonl", {"turns": [OTHER]}, {"turns": ["Hi there.", REWORDED]})
     out = tmp_path / "answers.jsonl"
     tokenizer = chat_tokenizer()
-    report = regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, avoid=[evaluation], show_progress=False)
-    assert (report.conversations, report.avoided, report.settled) == (1, 1, 2)
+    report = regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, decontaminate=[evaluation], show_progress=False)
+    assert (report.conversations, report.contaminated, report.settled) == (1, 1, 2)
     assert REWORDED not in out.read_text()
 
 
 def test_a_file_without_prompts_is_named(tmp_path):
     with pytest.raises(DataError, match=r"eval.jsonl, line 1: none of"):
-        Overlap.of_files([file_of(tmp_path / "eval.jsonl", {"text": "no prompt"})])
+        Decontamination.of_files([file_of(tmp_path / "eval.jsonl", {"text": "no prompt"})])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fledge.training.chat_files import DataError, parse_messages, read_lines
+from fledge.training.data.chat_files import read_lines, user_turns
 
 # Thirteen words in a row are hardly ever shared by chance; language models are decontaminated by the same number.
 RUN = 13
@@ -20,14 +20,18 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-class Overlap:
+class Decontamination:
     def __init__(self, texts: Iterable[str]) -> None:
         self.runs = {run for text in texts for run in _runs(words(text))}
 
     @classmethod
-    def of_files(cls, paths: Sequence[str | Path]) -> Overlap | None:
+    def of_files(cls, paths: Sequence[str | Path]) -> Decontamination | None:
         """The users' turns of JSON lines with "turns", "messages" or "prompt"; None: no files."""
-        return cls(text for path in paths for text in _user_turns(path)) if paths else None
+        return (
+            cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
+            if paths
+            else None
+        )
 
     def has(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts shares a run of words with those that are kept out."""
@@ -41,15 +45,3 @@ def _runs(parts: list[str]) -> Iterator[str]:
         return
     for start in range(len(parts) - RUN + 1):
         yield " ".join(parts[start : start + RUN])
-
-
-def _user_turns(path: str | Path) -> Iterator[str]:
-    for where, line in read_lines(path):
-        if "messages" in line:
-            yield from (message["content"] for message in parse_messages(line["messages"], where) if message["role"] == "user")
-            continue
-        found = line.get("turns", line.get("prompt"))
-        turns = [found] if isinstance(found, str) else found
-        if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-            raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there as text')
-        yield from turns

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from fledge.errors import UserError
-from fledge.training.distributed import World
-from fledge.training.packing import PackedLoader
-from fledge.training.samples import write_atomically
-from fledge.training.target import Document, Target, TargetStates, documents
+from fledge.training.data.packing import PackedLoader
+from fledge.training.data.samples import write_atomically
+from fledge.training.distributed import DistributedContext
+from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
 PROBES, PROBE_BYTES = 16, 1 << 16  # of each of the target's weight files
@@ -68,7 +68,7 @@ class StatesOnDisk(Target):
         self.target.close()
         self.target = None
 
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         found = list(documents(batch))
         if any(document.key not in self._where for document in found):
             return self._run(batch, found)
@@ -106,7 +106,7 @@ class StatesOnDisk(Target):
             self._files[path] = np.memmap(path, _numpy_type(self.dtype), "r").reshape(-1, self.width)
         return self._files[path]
 
-    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, world: World) -> Iterator[float]:
+    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, world: DistributedContext) -> Iterator[float]:
         """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
         total = one_row.batches_per_epoch
@@ -117,8 +117,8 @@ class StatesOnDisk(Target):
             batch = plan(rows[min(world.rank, len(rows) - 1)])
             missing = world.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
             if missing:
-                self.target.ahead(batch)
-            if self.target.needs_all:
+                self.target.prefetch(batch)
+            if self.target.requires_collective:
                 missing = bool(world.sum(torch.tensor(int(missing))) > 0)
             coming.append((done + len(rows), batch if missing else None))
             if len(coming) > ROWS_AHEAD:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fledge.training.data import DataError
-from fledge.training.samples import SampleSet, write_atomically
+from fledge.training.data.loading import DataError
+from fledge.training.data.samples import SampleSet, write_atomically
 
 _FORMAT = 1
 
@@ -83,9 +83,13 @@ class DraftVocabulary:
 
     # --- as a file, with where it comes from ---------------------------------------------------------------------
 
-    def check(self, data_hash: str, tokenizer_hash: str, vocab_size: int) -> None:
-        """Refuses to be used with anything but what it was counted from."""
-        asked = {"data_hash": data_hash, "tokenizer_hash": tokenizer_hash, "vocab_size": vocab_size}
+    def for_data(self, samples: SampleSet, data_hash: str) -> DraftVocabulary:
+        """The same tokens for other data than they were counted on, with the coverage of that data."""
+        origin = {"counted_on": self.provenance.get("counted_on", self.provenance["data_hash"]), "data_hash": data_hash}
+        return replace(self, coverage=self.coverage_of(samples), provenance={**self.provenance, **origin})
+
+    def check(self, **asked: Any) -> None:
+        """Refuses to be used with anything but what it was counted from: data_hash, tokenizer_hash, vocab_size."""
         names = {"data_hash": "training data", "tokenizer_hash": "tokenizer", "vocab_size": "vocabulary size"}
         for key, value in asked.items():
             if (own := self.provenance.get(key)) != value:

@@ -6,12 +6,12 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fledge.errors import UserError
-from fledge.training.rendering import Message
+from fledge.training.data.rendering import Message, Options
 
 BLOCK_BYTES = 1 << 21
 
@@ -19,6 +19,9 @@ _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant",
     "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function": "tool",
 }  # fmt: skip
+
+# What a tokenizer's rendering takes itself.
+_RESERVED = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
 
 
 class DataError(UserError):
@@ -40,6 +43,7 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     turns: tuple[TokenTurn, ...] = ()
     where: str = ""  # "file, line n"
+    options: Options = field(default_factory=dict)  # what the chat template gets beside the messages
 
 
 class Block(NamedTuple):
@@ -100,7 +104,7 @@ def conversations_of(block: Block) -> Iterator[Conversation]:
                 f'{where}: none of "messages", "conversations" or "prompt_ids" + "answer_ids" is there; '
                 f"found {', '.join(map(repr, line)) or 'an empty object'}"
             )
-        yield from _split(messages, line.get("turns_ids"), where)
+        yield from _split(messages, line.get("turns_ids"), where, parse_options(line, where))
 
 
 def _lines(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -129,6 +133,27 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise DataError(f"{where}: messages must be a list")
     return tuple(_message(entry, "role", "content", where) for entry in value)
+
+
+def user_turns(line: dict[str, Any], where: str) -> list[str]:
+    """What users say in a line of prompts: its "turns", "messages" or "prompt"."""
+    if "messages" in line:
+        return [message["content"] for message in parse_messages(line["messages"], where) if message["role"] == "user"]
+    found = line.get("turns", line.get("prompt"))
+    turns = [found] if isinstance(found, str) else found
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there as text')
+    return turns
+
+
+def parse_options(line: dict[str, Any], where: str) -> Options:
+    """A line's `tools`, and `chat_template_kwargs` such as enable_thinking: as in requests to a server."""
+    tools, arguments = line.get("tools") or [], line.get("chat_template_kwargs") or {}
+    if not isinstance(tools, list) or not isinstance(arguments, dict):
+        raise DataError(f"{where}: tools must be a list, chat_template_kwargs an object")
+    if reserved := _RESERVED & arguments.keys():
+        raise DataError(f"{where}: chat_template_kwargs may not set {min(reserved)!r}")
+    return arguments | ({"tools": tools} if tools else {})
 
 
 def parse_turn(value: Any, where: str) -> TokenTurn:
@@ -171,12 +196,35 @@ def _message(entry: Any, role_key: str, content_key: str, where: str) -> Message
         content = ""
     if not isinstance(content, str):
         raise DataError(f"{where}: the {content_key} of a {entry[role_key]} message is not text")
-    return {"role": entry[role_key], "content": content}
+    message = {"role": entry[role_key], "content": content}
+    if calls := entry.get("tool_calls") or ([{"function": entry["function_call"]}] if entry.get("function_call") else []):
+        message["tool_calls"] = _tool_calls(calls, where)
+    if reasoning := entry.get("reasoning_content") or entry.get("reasoning"):
+        if not isinstance(reasoning, str):
+            raise DataError(f"{where}: reasoning_content is not text")
+        message["reasoning_content"] = reasoning
+    return message | {name: entry[name] for name in ("tool_call_id", "name") if entry.get(name)}
 
 
-def _split(messages: tuple[Message, ...], turns_ids: Any, where: str) -> Iterator[Conversation]:
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """In the form that chat templates expect: arguments as an object, where requests have them as its text."""
+    try:
+        parsed = []
+        for call in calls:
+            function = dict(call["function"])
+            if isinstance(arguments := function.get("arguments"), str):
+                function["arguments"] = json.loads(arguments or "{}")
+            parsed.append({"type": "function", **call, "function": function})
+        if all(isinstance(call["function"]["name"], str) for call in parsed):
+            return parsed
+    except (TypeError, KeyError, ValueError):
+        pass
+    raise DataError(f'{where}: each of the tool_calls needs a "function" with a "name" and "arguments" (JSON)')
+
+
+def _split(messages: tuple[Message, ...], turns_ids: Any, where: str, options: Options) -> Iterator[Conversation]:
     if turns_ids is None:
-        yield Conversation(messages, where=where)
+        yield Conversation(messages, where=where, options=options)
         return
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not isinstance(turns_ids, list) or len(turns_ids) != len(ends):
@@ -187,8 +235,8 @@ def _split(messages: tuple[Message, ...], turns_ids: Any, where: str) -> Iterato
         if joined:
             seen = joined[-1].prompt_ids + joined[-1].answer_ids
             if turn.prompt_ids[: len(seen)] != seen:
-                yield Conversation(messages[: ends[number - 1]], tuple(joined), where)
+                yield Conversation(messages[: ends[number - 1]], tuple(joined), where, options)
                 joined = []
         joined.append(turn)
     if joined:
-        yield Conversation(messages[: ends[-1]], tuple(joined), where)
+        yield Conversation(messages[: ends[-1]], tuple(joined), where, options)

@@ -1,14 +1,43 @@
-"""Why a loss stopped being a number."""
+"""What ends a run early: signals, handled between two steps, and losses that are no numbers."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
-from fledge.training.prefetch import StepInput
-from fledge.training.samples import write_atomically
-from fledge.training.target import Target
+from fledge.training.data.prefetch import StepInput
+from fledge.training.data.samples import write_atomically
+from fledge.training.targets.target import Target
+
+
+class Interrupts:
+    """Within the `with`, the first signal sets `wanted`; a second one is not caught."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
 
 
 def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:

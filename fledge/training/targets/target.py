@@ -16,8 +16,8 @@ from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.ops.torch_ops import AttendOps
-from fledge.training.attention import BLOCK, Mask, packed_attend, packed_mask
-from fledge.training.distributed import World
+from fledge.training.attention import Mask, packed_attend, packed_mask
+from fledge.training.distributed import DistributedContext
 from fledge.training.losses import Head
 from fledge.training.ttt import TrainBatch
 
@@ -35,10 +35,10 @@ class Target(Protocol):
     lm_head: nn.Module
     vocab_size: int
     hidden_size: int
-    needs_all: bool = False  # every pass is one of all processes together
+    requires_collective: bool = False  # every pass is one of all processes together
 
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
-        """`once`: this shape of batch will hardly come again, so nothing is compiled for it."""
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
+        """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
 
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
@@ -46,7 +46,7 @@ class Target(Protocol):
     def without_compiler(self) -> None:
         """Compiling failed: go on without."""
 
-    def ahead(self, batch: TrainBatch) -> None:
+    def prefetch(self, batch: TrainBatch) -> None:
         """This batch will be asked for soon. Called from another thread than `states`."""
 
     def close(self) -> None:
@@ -69,10 +69,6 @@ def documents(batch: TrainBatch) -> Iterator[Document]:
             yield Document(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), begin, tokens)
 
 
-def use_flex(device: torch.device, length: int) -> bool:
-    return device.type == "cuda" and length % BLOCK == 0
-
-
 class DecoderTarget(Target):
     """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
 
@@ -91,19 +87,19 @@ class DecoderTarget(Target):
         with torch.device("meta"):
             self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
-        self.needs_all = sharded
+        self.requires_collective = sharded
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         decoder, length = self.decoder, batch.tokens_BT.shape[1]
-        flex = use_flex(self.device, length)
+        flex = self.device.type == "cuda"
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
-        if self.needs_all:
+        if self.requires_collective:
             ops = AttendOps(packed_attend(masks, length), (cos, sin))
         else:
-            run_layer = _layer if once else self._layer
+            run_layer = _layer if skip_compile else self._layer
 
             def run(layer: nn.Module, x: Tensor) -> Tensor:
                 window, weights = layer.self_attn.window, self._layers[layer.index]
@@ -120,7 +116,7 @@ class DecoderTarget(Target):
         self._layer = _layer
 
 
-def load_sharded(load: Callable[[], Decoder], world: World, device: torch.device) -> Decoder:
+def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device: torch.device) -> Decoder:
     """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
     All must then make the same passes.
 
@@ -204,7 +200,7 @@ class TransformersTarget(Target):
             )
 
     @torch.no_grad()
-    def states(self, batch: TrainBatch, *, once: bool = False) -> TargetStates:
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         tokens, positions = batch.tokens_BT.flatten(), batch.positions_BT.flatten()
         taps = [torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)]
         taps = [taps[0].clone() for _ in self.taps]

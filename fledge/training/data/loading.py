@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ import numpy as np
 
 from fledge.bench.loops import is_looping, loop_start
 from fledge.tokenizer import Tokenizer
-from fledge.training.chat_files import (
+from fledge.training.data.chat_files import (
     Block,
     Conversation,
     DataError,
@@ -28,11 +27,11 @@ from fledge.training.chat_files import (
     read_conversations,
     read_lines,
 )
-from fledge.training.helpers import Processes, num_cores
-from fledge.training.overlap import Overlap
-from fledge.training.rendering import Answer, ChatFormat, TemplateError
-from fledge.training.samples import Sample, SampleSet, key_of
-from fledge.training.templates import Augmentation, Choice
+from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.rendering import Answer, ChatFormat, TemplateError
+from fledge.training.data.samples import Sample, SampleSet, key_of
+from fledge.training.data.templates import Augmentation, Choice
+from fledge.training.workers import Processes, num_cores
 
 __all__ = [
     "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",
@@ -40,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 
 # A process starts within two seconds and makes samples from about 20 MB a second.
 MIN_BYTES_FOR_PROCESSES = 1 << 26
@@ -54,12 +53,13 @@ class DataReport:
     conversations: int = 0
     kept: int = 0
     looping: int = 0  # answers cut where their loop begins, with all that follows them
-    avoided: int = 0  # share text with what must not be trained on
+    contaminated: int = 0  # share text with what must not be trained on
     empty: int = 0  # no assistant's answer (left) to learn from
     refused: int = 0  # the chat template does not take them
     first_refusal: str = ""
     too_long_dropped: int = 0
-    too_long_chunked: int = 0  # kept whole here; the loader cuts them into sequences
+    truncated: int = 0  # cut at max_length
+    truncated_tokens: int = 0  # answer tokens lost by it
     without_text: int = 0  # token ids alone, which another chat template cannot render anew
     augmented: int = 0
     not_augmented: int = 0  # chosen for it, but without text or refused by the template: kept as they are
@@ -76,11 +76,11 @@ class DataReport:
     def __str__(self) -> str:
         notes = {
             "looping answers cut off": self.looping,
-            "left out for text of the evaluation": self.avoided,
+            "left out for text of the evaluation": self.contaminated,
             "empty": self.empty,
             "refused by the chat template": self.refused,
-            "too long, dropped": self.too_long_dropped,
-            "too long, to be chunked": self.too_long_chunked,
+            "too long (or their prompt is), dropped": self.too_long_dropped,
+            f"too long, truncated ({self.truncated_tokens:,} answer tokens lost)": self.truncated,
             "of token ids alone, which data.chat_template does not change": self.without_text,
             "rendered differently (augmentation)": self.augmented,
             "left as they are (augmentation not possible)": self.not_augmented,
@@ -123,7 +123,9 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     # Earlier answers that are not among `turns` were learnt from in a conversation of their own.
     answers = [Answer(has_loss=False)] * (num_answers - len(answers)) + answers
     if choice.template is None:
-        return chat.tokens(chat.render(messages), answers)
+        return chat.tokens(chat.render(messages, conversation.options), answers)
+    if "tools" in conversation.options or any({"tool_calls", "reasoning_content"} & message.keys() for message in messages):
+        raise TemplateError("tools and reasoning can be rendered by the model's own chat template alone")
     eos = chat.tokenizer.eos_token_ids
     rendered = choice.template.render(messages, chat.tokenizer.token(eos[0]) if eos else "")
     return chat.tokens(rendered, answers, bos=True)
@@ -181,7 +183,7 @@ class SampleWork:
     augmentation: Augmentation
     remove_loops: bool
     limit: int | None
-    avoid: Overlap | None = None
+    decontaminate: Decontamination | None = None
 
     def __post_init__(self) -> None:
         self._chat = ChatFormat(self.tokenizer, self.chat_template)
@@ -218,8 +220,8 @@ class SampleWork:
         for index, conversation in enumerate(conversations, first_index):
             report.conversations += 1
             report.without_text += self.chat_template is not None and not conversation.messages
-            if self.avoid is not None and self.avoid.has(self._asked(conversation)):
-                report.avoided += 1
+            if self.decontaminate is not None and self.decontaminate.has(self._asked(conversation)):
+                report.contaminated += 1
                 continue
             choice = self.augmentation.choose(index) if varied else as_it_is
             try:
@@ -240,10 +242,13 @@ class SampleWork:
                 report.empty += report.looping == loops_before
                 continue
             if self.max_length is not None and len(sample) > self.max_length:
-                if self.long == "drop":
+                cut = Sample(sample.tokens[: self.max_length], sample.loss_mask[: self.max_length])
+                if self.long == "drop" or not cut.loss_mask[1:].any():
                     report.too_long_dropped += 1
                     continue
-                report.too_long_chunked += 1
+                report.truncated += 1
+                report.truncated_tokens += int(sample.loss_mask.sum() - cut.loss_mask.sum())
+                sample = cut
             yield replace(sample, prompt_key=_prompt_key(conversation))
 
     def _asked(self, conversation: Conversation) -> list[str]:
@@ -257,24 +262,23 @@ def load_samples(
     tokenizer: Tokenizer,
     *,
     max_length: int | None = None,
-    long: Literal["chunk", "drop"] = "chunk",
+    long: Literal["truncate", "drop"] = "truncate",
     chat_template: str | None = None,
     augmentation: Augmentation | None = None,
     remove_loops: bool = True,
     limit: int | None = None,
-    avoid: Sequence[str | Path] = (),
+    decontaminate: Sequence[str | Path] = (),
     cache_dir: str | Path | None = None,
     processes: int | None = None,
 ) -> tuple[SampleSet, DataReport]:
     """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there.
 
-    `limit`: so many conversations, and nothing beyond them is read. `avoid`: files of prompts; conversations in which a user
-    says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
+    `limit`: so many conversations, and nothing beyond them is read. `decontaminate`: files of prompts; conversations in
+    which a user says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
     the samples are the same.
     """
     paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if long not in ("chunk", "drop"):
-        raise DataError(f'long samples can be handled by "chunk" or "drop", not {long!r}')
+    assert long in ("truncate", "drop")
     if chat_template is not None:
         ChatFormat(tokenizer, chat_template).require_template()
     augmentation = augmentation or Augmentation()
@@ -288,7 +292,7 @@ def load_samples(
             astuple(augmentation),
             remove_loops,
             limit,
-            data_hash(avoid) if avoid else "",
+            data_hash(decontaminate) if decontaminate else "",
         ]
         key = json.dumps([_CACHE_VERSION, data_hash(paths), tokenizer_hash(tokenizer), *settings])
         cache = Path(cache_dir) / f"samples-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
@@ -296,8 +300,8 @@ def load_samples(
             samples, extra = SampleSet.load(cache)
             return samples, DataReport(**extra)
 
-    overlap = Overlap.of_files(avoid)
-    work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit, overlap)
+    decontamination = Decontamination.of_files(decontaminate)
+    work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit, decontamination)
     blocks = chain.from_iterable(map(read_blocks, paths))
     if processes is None:
         processes = _num_processes(paths, limit)
@@ -319,15 +323,14 @@ def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
     size = sum(path.stat().st_size * (4 if path.suffix == ".gz" else 1) for path in paths if path.is_file())
     if limit is not None:
         size = min(size, limit * 4096)  # a conversation of 300 tokens, with its text and its ids
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine, as torchrun says; each loads the data
-    processes = min(num_cores() // trainers, MAX_PROCESSES)
+    processes = min(num_cores(), MAX_PROCESSES)
     return processes if processes > 1 and size >= MIN_BYTES_FOR_PROCESSES else 0
 
 
 def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
     """Blocks are handed out and come back in order; the sums are those of one process, and so is the first error."""
     parts, report, pending = [], DataReport(), deque()
-    helpers = Processes(work, count, ahead=2 * count)
+    workers = Processes(work, count, ahead=2 * count)
 
     def take() -> None:
         samples, what_became = pending.popleft().result()
@@ -339,29 +342,29 @@ def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tupl
         first_index.set_result(0)
         for block in blocks:
             next_index: Future = Future()
-            pending.append(helpers.submit(_samples_of, helpers, block, first_index, next_index))
+            pending.append(workers.submit(_samples_of, workers, block, first_index, next_index))
             first_index = next_index
-            if len(pending) >= helpers.ahead:
+            if len(pending) >= workers.ahead:
                 take()
             if work.limit is not None and report.conversations >= work.limit:
                 break
         while pending:
             take()
     finally:
-        helpers.close()
+        workers.close()
     return SampleSet.joined(parts), report
 
 
-def _samples_of(helpers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
-    """In a helper's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
+def _samples_of(workers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
+    """In a worker's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
     try:
-        num_conversations = helpers.call("read", block)
+        num_conversations = workers.call("read", block)
         first = first_index.result()
         next_index.set_result(first + num_conversations)
     except BaseException as error:
         next_index.set_exception(error)  # those behind would wait for ever
         raise
-    return helpers.call("make", first)
+    return workers.call("make", first)
 
 
 # --- identity -------------------------------------------------------------------------------------------------------

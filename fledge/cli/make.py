@@ -1,0 +1,49 @@
+"""`fledge make`: a drafter for a model, from nothing but the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def make(
+    model: Annotated[
+        str, typer.Argument(help="The target: a folder, a hub id or a built-in name; toy: a tiny one, to try it.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for everything; run again to continue.")],
+    hours: Annotated[float, typer.Option(min=0.001, help="Time for all of it.")] = 1.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines with "turns", "messages" or "prompt"; without it the target writes its own prompts.'),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="A vLLM server that runs the target and hands out hidden states (docs/scaling.md).")
+    ] = None,
+    endpoint_states: Annotated[
+        str | None, typer.Option(help="The server's folder of states as seen from here: a folder or a URL.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Make a drafter: the target answers prompts, a drafter learns from it, and the commands to serve it come last.
+
+    Several GPUs: torchrun --nproc-per-node 8 -m fledge make MODEL --out DIR
+    """
+    from fledge.training.make import Interrupted
+    from fledge.training.make import make as run
+
+    try:
+        run(
+            model,
+            out,
+            hours=hours,
+            prompts=prompts,
+            endpoint=endpoint,
+            endpoint_states=endpoint_states,
+            device=device,
+            say=lambda text: typer.echo(text),
+        )
+    except (KeyboardInterrupt, Interrupted):
+        typer.echo(f"stopped; the same command continues from what {out} holds", err=True)
+        raise typer.Exit(130) from None

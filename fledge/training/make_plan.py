@@ -1,0 +1,245 @@
+"""What `fledge make` is going to do, decided before it starts: data, drafter, steps, time, and what to expect."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.config import default_aux_layers
+from fledge.errors import UserError
+from fledge.tokenizer import Tokenizer
+from fledge.training.planning import Plan
+
+# Shares of the time. The rest is for loading, evaluations and the checks at the end.
+ANSWER_SHARE, ANSWER_SHARE_OF_FILE, TRAIN_SHARE = 0.4, 0.6, 0.85
+UTILISATION = 0.3  # of the device's measured product rate, in training and prefill; 0.25 of that again in decoding
+STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data for it
+MIN_STEPS = 300  # with less data, steps are made smaller until there are so many
+MAX_EPOCHS = 20.0
+# (tokens seen, acceptance length at depth 5) of SmolLM2-135M on held-out prompts: docs/training-notes.md.
+EXPERIENCE = ((6.6e6, 1.9), (13e6, 2.2), (39e6, 2.9), (180e6, 3.2), (340e6, 3.5))
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """A drafter for one target in a given time."""
+
+    model: str
+    device: str
+    hours: float
+    prompts: str | None  # a file; None: the target writes them itself
+    endpoint: str | None
+    endpoint_states: str | None
+    parameters: float  # of the target
+    num_layers: int
+    aux_layers: tuple[int, ...]
+    sequence_length: int
+    max_answer_tokens: int
+    draft_vocab_size: int | None
+    drafter_parameters: int
+    window: int | None
+    learning_rate: float
+    has_thinking: bool
+    augments: bool  # other templates and system prompts: the tokenizer must be able to write them
+    answer_tokens_per_s: float  # estimates
+    train_tokens_per_s: float
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        shape: Any,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        hours: float,
+        prompts: Path | None = None,
+        endpoint: str | None = None,
+        endpoint_states: str | None = None,
+    ) -> MakePlan:
+        """`shape`: the target's sizes (see `context.target_shape`)."""
+        if not tokenizer.has_chat_template:
+            raise UserError(f"{model}: its tokenizer has no chat template, so it cannot be asked anything")
+        size, length = shape.hidden_size, min(2048, shape.max_positions)
+        vocabulary = 32_000 if shape.vocab_size > 100_000 else 16_384
+        parameters = _parameters(shape)
+        work = Plan(
+            hidden_size=size,
+            num_layers=shape.num_layers,
+            vocab_size=shape.vocab_size,
+            active_parameters=parameters,
+            attention_width=2 * shape.num_heads * shape.head_dim,
+            draft_vocab_size=min(vocabulary, shape.vocab_size),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            tokens_per_sample=length / 4,
+            peak_flops=product_rate(device),
+            utilisation=UTILISATION,
+            target_gpus=1,
+            trainer_gpus=1,
+        )
+        return cls(
+            model=model,
+            device=str(device),
+            hours=hours,
+            prompts=None if prompts is None else str(prompts),
+            endpoint=endpoint,
+            endpoint_states=endpoint_states,
+            parameters=parameters,
+            num_layers=shape.num_layers,
+            aux_layers=_aux_layers(shape.num_layers),
+            sequence_length=length,
+            max_answer_tokens=min(512, length // 2),
+            draft_vocab_size=vocabulary if vocabulary < shape.vocab_size else None,
+            drafter_parameters=work.drafter_parameters,
+            window=None if shape.max_positions <= 1024 else 512 if shape.max_positions <= 8192 else 2048,
+            learning_rate=float(f"{min(3e-3, 1e-3 * math.sqrt(576 / size)):.1g}"),
+            has_thinking="enable_thinking" in (tokenizer.chat_template or ""),
+            augments=_writes_anything(tokenizer),
+            answer_tokens_per_s=0.25 * work.prefill_tokens_per_s,
+            train_tokens_per_s=1 / (1 / work.prefill_tokens_per_s + 1 / work.training_tokens_per_s),
+        )
+
+    @property
+    def answer_seconds(self) -> float:
+        return 3600 * self.hours * (ANSWER_SHARE if self.prompts is None else ANSWER_SHARE_OF_FILE)
+
+    def train_seconds(self, answered: float) -> float:
+        """What is left when the answers took so long."""
+        return max(1.0, TRAIN_SHARE * (3600 * self.hours - answered))
+
+    def describe(self) -> str:
+        answer_tokens = self.answer_tokens_per_s * self.answer_seconds
+        train_seconds = self.train_seconds(self.answer_seconds)
+        seen = min(self.train_tokens_per_s * train_seconds, MAX_EPOCHS * 1.3 * answer_tokens)
+        source = f"prompts of {self.prompts}" if self.prompts else "prompts that the target writes itself"
+        thinking = "with and without thinking, half of them each" if self.has_thinking else "the template has no thinking mode"
+        where = f"the server at {self.endpoint}" if self.endpoint else self.device
+        augmented = "30 % under other templates and system prompts" if self.augments else "under the model's template alone"
+        vocabulary = f"{self.draft_vocab_size:,} tokens" if self.draft_vocab_size else "the target's"
+        lines = {
+            "target": f"{self.model}, {_count(self.parameters)} parameters, {self.num_layers} layers, on {where}",
+            "answers": f"{source}; greedy, up to {self.max_answer_tokens} tokens; {thinking}; about "
+            f"{_count(answer_tokens)} tokens in {_minutes(self.answer_seconds)}",
+            "drafter": f"EAGLE 3.1, one layer, {_count(self.drafter_parameters)} parameters, draft vocabulary {vocabulary}, "
+            f"target layers {', '.join(map(str, self.aux_layers))}, window {self.window or 'none'}",
+            "training": f"{_minutes(train_seconds)} on {self.device}, rows of {self.sequence_length} tokens, {augmented}; "
+            f"about {self.train_tokens_per_s:,.0f} tokens/s, {_count(seen)} tokens seen; ends early when it no longer improves",
+            "expected": f"acceptance length about {expected_acceptance(seen):.1f} at depth 5 (a rough guide, from trainings "
+            "for SmolLM2-135M)",
+            "checks": "doctor" + (", acceptance under other templates and system prompts" if self.augments else ""),
+        }
+        return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
+
+    def recipe(self, output: Path, train: Path, held_out: Path, lengths: Sequence[int], train_seconds: float) -> dict[str, Any]:
+        """The training run, once it is known how many tokens the conversations have."""
+        on_gpu = self.device.startswith("cuda")
+        length = self.sequence_length
+        if not on_gpu:  # attention between the documents of a row is wasted there
+            length = min(length, max(128, -(-max(lengths) // 64) * 64))
+        rows = sum(lengths) * MAX_EPOCHS / MIN_STEPS / length
+        batch = max(1, min(STEP_TOKENS["cuda" if on_gpu else "cpu"] // length, int(rows)))
+        content = {
+            "output": str(output),
+            "target": {"model": self.model, "endpoint": self.endpoint, "endpoint_states": self.endpoint_states},
+            "drafter": {
+                "version": "3.1",
+                "aux_layers": list(self.aux_layers),
+                "draft_vocab_size": self.draft_vocab_size,
+                "window": self.window,
+            },
+            "data": {
+                "train": [str(train)],
+                "held_out": [str(held_out)],
+                "held_out_samples": 64 if on_gpu else 16,
+                "sequence_length": length,
+                "micro_batch_size": batch,
+                "global_batch_size": batch,
+            },
+            "objective": {"ttt_steps": 5, "loss": "mix"},
+            "optimizer": {"learning_rate": self.learning_rate},
+            "run": {
+                "max_seconds": train_seconds,
+                "epochs": MAX_EPOCHS,
+                "log_every": 20 if on_gpu else 5,
+                "save_every": 10**9,
+                "save_seconds": min(120.0, train_seconds / 8),
+                "evaluate_every": 10**9,
+                "evaluate_seconds": train_seconds / 8,
+                "patience": 4,
+                "device": self.device,
+            },
+            "evaluation": {"max_new_tokens": 128 if on_gpu else 64},
+        }
+        if self.augments:
+            chances = {"template_probability": 0.1, "no_template_probability": 0.05, "system_probability": 0.15}
+            content["data"]["augmentation"] = chances
+        return content
+
+
+def expected_acceptance(tokens: float) -> float:
+    """Between what was seen, by the logarithm of the tokens; the ends are kept beyond it."""
+    (first, low), (last, high) = EXPERIENCE[0], EXPERIENCE[-1]
+    if tokens <= first or tokens >= last:
+        return low if tokens <= first else high
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(EXPERIENCE) if tokens <= pair[1][0])
+    return y0 + (y1 - y0) * math.log(tokens / x0) / math.log(x1 / x0)
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a matrix product on this device, measured in a tenth of a second."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (4096, torch.bfloat16) if on_gpu else (384, torch.float32)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    for _ in range(3):
+        a @ a
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    wait()
+    began, times = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.1:
+        for _ in range(4):
+            a @ a
+        wait()
+        times += 4
+    return 2 * size**3 * times / (time.perf_counter() - began)
+
+
+def _aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The usual ones; in a target of few layers, where those coincide, spread over it."""
+    usual = default_aux_layers(num_layers)
+    return tuple(usual) if list(usual) == sorted(set(usual)) else tuple(sorted({1, num_layers // 2, num_layers - 1}))
+
+
+def _parameters(shape: Any) -> float:
+    """By the sizes, as if the model were dense."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
+    return shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+
+
+def _writes_anything(tokenizer: Tokenizer) -> bool:
+    text = "### Instruction: You are Zoë, a naïve pirate."
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)).strip() == text
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.0f}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
