@@ -50,7 +50,8 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequen
 
 def answering_seconds(request: Request) -> float:
     """From the first token to the last."""
-    assert request.first_token_time is not None and request.finish_time is not None
+    assert request.first_token_time is not None
+    assert request.finish_time is not None
     return request.finish_time - request.first_token_time
 
 

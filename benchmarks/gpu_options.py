@@ -64,7 +64,7 @@ class Option(NamedTuple):
 
 
 def option_table(vocab_size: int, max_tokens: int) -> dict[str, Option]:
-    """By name. Tokens that options name are the vocabulary's last: they hardly ever come, so that the text stays what it was."""
+    """By name. Tokens that options name are the vocabulary's last: they hardly ever come, so that texts stay the same."""
     rare = range(vocab_size - 5, vocab_size)
     greedy, sampled = {"temperature": 0.0}, {"temperature": 0.8, "seed": 1}
 
@@ -121,8 +121,13 @@ def options(bench: Bench) -> dict[str, object]:
     return found
 
 
+def num_requests(bench: Bench, users: int) -> int:
+    """Of a closed loop: a single user has as many as four, so that single prompts weigh less."""
+    return bench.args.option_requests * max(users, 4)
+
+
 def option_speeds(bench: Bench, engine: Engine, users: int, way: str) -> dict[str, dict[str, float]]:
-    count, vocab_size, tokens = 16 if users == 1 else 4 * users, engine.model.vocab_size, bench.args.tokens
+    count, vocab_size, tokens = num_requests(bench, users), engine.model.vocab_size, bench.args.tokens
     prompts = bench.some_prompts(count)
     every_mode = range(GREEDY, ADJUSTED + 1)
     record_ahead(engine, users, [engine.controller.limit], every_mode, [len(prompt) for prompt in prompts])
@@ -182,7 +187,7 @@ def cycle_times(bench: Bench) -> dict[str, dict[str, object]]:
 
 def one_cycle_time(bench: Bench, engine: Engine, rows: int) -> dict[str, object]:
     depth, batch = engine.controller.limit, engine.executor.batch
-    prompts = bench.some_prompts(4 * rows)
+    prompts = bench.some_prompts(num_requests(bench, rows))
     params = [SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=True)] * len(prompts)
     record_ahead(engine, rows, [depth], [GREEDY], [len(prompt) for prompt in prompts])
     closed_loop(engine, prompts, params, rows)
