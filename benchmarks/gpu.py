@@ -15,6 +15,8 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
   modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
+  options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users who each ask
+             for another option; cycle times of every drafting method
   long       131,072 tokens: the model with its rotary embedding stretched (YaRN); time of the prompt, time a token by context,
              memory against the formula
   vllm       vLLM on the same card, model, drafter, prompts and loop; `--vllm-path`: the folder it was unpacked to
@@ -32,18 +34,17 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
-from fledge.engine.device_engine import DeviceEngine
-from fledge.engine.load_depth import LoadDepth
 from gpu_checks import against_network, partings
 from gpu_kernels import attention_times, left_out, linear_times
 from gpu_long import long_context
+from gpu_loop import closed_loop, force_depth, record_ahead
 from gpu_modes import MODES, compare_modes
+from gpu_options import OPTION_USERS, options
 from gpu_show import show, shown
 from gpu_steps import profile, step_time
 
@@ -54,12 +55,13 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift.live import EVERY
 from fledge.drift.row_probe import CYCLES_EACH
 from fledge.drift.watching import watch_drafts
+from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
-from fledge.engine.executors.graphs import size_for
-from fledge.engine.executors.prefill import LONGEST, PROMPTS, TOKENS
-from fledge.engine.offline import DeviceAnswers
+from fledge.engine.engine import Engine
+from fledge.engine.executors.batch_state import GREEDY
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
 from fledge.kernels.attention import rope_attention
 from fledge.kernels.linear import dispatch
@@ -91,6 +93,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--modes", default=",".join(MODES), help="those of the stage `modes`")
+    parser.add_argument("--option-users", type=numbers, default=OPTION_USERS, help="those of the stage `options`")
+    parser.add_argument("--option-requests", type=int, default=4, help="of each user in it")
+    parser.add_argument("--option-depth", type=int, default=3, help="of its speculative runs")
     parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
@@ -115,29 +120,51 @@ class Bench:
     prompts: list[list[int]]
     results: dict[str, object] = field(default_factory=dict)
     deterministic: bool = False
+    device: str = DEVICE
+    capture: bool = True  # False: the captured executor's functions without graphs, on any device
 
     def config(self, rows: int) -> EngineConfig:
         config = EngineConfig(
-            device=DEVICE,
-            dtype="bfloat16",
+            device=self.device,
+            dtype="bfloat16" if self.device == DEVICE else "float32",
             page_size=DEVICE_PAGE_SIZE,
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
-            kv_cache_tokens=rows * (self.args.max_model_len if rows <= 256 else 768),
+            kv_cache_tokens=rows * (self.args.max_model_len + DEVICE_PAGE_SIZE if rows <= 256 else 768),
             deterministic=self.deterministic,
             prefix_caching=False,  # the prompts come again in every run
         )
         return config.resolve(self.decoder.config)
 
-    def answers(self, rows: int, *, speculate: bool = False, capture: bool = True) -> DeviceAnswers:
-        drafter = self.drafter if speculate else None
-        return DeviceAnswers(self.decoder, self.config(rows), drafter=drafter, capture=capture)
+    def build(
+        self,
+        rows: int,
+        speculation: Speculation | None = None,
+        *,
+        capture: bool | None = None,
+        admission: AdmissionPolicy | None = None,
+    ) -> Engine:
+        """`speculation`: None: plain decoding. `capture`: None: as the benchmark has it."""
+        captured = self.capture if capture is None else capture
+        speculation = speculation or Speculation(None)
+        return build_engine(
+            self.decoder, speculation, self.config(rows), capture=None if captured else False, admission=admission
+        )
 
-    def engine(self, rows: int, *, speculate: bool = False) -> DeviceEngine:
-        """Warm as a server is: passes over prompts are recorded before they are needed."""
-        speculation = Speculation(self.drafter if speculate else None, max(self.args.depths))
-        engine = build_engine(self.decoder, speculation, self.config(rows))
-        engine.rows.prompts.record(product(TOKENS[::-1], PROMPTS[::-1], LONGEST[::-1], (GREEDY,)))
+    def answers(self, rows: int, *, depth: int = 0, capture: bool | None = None) -> AnswerGenerator:
+        """Offline, always drafting `depth` tokens deep."""
+        speculation = Speculation(self.drafter, depth).fixed_depth() if depth else None
+        return AnswerGenerator(self.build(rows, speculation, capture=capture, admission=OfflineRefill()))
+
+    def batch(self, rows: int) -> DeviceBatch:
+        """Rows to run single cycles on, of any depth that is measured."""
+        return self.build(rows, Speculation(self.drafter, max(self.args.depths))).executor.batch
+
+    def engine(self, rows: int, *, speculate: bool = False) -> Engine:
+        """Warm as a server is: cycles of all depths and passes over prompts are recorded before they are needed."""
+        engine = self.build(rows, Speculation(self.drafter if speculate else None, max(self.args.depths)))
+        depths = [0, *engine.controller.acceptance.depths][::-1]
+        record_ahead(engine, rows, depths, [GREEDY], [len(prompt) for prompt in self.prompts])
         return engine
 
     def some_prompts(self, count: int, offset: int = 0) -> list[list[int]]:
@@ -167,23 +194,22 @@ def checks(bench: Bench) -> dict[str, object]:
     prompts = bench.some_prompts(8)
     options = {"max_tokens": tokens, "stop_ids": ()}
 
-    def answers(speculate: bool, depth: int, capture: bool, **more) -> list[list[int]]:
-        generator = bench.answers(8, speculate=speculate, capture=capture)
-        generator.batch.depth = depth
+    def answers(depth: int, capture: bool, **more) -> list[list[int]]:
+        generator = bench.answers(8, depth=depth, capture=capture)
         return [answer.tokens for answer in sorted(generator.generate(prompts, **options, **more))]
 
-    plain = answers(False, 0, True)
-    found: dict[str, object] = {"captured_equals_eager": {"plain": plain == answers(False, 0, False)}}
+    plain = answers(0, True)
+    found: dict[str, object] = {"captured_equals_eager": {"plain": plain == answers(0, False)}}
     found["plain_against_the_network"] = against_network(bench.decoder, prompts, plain)
     single = [answer.tokens for answer in bench.answers(1).generate(prompts[:1], **options)]
     found["one_row_against_the_network"] = against_network(bench.decoder, prompts[:1], single)
     if bench.drafter is not None:
-        speculative = answers(True, 3, True)
-        found["captured_equals_eager"]["depth 3"] = speculative == answers(True, 3, False)
+        speculative = answers(3, True)
+        found["captured_equals_eager"]["depth 3"] = speculative == answers(3, False)
         found["depth_3_against_the_network"] = against_network(bench.decoder, prompts, speculative)
         found["depth_3_against_plain"] = partings(bench.decoder, prompts, plain, speculative)
         drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
-        same = [a == b for a, b in zip(answers(False, 0, True, **drawn), answers(True, 3, True, **drawn), strict=True)]
+        same = [a == b for a, b in zip(answers(0, True, **drawn), answers(3, True, **drawn), strict=True)]
         found["sampled_answers_equal_plain"] = f"{sum(same)} of {len(same)}"
     show("checks", found)
     return found
@@ -212,39 +238,29 @@ def num_requests(concurrency: int) -> int:
     return max(32, min(64, 16 * concurrency), 8 * concurrency)
 
 
-def speed(bench: Bench, engine: DeviceEngine, concurrency: int, depth: int | None) -> dict[str, float]:
+def speed(bench: Bench, engine: Engine, concurrency: int, depth: int | None) -> dict[str, float]:
     """Of a closed loop, and the device's own time a step. Depth None: the engine chooses."""
-    choose = partial(LoadDepth.choose, engine.depths)
-    engine.depths.choose = choose if depth is None else lambda *_: depth
+    force_depth(engine, depth)
     params = SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=not bench.args.honour_stops)
 
-    def run(count: int) -> tuple[float, float]:
-        """Tokens/s over all, and a request's own from its first token to its last."""
-        torch.cuda.synchronize()
-        waiting, running, done = bench.some_prompts(count)[::-1], [], []
-        started = time.perf_counter()
-        while waiting or running:
-            while waiting and len(running) < concurrency:
-                running.append(engine.add_request(waiting.pop(), params))
-            engine.step()
-            done += [request for request in running if request.finished]
-            running = [request for request in running if not request.finished]
-        total = sum(request.num_answer for request in done) / (time.perf_counter() - started)
-        lasted = [(request, request.finish_time - request.first_token_time) for request in done]
-        return total, statistics.median((request.num_answer - 1) / seconds for request, seconds in lasted if seconds)
+    def run(count: int):
+        return closed_loop(engine, bench.some_prompts(count), [params] * count, concurrency)
 
-    run(max(2 * concurrency, 16))  # kernels are compiled, graphs recorded
+    run(max(2 * concurrency, 16))  # kernels are compiled, what was not recorded ahead is
     before = replace(engine.stats)
-    totals, own = zip(*(run(num_requests(concurrency)) for _ in range(bench.args.rounds)), strict=True)
+    loops = [run(num_requests(concurrency)) for _ in range(bench.args.rounds)]
     steps = engine.stats.steps - before.steps
+    total = statistics.median(loop.tokens_per_s for loop in loops)
     found = {
-        "tokens_per_s": statistics.median(totals),
-        "tokens_per_s_per_user": statistics.median(totals) / concurrency,
-        "answering_tokens_per_s_per_user": statistics.median(own),
+        "tokens_per_s": total,
+        "tokens_per_s_per_user": total / concurrency,
+        "answering_tokens_per_s_per_user": statistics.median(loop.own_tokens_per_s for loop in loops),
         "acceptance_length": 1 + (engine.stats.accepted - before.accepted) / steps if steps else 1.0,
     }
-    if depth is not None:
-        found["step_us"] = step_time(bench, engine.rows, concurrency, depth)
+    if depth is None:
+        found["usual_depth"] = sum((loop.depths for loop in loops), Counter()).most_common(1)[0][0]
+    else:
+        found["step_us"] = step_time(bench, engine.executor.batch, concurrency, depth)
     return found
 
 
@@ -271,7 +287,7 @@ def spec(bench: Bench) -> dict[str, object]:
             found[name] = shown(name, figures)
         fastest = max(bench.args.depths, key=lambda depth: found[f"{count}, depth {depth}"]["tokens_per_s"])
         lost = 1 - found[f"{count}, chosen"]["tokens_per_s"] / found[f"{count}, depth {fastest}"]["tokens_per_s"]
-        chosen = engine.depths.choose(1.0, partial(engine.seconds, size_for(engine.rows.sizes, count), how=GREEDY))
+        chosen = found[f"{count}, chosen"]["usual_depth"]
         summary = {"recommended_depth": fastest, "chosen_depth": chosen, "lost_by_choosing": lost}
         found[f"{count}, summary"] = shown(f"{count}, summary", summary)
     return found
@@ -282,9 +298,9 @@ def guard(bench: Bench) -> dict[str, object]:
     for concurrency in [count for count in bench.args.concurrency if count <= 16]:
         engine = bench.engine(concurrency, speculate=True)
         probe = watch_drafts(engine, every=LAUNCHES_A_LOOK, sink=0)
-        looking, speeds = engine.before_drafts, {True: [], False: []}
+        looking, speeds = engine.executor.before_drafts, {True: [], False: []}
         for watched in (False, True, True, False):  # what drifts by itself does so for both
-            engine.before_drafts = looking if watched else None
+            engine.executor.before_drafts = looking if watched else None
             speeds[watched].append(speed(bench, engine, concurrency, None)["tokens_per_s"])
         watched, unwatched = statistics.mean(speeds[True]), statistics.mean(speeds[False])
         cost = 1 - watched / unwatched
@@ -315,7 +331,7 @@ def settings(bench: Bench) -> dict[str, object]:
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
         "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),
     }
-    rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
+    rows = bench.batch(64)
     found: dict[str, object] = {}
     for name, (shapes, module, setting, value) in changes.items():
         before = getattr(module, setting)
@@ -336,7 +352,7 @@ def settings(bench: Bench) -> dict[str, object]:
 def parts(bench: Bench) -> dict[str, object]:
     """A step without one of its parts gives wrong tokens in less time: the difference is what the part costs there."""
     shapes = [(1, 0), (4, 0), (16, 0), (64, 0)] + ([(1, 4), (4, 4), (16, 4)] if bench.drafter is not None else [])
-    rows = bench.answers(64, speculate=bench.drafter is not None).batch.rows
+    rows = bench.batch(64)
     found: dict[str, object] = {}
     for name, change in left_out(rows).items():
         rows.graphs.graphs.clear()
@@ -388,8 +404,7 @@ def vllm(bench: Bench) -> dict[str, object]:
 def offline(bench: Bench) -> dict[str, object]:
     found = {}
     for name, depth in [("plain", 0)] + ([("depth 3", 3)] if bench.drafter is not None else []):
-        generator = bench.answers(1024, speculate=depth > 0)
-        generator.batch.depth = depth
+        generator = bench.answers(1024, depth=depth)
         options = {"max_tokens": bench.args.tokens, "stop_ids": bench.decoder.config.eos_token_ids}
         list(generator.generate(bench.some_prompts(bench.args.queued), **options))
         started = time.perf_counter()
@@ -403,7 +418,7 @@ def offline(bench: Bench) -> dict[str, object]:
 
 STAGES = {
     stage.__name__: stage
-    for stage in (checks, plain, spec, guard, settings, parts, attention, linears, profile, modes, offline, long, vllm)
+    for stage in (checks, plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
 }
 
 

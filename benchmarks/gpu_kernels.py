@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from fledge.config import ModelConfig
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch, Verified
 from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
 from fledge.kernels.linear.cublas import cublas_linear
 from fledge.kernels.linear.dispatch import run_kernel
@@ -88,8 +89,9 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
     def no_attention(ops: Ops, attention: object, qkv: torch.Tensor, meta: object) -> torch.Tensor:
         return qkv[:, :size].contiguous() if len(qkv) > 1 else qkv[:, :size]
 
-    def no_head(x: torch.Tensor, chosen: slice, num_new: int, how: int) -> Choice:
-        return Choice(torch.zeros(len(x), 768, device=DEVICE), torch.zeros(len(x), 768, dtype=torch.int32, device=DEVICE))
+    def no_head(verified: Verified, depth: int, mode: int) -> Choice:
+        shape = (len(verified.x_ND), 768)
+        return Choice(torch.zeros(shape, device=DEVICE), torch.zeros(shape, dtype=torch.int32, device=DEVICE))
 
     def no_mlp(mlp: MLP, x: torch.Tensor, ops: Ops, norm: object) -> torch.Tensor:
         return x
@@ -115,8 +117,13 @@ def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -
 
 
 def event_time(run: Callable[[], object], rounds: int) -> float:
-    """Microseconds a call, on the device, warm."""
+    """Microseconds a call, on the device, warm; without a GPU, on the host."""
     run()
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        for _ in range(rounds):
+            run()
+        return 1e6 * (time.perf_counter() - began) / rounds
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(rounds):

@@ -6,13 +6,15 @@ import time
 from dataclasses import replace
 
 import torch
-from fledge.engine.device_engine import DeviceEngine
 from gpu_kernels import DEVICE, event_time
+from gpu_loop import force_depth
 
 from fledge.config import RopeConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, GREEDY
+from fledge.engine.engine import Engine
+from fledge.engine.executors.batch_state import GREEDY
+from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.memory import memory_plan
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -31,13 +33,18 @@ def stretched(network: Decoder | EagleDrafter, kind: type) -> Decoder | EagleDra
     rope = RopeConfig(theta=config.rope.theta, kind="yarn", factor=LONGEST / trained, original_max_positions=trained)
     with torch.device(DEVICE):
         made = kind(replace(config, max_positions=LONGEST, rope=rope))
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    for parameter in made.parameters():
+    return randomised(made.to(torch.bfloat16))
+
+
+def randomised(network: Decoder | EagleDrafter) -> Decoder | EagleDrafter:
+    """Small random weights; norms of one."""
+    generator = torch.Generator(network.norm.weight.device).manual_seed(0)
+    for parameter in network.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.02, generator=generator)
         else:
             parameter.data.fill_(1.0)
-    return made.eval().requires_grad_(False).to(torch.bfloat16)
+    return network.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
@@ -52,7 +59,6 @@ def long_context(decoder: Decoder, drafter: EagleDrafter | None) -> dict[str, ob
         device=DEVICE, dtype="bfloat16", page_size=DEVICE_PAGE_SIZE, max_num_seqs=1, max_model_len=LONGEST, prefix_caching=False
     )
     engine = build_engine(target, Speculation(draft, DEPTH), replace(config, kv_cache_tokens=LONGEST + 2 * DEVICE_PAGE_SIZE))
-    assert isinstance(engine, DeviceEngine)
     plan = memory_plan(engine)
     held = torch.cuda.memory_allocated() - before
     found: dict[str, object] = {
@@ -68,12 +74,12 @@ def long_context(decoder: Decoder, drafter: EagleDrafter | None) -> dict[str, ob
     return found
 
 
-def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, float]:
+def one_context(engine: Engine, context: int, depth: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(context)
     length = context - ANSWER - (depth + 1) * 24
     prompt = torch.randint(0, engine.model.vocab_size, (length,), generator=generator).tolist()
-    engine.depths.choose = lambda *_: depth
-    reach = engine.rows.kv_bucket(context)
+    force_depth(engine, depth)
+    graphs, reach = engine.executor.batch.graphs, engine.executor.batch.kv_bucket(context)
     params = SamplingParams(max_tokens=ANSWER + (depth + 1) * 24, temperature=0, ignore_eos=True)
     # The first run records graphs and compiles kernels.
     for _ in range(2):
@@ -84,8 +90,8 @@ def one_context(engine: DeviceEngine, context: int, depth: int) -> dict[str, flo
             engine.step()
         lasted = time.perf_counter() - request.first_token_time
         said, prompt_seconds = request.num_answer - 1, request.first_token_time - started
-        cycle = event_time(lambda: engine.rows.graphs.run(1, depth, GREEDY, *reach), 10)
-        plain = event_time(lambda: engine.rows.graphs.run(1, 0, GREEDY, *reach), 10)
+        cycle = event_time(lambda: graphs.run(1, depth, GREEDY, *reach), 10)
+        plain = event_time(lambda: graphs.run(1, 0, GREEDY, *reach), 10)
         engine.abort(request)
         while engine.has_unfinished():
             engine.step()

@@ -68,8 +68,7 @@ def read_bytes(decoder: Decoder) -> int:
 
 
 def said(bench, rows: int = 8, depth: int = 0, prompts: list[list[int]] | None = None) -> list[list[int]]:
-    generator = bench.answers(rows, speculate=depth > 0)
-    generator.batch.depth = depth
+    generator = bench.answers(rows, depth=depth)
     prompts = prompts or bench.some_prompts(CHECKED_PROMPTS)
     return [answer.tokens for answer in sorted(generator.generate(prompts, max_tokens=CHECKED_TOKENS, stop_ids=()))]
 

@@ -33,6 +33,7 @@ def main() -> None:
         tiles,
         forms,
         modes,
+        options,
         guard,
         offline,
         long_context,
@@ -248,6 +249,29 @@ def modes(found: Figures) -> str | None:
     text = "## Quantised targets\n\nTokens/s; how often the likeliest token is the one that bf16 says, given bf16's text; and "
     text += f"after how many of 128 tokens their own answers part. {found['modes'].get('note', '')}\n\n"
     return text + table([*titles, "same token", "tokens until they part"], rows)
+
+
+def options(found: Figures) -> str | None:
+    if "options" not in found:
+        return None
+    runs = found["options"]
+    keys = ["tokens_per_s_per_user", "without", "ratio", "per_cycle", "acceptance_length"]
+    speeds = [
+        [way, name, *(figures[key] for key in keys)]
+        for way, by_name in runs.items()
+        if isinstance(by_name, dict) and way != "cycles"
+        for name, figures in by_name.items()
+    ]
+    text = (
+        "## Sampling options\n\nTokens/s per user with an option, and of the same requests without it. `per cycle`: the ratio "
+    )
+    text += f"at equal acceptance length. JSON-like mask: {runs['mask']}. Mixed: every request has another option.\n\n"
+    text += table(["", "option", "with it", "without", "ratio", "per cycle", "acceptance length"], speeds)
+    cycles = [[name, *(run[key] for key in ("replay_us", "as_run_us", "captured"))] for name, run in runs["cycles"].items()]
+    text += (
+        "\n## Cycles by drafting method (µs)\n\nReplays on the device with all rows running, and wall clock of the engine's "
+    )
+    return text + "loop.\n\n" + table(["", "replay", "as run", "captured"], cycles)
 
 
 def guard(found: Figures) -> str | None:

@@ -10,7 +10,8 @@ import torch
 from gpu_kernels import event_time
 from gpu_show import show
 
-from fledge.engine.executors.device_batch import GREEDY, DeviceBatch, RowInit
+from fledge.engine.executors.batch_state import GREEDY, RowInit
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.kernels import triton_support
 
@@ -21,10 +22,11 @@ H200_BYTES_PER_S = 4.8e12
 
 
 def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> None:
-    rows.state.clear()
+    """Prompts in the first rows, with pages for so many more tokens. Nothing else may use the batch meanwhile."""
+    rows.state.rows.active.zero_()
     page, entries = 0, []
     for row, prompt in enumerate(bench.some_prompts(concurrency)):
-        count = rows.pages_for(len(prompt), tokens)
+        count = -(-(len(prompt) + tokens + rows.lookahead) // rows.config.page_size)
         entries.append(RowInit(row, prompt, range(page, page + count), tokens))
         page += count
     rows.prefill(entries)
@@ -40,7 +42,7 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
         rows.graphs.run(size, depth, GREEDY)
     found = event_time(lambda: rows.graphs.run(size, depth, GREEDY), steps)
     assert int(rows.state.rows.active.sum()) == concurrency, "a row ended while it was timed"
-    rows.state.clear()
+    rows.state.rows.active.zero_()
     return found
 
 
@@ -50,7 +52,7 @@ def profile(bench: Bench) -> dict[str, object]:
     found: dict[str, object] = {"floor_us": floor}
     overlap, triton_support.OVERLAP = triton_support.OVERLAP, triton_support.NONE
     for count in (1, 64):
-        rows = bench.answers(count, speculate=bench.drafter is not None).batch.rows
+        rows = bench.batch(count)
         for depth in [0] + ([3] if bench.drafter is not None else []):
             step = step_time(bench, rows, count, depth)
             figures = {"step_us": step, "over_floor": step / floor, "launch_us": launch_time(bench, rows, count, depth)}
@@ -71,7 +73,7 @@ def launch_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, s
         began = time.perf_counter()
         rows.graphs.run(concurrency, depth, GREEDY)
         seconds.append(time.perf_counter() - began)
-    rows.state.clear()
+    rows.state.rows.active.zero_()
     return statistics.median(seconds) * 1e6
 
 
@@ -89,7 +91,7 @@ def kernel_times(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, 
         for event in recorded.key_averages()
         if event.self_device_time_total
     }
-    rows.state.clear()
+    rows.state.rows.active.zero_()
     ordered = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
     launches = sum(kernel["launches"] for kernel in kernels.values())
     return {"launches": launches, "sum_us": sum(kernel["us"] for kernel in kernels.values()), "kernels": ordered}

@@ -28,7 +28,8 @@ import torch
 
 from fledge import sources
 from fledge.engine.build import Speculation
-from fledge.engine.offline import AnswerGenerator, DeviceAnswers, answer_generator
+from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.engine.offline import AnswerGenerator, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import read_prompts
@@ -125,6 +126,7 @@ def end_to_end(
         written = [json.loads(line) for line in file]
     turns = [turn for conversation in written for turn in conversation["turns_ids"]]
     figures: dict[str, object] = {
+        "concurrency": generator.concurrency,
         "answer_tokens_per_s": report.tokens_per_second,
         "answer_tokens_per_s_after_warm_up": report.warm_tokens_per_second,
         "seconds": report.seconds,
@@ -141,30 +143,23 @@ def end_to_end(
         "file_agrees": len({conversation["id"] for conversation in written}) == report.conversations
         and sum(len(turn["answer_ids"]) for turn in turns) == report.answer_tokens,
     }
-    if isinstance(generator, DeviceAnswers):
-        progress = generator.batch.progress
-        figures |= {"concurrency": generator.concurrency, "occupancy": progress.occupancy, "steps": progress.steps}
     return figures
 
 
 def decoder_alone(generator: AnswerGenerator, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, object]:
     """Rendered prompts in, ids out; everything is loaded and recorded by now."""
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
-    on_device = isinstance(generator, DeviceAnswers)
-    if on_device:
-        generator.batch.progress = type(generator.batch.progress)()
     num_tokens = 0
     started = time.perf_counter()
     for _, tokens, _ in generator.generate(prompts, **options):
         num_tokens += len(tokens)
     seconds = time.perf_counter() - started
-    figures = {
+    return {
         "decoder_answer_tokens_per_s": num_tokens / seconds,
         "decoder_answers": len(prompts),
         "decoder_mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
         "decoder_mean_answer_tokens": num_tokens / len(prompts),
     }
-    return figures | ({"decoder_occupancy": generator.batch.progress.occupancy} if on_device else {})
 
 
 def first_turns(path: Path, tokenizer: Tokenizer, args: argparse.Namespace, longest: int) -> list[list[int]]:
@@ -236,9 +231,9 @@ def main() -> None:
             turns = first_turns(prompts, tokenizer, args, generator.max_model_len)
         if args.decoder:
             figures |= decoder_alone(generator, turns, args)
-        if args.checked and isinstance(generator, DeviceAnswers):
+        if args.checked and isinstance(generator.engine.executor, CudaGraphExecutor):
             chosen = random.Random(args.seed).sample(turns, min(args.checked, len(turns)))
-            figures |= check(generator, generator.batch.decoder, chosen, min(args.max_tokens, 256))
+            figures |= check(generator, generator.engine.decoder, chosen, min(args.max_tokens, 256))
         if torch.cuda.is_available():
             figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         figures |= provenance(args, prompts)

