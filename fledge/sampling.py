@@ -67,7 +67,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
         biases = (self.logit_bias or {}).values()
         checks = {
-            "stop_token_ids must be token ids": all(_is_token(token) for token in self.stop_token_ids),
+            "stop_token_ids must be token ids": all(isinstance(token, Integral) for token in self.stop_token_ids),
             "bad_words must be a list of texts that are not empty": self.bad_words is not None
             and all(isinstance(word, str) and word.strip() for word in self.bad_words),
             "bad_word_ids must be lists of token ids": all(word and all(map(_is_token, word)) for word in self.bad_word_ids),

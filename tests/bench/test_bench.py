@@ -290,8 +290,8 @@ def test_vllm_is_driven_as_a_closed_loop(tmp_path, monkeypatch):
 
 def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
     fixed, adaptive = (bench.engine(Case(str(folders / "drafter"), 3, adaptive=rule)).controller for rule in (False, True))
-    assert (fixed.by_load, fixed.guard) == (False, None)
-    assert adaptive.by_load
+    assert (fixed.adaptive, fixed.guard) == (False, None)
+    assert adaptive.adaptive
     assert adaptive.guard is not None
     assert Case("auto", 3, adaptive=True).label != Case("auto", 3).label
 

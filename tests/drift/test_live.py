@@ -93,7 +93,7 @@ def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
             values = [figures[name][step] for _, figures in heard if len(figures[name]) > step]
             assert sum(values) / len(values) == pytest.approx(means[name][step])
     bands = engine.controller.guard.bands
-    assert [band.looks for band in bands["rms"]] == [band.looks for band in bands["sink_share"]] == probe.counts["rms"]
+    assert [band.probes for band in bands["rms"]] == [band.probes for band in bands["sink_share"]] == probe.counts["rms"]
     assert watch_drafts(build_engine(decoder, Speculation("ngram", 3))) is None
 
 

@@ -29,9 +29,9 @@ def engines(decoder, drafter, device="cpu") -> tuple[Engine, Engine]:
     """The eager engine and one that runs captured rows."""
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096, "page_size": 64, "prefix_caching": False}
     config = EngineConfig(device=device, dtype="float32", **sizes)
-    speculation = Speculation(drafter.to(device), DEPTH, adaptive=False)
+    other, speculation = deepcopy(decoder).to(device), Speculation(deepcopy(drafter).to(device), DEPTH, adaptive=False)
     eager = build_engine(decoder.cpu(), Speculation(drafter.cpu(), DEPTH, adaptive=False), replace(config, device="cpu"))
-    return eager, build_engine(deepcopy(decoder).to(device), speculation, config, capture=None if device == "cuda" else False)
+    return eager, build_engine(other, speculation, config, capture=None if device == "cuda" else False)
 
 
 def heard_of(engine, probe, prompts) -> tuple[list, list]:
@@ -62,7 +62,7 @@ def test_a_look_sees_what_the_live_probe_sees(flags, device, cycles, monkeypatch
     monkeypatch.setattr(LaunchAhead, "cycles", property(lambda _: cycles, lambda *_: None), raising=False)
     (one,), wanted = heard_of(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
     probe = LiveProbe(captured.drafter, every=1, sink=1)
-    RowProbe(captured, probe, every=1)
+    RowProbe(captured.executor, probe, every=1)
     (other,), found = heard_of(captured, probe, PROMPTS[:1])
     assert one.tokens == other.tokens
     assert len(found) > 2
@@ -77,7 +77,7 @@ def test_a_look_sees_what_the_live_probe_sees(flags, device, cycles, monkeypatch
 @pytest.mark.parametrize("device", DEVICES)
 def test_looking_changes_nothing(device):
     decoder, drafter = pair(fc_norm=True, norm_output=True)
-    _, unwatched = engines(decoder, drafter, device)
+    _, unwatched = engines(deepcopy(decoder), deepcopy(drafter), device)
     plain = [unwatched.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while unwatched.has_unfinished():
         unwatched.step()
@@ -88,7 +88,7 @@ def test_looking_changes_nothing(device):
     assert [one.stats for one in requests] == [one.stats for one in plain]
     assert {sequence for sequence, _ in heard} == set(requests)  # each has its turn
     guard = watched.controller.guard
-    assert sum(band.looks for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in heard)
+    assert sum(band.probes for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in heard)
 
 
 def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
@@ -98,7 +98,7 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     engine.add_request(PROMPTS[0], GREEDY)
     while engine.has_unfinished():
         engine.step()
-    row_probe = engine.before_drafts
+    row_probe = engine.executor.before_drafts
     assert 0 < probe.looked_at <= row_probe.seen // 3
     looked_at = probe.looked_at
     gone = engine.add_request(PROMPTS[0], GREEDY)
@@ -106,7 +106,7 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
     assert probe.looked_at == looked_at + 1
-    engine.rows.state.rows.active.zero_()  # it has ended on the device, which the host does not know yet
+    engine.executor.batch.state.rows.active.zero_()  # it has ended on the device, which the host does not know yet
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
     assert probe.looked_at == looked_at + 1
@@ -133,9 +133,9 @@ def test_a_look_never_waits_for_the_device():
     request = engine.add_request(PROMPTS[0], GREEDY)
     for _ in range(4):
         engine.step()
-    row = engine.row_of[request.id]
+    row = engine.executor.row_of[request]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.before_drafts.look(row, DEPTH, 128)
+        engine.executor.before_drafts.look(row, DEPTH, 128)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -38,7 +38,7 @@ def test_nobody_waits_for_long_nor_where_a_pass_costs_nothing():
     assert gathering.holds_back(**asked, now=1.0)
     assert gathering.holds_back(**asked, now=1.0 + LONGEST_WAIT / 2)
     assert not gathering.holds_back(**asked, now=1.001 + LONGEST_WAIT)
-    for nothing in ("pass_seconds", "rows", "waiting"):
+    for nothing in ("prefill_seconds", "running", "waiting"):
         gathering = ArrivalBatching()
         gathering.holds_back(**asked, now=1.0)
         assert not gathering.holds_back(**(asked | {nothing: 0}), now=1.001)

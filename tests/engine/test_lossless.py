@@ -144,7 +144,7 @@ def test_eagle_drafts_equal_a_computation_from_scratch(flags):
     oracle = OracleSpeculator(answers, 5, reach=lambda n: n % 6, inner=inner_engine.drafter)
     engine = engine_with(decoder, oracle, config)
     heads = (network.config.num_kv_heads, network.config.head_dim)
-    inner_engine.drafter.cache = type(engine.cache)(1, *heads, engine.pool.num_pages, 8, torch.float32, "cpu")
+    inner_engine.drafter.cache = type(engine.executor.cache)(1, *heads, engine.pool.num_pages, 8, torch.float32, "cpu")
     assert run(engine, prompts, params) == plain
     assert isinstance(oracle.inner, EagleSpeculator)
     assert oracle.inner.depth == DepthPolicy(4)

@@ -34,7 +34,7 @@ PROMPTS = [[3, 7, 100], [55], list(range(40))]
 def test_speculation_is_lossless(quantization, dtype, tree):
     config = replace(CPU, dtype=dtype, quantization=quantization)
     engine = engine_with(tiny_decoder(), Speculation("none"), config)
-    assert isinstance(engine.runner.ops, CpuOps)  # whole layers run in C
+    assert isinstance(engine.executor.ops, CpuOps)  # whole layers run in C
     plain = run(engine, PROMPTS, PARAMS)
     decoder = engine.decoder
     assert run(engine_with(decoder, Speculation(tiny_drafter(), 4, tree), config), PROMPTS, PARAMS) == plain

@@ -15,6 +15,7 @@ from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
 from fledge.kernels.attention import rope_attention
 from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
 from tests.oracle import captured_answers, engine_with, make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -140,7 +141,7 @@ def test_recorded_prompt_passes_equal_eager_ones():
         for seed in (1, 2, 3):
             batch.prefill(entries(batch, prompts(5, seed=seed)))
         assert bool(batch.prefills.graphs.graphs) == capture
-        found.append((batch.state.draft_state[:5].float(), batch.state.rows.token[:5].tolist(), batch.cache.keys[:, :, :16]))
+        found.append((batch.method.states_RD[:5].float(), batch.state.rows.token[:5].tolist(), batch.cache.keys[:, :, :16]))
     scale = found[1][0].abs().max().item()
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
     torch.testing.assert_close(found[0][2], found[1][2], rtol=0.05, atol=0.05)
@@ -151,16 +152,15 @@ def test_nothing_is_recorded_after_warming_up():
     decoder, drafter = (network.to(torch.bfloat16) for network in networks())
     config = EngineConfig(device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=4, kv_cache_tokens=2048)
     engine = build_engine(decoder, Speculation(drafter, 3), config)
-    said: list[str] = []
-    engine.warm_up(said.append)
-    assert len(said) == 2
-    before = len(engine.rows.graphs.graphs), len(engine.rows.prompts.graphs.graphs)
+    assert len(engine.warm_up()) == 1
+    batch = engine.executor.batch
+    before = len(batch.graphs.graphs), len(batch.prefills.graphs.graphs)
     for text in prompts(6, seed=4):
         engine.add_request(text, SamplingParams(max_tokens=12, temperature=0))
         engine.add_request(text, SamplingParams(max_tokens=12, temperature=0.8, seed=1))
     while engine.has_unfinished():
         engine.step()
-    assert (len(engine.rows.graphs.graphs), len(engine.rows.prompts.graphs.graphs)) == before
+    assert (len(batch.graphs.graphs), len(batch.prefills.graphs.graphs)) == before
 
 
 def test_rows_that_find_their_prompts_in_the_cache_answer_the_same():
@@ -196,7 +196,7 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
         for _ in range(RECORDED_AT):
             batch.prefill(made)
         assert ((768, 16, OVER_CACHE, GREEDY) in batch.prefills.graphs.graphs) == capture
-        found.append((batch.state.draft_state[:5].float(), batch.state.rows.token[:5]))
+        found.append((batch.method.states_RD[:5].float(), batch.state.rows.token[:5]))
     same = found[0][1] == found[1][1]
     assert same.sum() >= 4  # two logits lie a rounding apart: that tie may fall the other way, and the drafter reads the token
     scale = found[1][0].abs().max().item()
@@ -240,3 +240,71 @@ def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
             batch.graphs.run(2, 3, GREEDY)
         found.append(([answer_of(batch, row)[:5] for row in range(2)], batch.state.drafts[:2, :3].tolist()))
     assert found[0] == found[1]
+
+
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 3},
+    "truncated": {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 4},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {3: 5.0, 7: -100.0}},
+    "min_tokens": {"min_tokens": 10, "stop_token_ids": list(range(0, 128, 3))},
+    "logprobs": {"logprobs": 5},
+    "bad words": {"bad_word_ids": [[5, 9], [11]]},
+    "many stop ids": {"stop_token_ids": list(range(40, 128))},
+}
+
+
+class EvenTokens:
+    """A grammar of a kind: every token is even."""
+
+    def __call__(self, tokens, logits):
+        logits[1::2] = -torch.inf
+        return logits
+
+    def fill(self, tokens, mask_W):
+        mask_W &= 0x55555555
+
+
+@pytest.mark.parametrize("method", ["plain", "chain", "tree", "ngram"])
+def test_every_option_gives_the_text_of_the_eager_executor(method):
+    """fp32 on the card against the eager executor on the CPU, all options in one batch, in two kinds of batch."""
+    texts = prompts(len(OPTIONS) + 1, seed=5)
+    kinds = [*OPTIONS.values(), {"logits_processors": [EvenTokens()]}]
+    params = [SamplingParams(**({"max_tokens": 16, "temperature": 0} | kind)) for kind in kinds]
+    answers = []
+    for device in ("cpu", "cuda"):
+        decoder, drafter = (network.to(device) for network in networks())
+        tree = TreeShape(3, 8) if method == "tree" else None
+        speculation = Speculation({"plain": "none", "ngram": "ngram"}.get(method, drafter), 3, tree).fixed_depth()
+        config = EngineConfig(device=device, dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_tokens=8192)
+        engine = build_engine(decoder, speculation, config)
+        for groups in ([texts], [[text] for text in texts]):
+            requests = []
+            for group in groups:
+                requests += [engine.add_request(text, params[texts.index(text)]) for text in group]
+                while engine.has_unfinished():
+                    engine.step()
+                    engine.check_integrity()
+            answers.append([(request.answer, request.finish_reason, request.stop_reason) for request in requests])
+            found = requests[list(OPTIONS).index("logprobs")].logprobs
+            assert len(found) == 16
+            assert all(len(one.top) == 5 and one.logprob <= one.top[0][1] + 1e-5 for one in found)
+            assert all(token % 2 == 0 for token in requests[-1].answer)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+def test_latent_attention_is_captured():
+    """A drafter with multi-head latent attention, random weights: same text as without."""
+    decoder, _ = networks()
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config, **VERSIONS["latent attention"])).cuda()
+    texts, wanted = prompts(8, seed=6), None
+    for speculation in (Speculation("none"), Speculation(drafter, 3).fixed_depth()):
+        config = EngineConfig(device="cuda", dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_tokens=4096)
+        engine = build_engine(decoder, speculation, config)
+        requests = [engine.add_request(text, SamplingParams(max_tokens=16, temperature=0)) for text in texts]
+        while engine.has_unfinished():
+            engine.step()
+        wanted = wanted or [request.answer for request in requests]
+        assert [request.answer for request in requests] == wanted
+    assert engine.stats.steps > 0

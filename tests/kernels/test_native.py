@@ -241,7 +241,7 @@ def test_packed_decoding_is_lossless_too(tree):
     prompts = [[3, 7, 100], [55], list(range(40))]
     params = SamplingParams(max_tokens=60, temperature=0)
     engine = engine_with(tiny_decoder(), Speculation("none"), config)
-    assert isinstance(engine.runner.ops, CpuOps)
+    assert isinstance(engine.executor.ops, CpuOps)
     plain = run(engine, prompts, params)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     packed = engine.decoder

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
 
+from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
-from fledge.kernels import native_build
+from fledge.kernels import native, native_build
+from tests.tiny import tiny_decoder
 
 FAKE_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && { echo fake; exit; }
@@ -56,3 +59,30 @@ def test_another_users_folder_is_refused(compiler: list[str], monkeypatch: pytes
     monkeypatch.setattr(Path, "lstat", stranger)
     with pytest.raises(UserError, match="FLEDGE_CACHE"):
         native_build.built(compiler)
+
+
+# A C source that no longer compiles must not pass unseen: everything would still run, slowly, and its tests be left out.
+
+
+def is_wanted() -> bool:
+    """There is a compiler, and a processor that the kernels are meant for (`cpu/lanes.h` refuses others)."""
+    if native_build.compiler() is None or os.environ.get("FLEDGE_NATIVE") == "0":
+        return False
+    return platform.machine() != "x86_64" or {"avx2", "f16c"} <= set(native_build._processor().split())
+
+
+def test_the_kernels_compile_where_they_are_wanted():
+    assert (native.library() is not None) == is_wanted()
+    if is_wanted():
+        assert native_build.built(native_build.compiler()).is_file()  # a compiler's complaint is shown here
+
+
+def test_without_the_kernels_quantised_weights_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("FLEDGE_NATIVE", "0")
+    native.library.cache_clear()
+    try:
+        with pytest.raises(UserError, match="--quantization int4 on CPU needs a C compiler"):
+            EngineConfig(device="cpu", quantization="int4").resolve(tiny_decoder().config)
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()

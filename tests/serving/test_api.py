@@ -16,7 +16,7 @@ import pytest
 from fledge.serving import flags
 from fledge.serving.app import create_app
 from fledge.serving.async_engine import MAX_FAILURES
-from fledge.serving.service import Service, not_captured
+from fledge.serving.service import Service
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.processes import wait_until_ready
 
@@ -410,9 +410,3 @@ def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> Non
             assert (await asked).status_code == 503
 
     asyncio.run(main())
-
-
-def test_defaults_that_send_requests_the_eager_way_are_named():
-    assert not_captured({"temperature": 0.6, "top_p": 0.95, "top_k": 20}) == []
-    assert not_captured({"min_p": 0.1, "repetition_penalty": 1.0}) == []
-    assert not_captured({"top_k": 20, "repetition_penalty": 1.05}) == ["repetition_penalty"]

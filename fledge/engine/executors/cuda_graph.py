@@ -24,7 +24,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED, RowInit
 from fledge.engine.executors.chunked_prefill import MIDDLE
-from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, DeviceBatch
+from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
 from fledge.engine.executors.output_reader import OutputReader
@@ -57,7 +57,7 @@ FEW_ADJUSTED_ROWS = 16
 
 
 class _Halted(NamedTuple):
-    """An ADJUSTED cycle whose first half is enqueued."""
+    """An ADJUSTED cycle that waits for masks before its choice."""
 
     rows: dict[int, Request]
     shape: tuple[int, ...]
@@ -214,15 +214,17 @@ class CudaGraphExecutor:
             self.batch.graphs.run(*shape)
             if mode < ADJUSTED:
                 self.reader.enqueue_copy(rows, depth, shape, drafted_rows.keys())
-            elif not masked:
+                continue
+            if masked:  # the host fills the masks while the target runs
+                drafts, event = self.batch.download(self.batch.state.drafts[:size, :depth]) if depth else (None, None)
+                self.halted = _Halted(rows, shape, drafted_rows, masked, drafts, event)
+            self.batch.graphs.run(size, depth, VERIFY, *bucket)
+            if not masked:
                 self._choose(rows, shape, drafted_rows)
-        if masked:
-            drafts, event = self.batch.download(self.batch.state.drafts[:size, :depth]) if depth else (None, None)
-            self.halted = _Halted(rows, shape, drafted_rows, masked, drafts, event)
         return 0 if masked else cycles
 
     def _choose(self, rows: dict[int, Request], shape: tuple[int, ...], drafted: dict[int, Request]) -> None:
-        """Enqueues the second half of an ADJUSTED cycle."""
+        """Enqueues the last part of an ADJUSTED cycle."""
         size, depth, _, *bucket = shape
         self.batch.graphs.run(size, depth, CHOICE, *bucket)
         logprobs = None

@@ -6,9 +6,10 @@
 All state between cycles lies on the device; nothing here waits for it. Depth 0 is plain decoding. It keeps no hidden states, so
 a row that took part in it must not be drafted for afterwards unless the method follows plain cycles (n-gram does).
 
-A cycle in ADJUSTED mode is two graphs, so that the host can fill grammar masks between them while the target runs:
+A cycle in ADJUSTED mode is several graphs, so that the host can fill grammar masks while the target runs:
 
-    LOGITS   draft, verify, logits            CHOICE   adjust, choose, accept, sync            (LOGPROBS where asked for)
+    DRAFT   draft      VERIFY   target pass, logits      CHOICE   adjust, choose, accept, sync      LOGPROBS   if asked for
+              └── the drafted tokens go to the host, which fills the masks ──┘
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.compact_path import compact_path
-from fledge.kernels.logprobs import MAX_LOGPROBS, TokenLogprobs, token_logprobs
+from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import Choice, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
@@ -58,11 +59,20 @@ from fledge.speculation.methods.tree import (
 )
 
 # Stages of a cycle in ADJUSTED mode, as graph modes.
-LOGITS, CHOICE, LOGPROBS = ADJUSTED, ADJUSTED + 1, ADJUSTED + 2
+DRAFT, VERIFY, CHOICE, LOGPROBS = range(ADJUSTED, ADJUSTED + 4)
 # A block of the attention kernel's keys lies in one page.
 DEVICE_PAGE_SIZE = 128
 # A long prompt is prefilled in chunks of this size at most, between which the running requests go on.
 CHUNK_TOKENS = 1024
+
+
+class Pending(NamedTuple):
+    """What the target is about to verify."""
+
+    x_ND: Tensor  # embeddings of the pending tokens and the drafts
+    starts_B: Tensor  # position of each row's pending token
+    counts_B: Tensor  # rows of a chain to verify; 0: the row is inactive. Of a tree: whether it is active
+    tree: TreeDraft | None
 
 
 class Verified(NamedTuple):
@@ -73,13 +83,6 @@ class Verified(NamedTuple):
     starts_B: Tensor  # position of each row's pending token
     active_B: Tensor
     tree: TreeDraft | None
-
-
-class _Half(NamedTuple):
-    """What the first graph of an ADJUSTED cycle leaves to the others."""
-
-    verified: Verified
-    logits_NV: Tensor
 
 
 class DeviceBatch:
@@ -108,9 +111,11 @@ class DeviceBatch:
         self.capture = capture
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
-        self.halves: dict[tuple[int, ...], _Half] = {}  # by size, depth and KV length bucket
-        self.accepted_tokens: dict[tuple[int, ...], Tensor] = {}  # of the last cycle in ADJUSTED mode, likewise
-        self.logprobs: dict[tuple[int, ...], TokenLogprobs] = {}  # likewise, and under () those of the last prefill, by row
+        # What the graphs of an ADJUSTED cycle leave to the next ones, by size, depth and KV length bucket.
+        self.pending: dict[tuple[int, ...], Pending] = {}
+        self.verified: dict[tuple[int, ...], tuple[Verified, Tensor]] = {}  # with the logits
+        self.accepted_tokens: dict[tuple[int, ...], Tensor] = {}
+        self.logprobs: dict[tuple[int, ...], Tensor] = {}  # packed; and under () those of the last prefill, by row
         self._make_prefill()
 
     def use(self, method: CapturedMethod) -> None:
@@ -131,39 +136,46 @@ class DeviceBatch:
         pages = self.state.page_table[:size, : None if kv_bucket is None else kv_bucket // self.config.page_size]
         key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
         if mode == LOGPROBS:
-            half = self.halves[key]
-            self.logprobs[key] = token_logprobs(half.logits_NV, self.accepted_tokens[key].flatten())
+            self.logprobs[key] = pack_logprobs(token_logprobs(self.verified[key][1], self.accepted_tokens[key].flatten()))
         elif mode == CHOICE:
-            half = self.halves[key]
-            choice = self.choose_adjusted(half, size, depth)
-            self.accepted_tokens[key] = self.accept_and_sync(half.verified, choice, depth, pages).tokens_BT
+            verified, logits = self.verified[key]
+            choice = self.choose_adjusted(logits, size, depth)
+            self.accepted_tokens[key] = self.accept_and_sync(verified, choice, depth, pages).tokens_BT
+        elif mode == VERIFY:
+            verified = self.verify(self.pending[key], pages, depth)
+            self.verified[key] = verified, self.logits(verified.x_ND)
         else:
-            verified = self.verify(pages, size, depth, sampled=mode != GREEDY)
-            if mode == LOGITS:
-                self.halves[key] = _Half(verified, self.logits(verified.x_ND))
+            pending = self.draft(pages, size, depth, sampled=mode != GREEDY)
+            if mode == DRAFT:
+                self.pending[key] = pending
             else:
-                choice = self.choose(verified, depth, mode)
-                self.accept_and_sync(verified, choice, depth, pages)
+                verified = self.verify(pending, pages, depth)
+                self.accept_and_sync(verified, self.choose(verified, depth, mode), depth, pages)
 
-    def verify(self, pages: Tensor, size: int, depth: int, *, sampled: bool) -> Verified:
-        """Drafts, and runs the target over the pending tokens and the drafts."""
+    def draft(self, pages: Tensor, size: int, depth: int, *, sampled: bool) -> Pending:
         state, method = self.state.rows, self.method
         drafted = method.draft(pages, depth, sampled=sampled) if depth and method is not None else None
-        aux_layers = method.aux_layers if depth and method is not None else ()
         if drafted is not None and drafted.tree is not None:
-            tree, page_size = drafted.tree, self.config.page_size
-            starts, active = state.length[:size] - 1, state.active[:size].clone()
-            x = self.decoder.embed(torch.cat([state.token[:size, None], tree.tokens_BN], 1).flatten())
-            at = verify_attention(tree, starts, active, pages, page_size)
-            where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
-            x, aux = self.decoder.run(x, AttentionMetadata.tree(pages, *where), self.ops, aux_layers)
-            return Verified(x, aux, starts, active, tree)
+            tokens = torch.cat([state.token[:size, None], drafted.tree.tokens_BN], 1)
+            x = self.decoder.embed(tokens.flatten())
+            return Pending(x, state.length[:size] - 1, state.active[:size].clone(), drafted.tree)
         last = drafted.last if drafted is not None else None
         embedding = self.decoder.embed_tokens.weight
         inputs = verify_inputs(size, depth, state.token, self.state.drafts, state.length, state.active, embedding, last)
-        meta = AttentionMetadata.decode(pages, inputs.starts_B, inputs.counts_B)
-        x, aux = self.decoder.run(inputs.x_ND, meta, self.ops, aux_layers)
-        return Verified(x, aux, inputs.starts_B, inputs.counts_B, None)
+        return Pending(*inputs, None)
+
+    def verify(self, pending: Pending, pages: Tensor, depth: int) -> Verified:
+        """Runs the target over the pending tokens and the drafts."""
+        x, starts, counts, tree = pending
+        aux_layers = self.method.aux_layers if depth and self.method is not None else ()
+        if tree is None:
+            meta = AttentionMetadata.decode(pages, starts, counts)
+        else:
+            at = verify_attention(tree, starts, counts, pages, self.config.page_size)
+            where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
+            meta = AttentionMetadata.tree(pages, *where)
+        x, aux = self.decoder.run(x, meta, self.ops, aux_layers)
+        return Verified(x, aux, starts, counts, tree)
 
     def choose(self, verified: Verified, depth: int, mode: int) -> Choice:
         """The target's choice after each verified row."""
@@ -190,9 +202,9 @@ class DeviceBatch:
     def logits(self, x_ND: Tensor) -> Tensor:
         return self.ops.linear(self.decoder.lm_head, self.ops.norm(self.decoder.norm, x_ND))
 
-    def choose_adjusted(self, half: _Half, size: int, depth: int) -> Choice:
+    def choose_adjusted(self, logits_NV: Tensor, size: int, depth: int) -> Choice:
         adjustments = self.state.make_adjustments()
-        logits = adjust(half.logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
+        logits = adjust(logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
         return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
 
     def accept_and_sync(self, verified: Verified, choice: Choice, depth: int, pages: Tensor) -> Accepted:
@@ -230,15 +242,16 @@ class DeviceBatch:
         return (FEW_KEYS,) if is_short else ()
 
     def record(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Records cycles ahead of use. An ADJUSTED one is as long as its two graphs together."""
+        """Records cycles ahead of use. An ADJUSTED one is as long as its graphs together."""
         shapes = [shape for shape in shapes if shape not in self.graphs.graphs]
         if any(shape[2] == ADJUSTED for shape in shapes):
             self.state.make_adjustments()
         self.graphs.record(shapes)
         for size, depth, mode, *bucket in shapes:
             if mode == ADJUSTED and self.graphs.capture:
-                self.graphs.record([(size, depth, CHOICE, *bucket)])
-                self.graphs.seconds[size, depth, ADJUSTED, *bucket] += self.graphs.seconds[size, depth, CHOICE, *bucket]
+                for stage in (VERIFY, CHOICE):
+                    self.graphs.record([(size, depth, stage, *bucket)])
+                    self.graphs.seconds[size, depth, ADJUSTED, *bucket] += self.graphs.seconds[size, depth, stage, *bucket]
 
     @contextmanager
     def all_rows_inactive(self) -> Iterator[None]:
@@ -309,21 +322,11 @@ class DeviceBatch:
         return accepted.tokens_BT[:, 0]
 
     def keep_first_logprobs(self, found: TokenLogprobs, rows: Tensor) -> None:
-        """By row, in tensors that stay where they are: prefill graphs have many shapes."""
+        """By row, in a tensor that stays where it is: prefill graphs have many shapes."""
+        packed = pack_logprobs(found)
         if () not in self.logprobs:
-            num_rows, count = len(self.state.seed), min(MAX_LOGPROBS, self.decoder.config.vocab_size)
-            self.logprobs[()] = TokenLogprobs(
-                *(
-                    torch.zeros(shape, dtype=dtype, device=self.device)
-                    for shape, dtype in (
-                        ((num_rows,), torch.float32),
-                        ((num_rows, count), torch.float32),
-                        ((num_rows, count), torch.int32),
-                    )
-                )
-            )
-        for kept, new in zip(self.logprobs[()], found, strict=True):
-            kept.index_copy_(0, rows, new)
+            self.logprobs[()] = packed.new_zeros(len(self.state.seed), packed.shape[1])
+        self.logprobs[()].index_copy_(0, rows, packed)
 
     def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""

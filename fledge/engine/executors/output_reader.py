@@ -13,7 +13,7 @@ from fledge.engine.executors.base import Output
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.request import Request, TokenLogprob
 from fledge.kernels.accept import DRAFTED
-from fledge.kernels.logprobs import TokenLogprobs
+from fledge.kernels.logprobs import TokenLogprobs, unpack_logprobs
 from fledge.speculation.costs import GraphShape
 from fledge.speculation.verification import VerifiedPass
 
@@ -29,7 +29,7 @@ class _Copy:
     event: torch.cuda.Event | None
     shape: GraphShape | None  # of a cycle; None: a prefill
     before: torch.cuda.Event | None  # behind the launch before it, if the device went on from there without a pause
-    logprobs: TokenLogprobs | None = None  # by row and position, where a request asked for them
+    logprobs: Tensor | None = None  # packed, by row and position, where a request asked for them
 
 
 class OutputReader:
@@ -63,11 +63,11 @@ class OutputReader:
         depth: int = 0,
         shape: GraphShape | None = None,
         drafted_rows: Collection[int] = (),
-        logprobs: TokenLogprobs | None = None,
+        logprobs: Tensor | None = None,
     ) -> None:
         """Copies what the last launch emitted for these rows, without waiting for it."""
         before = None if self.all_done else self.last_launch
-        copied = None if logprobs is None else TokenLogprobs(*(self.batch.download(x)[0] for x in logprobs))
+        copied = None if logprobs is None else self.batch.download(logprobs)[0]
         report, self.last_launch = self.batch.download(self.batch.state.rows.report[: max(rows) + 1])
         self.copies.append(_Copy(rows, depth, frozenset(drafted_rows), report, self.last_launch, shape, before, copied))
 
@@ -84,6 +84,7 @@ class OutputReader:
                 if copy.shape is not None and copy.before is not None:
                     record(copy.shape, copy.before.elapsed_time(copy.event) / 1e3)
             lines = copy.report.tolist()
+            logprobs = unpack_logprobs(copy.logprobs) if copy.logprobs is not None else None
             for row, request in copy.rows.items():
                 count, *emitted = lines[row]
                 if not count:
@@ -97,17 +98,17 @@ class OutputReader:
                 output.drafted += [token >= DRAFTED for token in emitted]
                 nodes = self.batch.method.num_drafted(depth) if depth and self.batch.method is not None else 0
                 output.passes.append(VerifiedPass(count, depth, nodes, depth))
-                if copy.logprobs is not None and request.params.logprobs is not None:
-                    output.logprobs += self._logprobs(copy, row, output.tokens[-count:], request.params.logprobs)
+                if logprobs is not None and request.params.logprobs is not None:
+                    first, most = row * (copy.depth + 1), request.params.logprobs
+                    output.logprobs += _logprobs(logprobs, first, output.tokens[-count:], most)
         return list(outputs.values())
 
-    @staticmethod
-    def _logprobs(copy: _Copy, row: int, tokens: list[int], count: int) -> list[TokenLogprob]:
-        assert copy.logprobs is not None
-        chosen, values, ids = copy.logprobs
-        first = row * (copy.depth + 1)
-        found = []
-        for index, token in enumerate(tokens, first):
-            top = list(zip(ids[index, :count].tolist(), values[index, :count].tolist(), strict=True))
-            found.append(TokenLogprob(token, float(chosen[index]), top))
-        return found
+
+def _logprobs(found: TokenLogprobs, first: int, tokens: list[int], count: int) -> list[TokenLogprob]:
+    """Of consecutive tokens from row `first` on, with the `count` likeliest beside each."""
+    rows = slice(first, first + len(tokens))
+    columns = (found.chosen_N[rows], found.values_NC[rows, :count], found.ids_NC[rows, :count])
+    return [
+        TokenLogprob(token, chosen, list(zip(ids, values, strict=True)))
+        for token, chosen, values, ids in zip(tokens, *(column.tolist() for column in columns), strict=True)
+    ]

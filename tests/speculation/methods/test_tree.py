@@ -9,18 +9,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fledge.config import MLAConfig
 from fledge.errors import UserError
-from fledge.kernels.accept import DRAFTED, RowState, accept
+from fledge.kernels.accept import RowState, accept
+from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference
 from fledge.kernels.sample import Choice
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import Attend
+from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.drafting import EagleSpeculator, Settled
+from fledge.speculation.drafting import AcceptedSpan, EagleSpeculator
 from fledge.speculation.methods.tree import (
+    DraftStep,
+    Frontier,
+    TreeAttention,
     TreeDraft,
     accept_tree,
     along_path,
@@ -33,12 +41,46 @@ from fledge.speculation.methods.tree import (
     tree_attention,
     verify_attention,
 )
-from fledge.speculation.verification import Draft, verify_greedy
-from tests.speculation.methods.cycle import draft_step
+from fledge.speculation.verification import Draft, verify
 from tests.tiny import tiny_drafter, tiny_drafter_config
 
 PAGE = 4
 LENGTHS = [1, 6, 11, 4]  # settled pairs of each sequence
+
+
+def attend_over(cache: PagedKV, page_table_BP: Tensor, meta: TreeAttention) -> Attend:
+    """Stores the new keys and values, then attends, as `rope_cache` and `decode_attention` do on a GPU."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        slots = meta.slots_BT.flatten()
+        stored = slots >= 0
+        for storage, new in ((cache.keys, k), (cache.values, v)):
+            storage[layer][:, slots[stored]] = new[stored].transpose(0, 1)
+        return decode_attention(
+            q.view(len(meta.kv_lens_B), -1, *q.shape[1:]),
+            cache.keys[layer],
+            cache.values[layer],
+            page_table_BP,
+            meta.kv_lens_B,
+            cache.page_size,
+            tail_bits_BT=meta.tail_bits_BT,
+            tail=meta.tail,
+            positions_BT=meta.positions_BT,
+            window=window,
+        ).flatten(0, 1)
+
+    return attend
+
+
+def draft_step(network: EagleDrafter, cache: PagedKV, page_table_BP: Tensor, starts_B: Tensor, active_B: Tensor) -> DraftStep:
+    def step(frontier: Frontier) -> tuple[Tensor, Tensor]:
+        where = (frontier.offset, frontier.tail_bits_BW, frontier.tail, page_table_BP, cache.page_size)
+        meta = tree_attention(starts_B, active_B, *where)
+        inputs = (frontier.tokens_BW.flatten(), frontier.h_BWD.flatten(0, 1), meta.positions_BT.flatten())
+        hidden, h = network(*inputs, attend_over(cache, page_table_BP, meta))
+        return tuple(x.unflatten(0, frontier.tokens_BW.shape) for x in (network.logits(hidden), h))
+
+    return step
 
 
 def speculator(depth: int, shape: TreeShape, seed: int, **settings) -> EagleSpeculator:
@@ -48,18 +90,18 @@ def speculator(depth: int, shape: TreeShape, seed: int, **settings) -> EagleSpec
     cache = PagedKV(config.num_layers, config.num_kv_heads, config.head_dim, pages, PAGE, torch.float32, "cpu")
     cache.take_memory()
     host = EagleSpeculator(network, cache, DepthPolicy(depth), shape)
-    host.lean = None  # the same sums in the same order on both sides
+    host.ops = TorchOps(host.cache, host.network.rotary)  # the same sums in the same order on both sides
     return host
 
 
-def settled_sequences(host: EagleSpeculator, depth: int) -> tuple[list[Settled], torch.Tensor, torch.Tensor, torch.Tensor]:
+def settled_sequences(host: EagleSpeculator, depth: int) -> tuple[list[AcceptedSpan], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random texts whose pairs are in the drafter's cache, its output for the last of each, and their pages."""
     tables = torch.randperm(len(LENGTHS) * 30).view(len(LENGTHS), 30)
     settled, row = [], 0
     for length, table in zip(LENGTHS, tables.tolist(), strict=True):
         tokens = torch.randint(0, host.network.config.vocab_size, (length + 1,)).tolist()
         sequence = SimpleNamespace(tokens=tokens, pages=table, params=SamplingParams(temperature=0), generator=None)
-        settled.append(Settled(sequence, 0, list(range(row, row + length)), depth))
+        settled.append(AcceptedSpan(sequence, 0, list(range(row, row + length)), depth))
         row += length
     config = host.network.config
     hidden, h = host.sync(settled, [torch.randn(row, config.target_hidden_size) for _ in config.aux_layer_ids])
@@ -96,7 +138,7 @@ def test_trees_are_those_of_the_host(width, nodes, depth, settings):
         expected = host.grow_trees(settled, logits, h)
 
         step = draft_step(host.network, cache, tables, starts, torch.ones(len(starts), dtype=torch.int32))
-        covered = math.log(host.covered(settled[0]))
+        covered = math.log(host.coverage.covered)
         tree = grow_tree(logits, h, step, shape, depth, target_ids_V=host.target_ids, log_covered=covered)
         assert tree.tokens_BN.shape[1] == num_nodes(shape, depth, logits.shape[-1])
         for row, draft in enumerate(expected):
@@ -150,7 +192,7 @@ def test_accepted_paths_are_those_of_the_host(count, depth):
     lengths = set()
     for row, draft in enumerate(drafts):
         assert [bits % 2**64 for bits in tree.tail_bits_BT[row].tolist()] == bits_of(draft.tail_mask())
-        verdict = verify_greedy(chosen[row].tolist(), draft)
+        verdict = verify(chosen[row].tolist(), draft)
         accepted = verdict.accepted if active[row] else []
         rows = [0, *(node + 1 for node in accepted)]
         assert path.rows_BT[row].tolist() == rows + [rows[-1]] * (depth + 1 - len(rows))
@@ -171,17 +213,17 @@ def test_a_collapsed_path_is_accepted_like_a_chain():
         token=torch.tensor([1, 2, 3]),
         length=torch.tensor([5, 6, 7], dtype=torch.int32),
         answered=torch.zeros(3, dtype=torch.int32),
-        answers=torch.zeros(3, 8, dtype=torch.int32),
-        status=torch.zeros(3, dtype=torch.int32),
         report=torch.zeros(3, 6, dtype=torch.int32),
         limit=torch.full((3,), 8, dtype=torch.int32),
+        min_answer=torch.zeros(3, dtype=torch.int32),
         depth_limit=torch.full((3,), 9, dtype=torch.int32),
-        stop_ids=torch.tensor([[-1], [20], [-1]]),
+        stop_bits=torch.tensor([[0] * 4, [1 << 20, 0, 0, 0], [0] * 4], dtype=torch.int32),
+        tokens=torch.zeros(3, 12, dtype=torch.int32),
     )
     path = accept_tree(chosen, tree, 3, state.active)
     chain, drafts = collapse(chosen, tree, path)
     accepted = accept(state, Choice(torch.zeros(12, 1), chain.view(12, 1).int()), drafts, 4, 100)
-    assert (state.answers[0, :4] % DRAFTED).tolist() == [11, 21, 50, 0]
+    assert state.tokens[0, 5:9].tolist() == [11, 21, 50, 0]
     assert state.length.tolist() == [8, 8, 7]
     assert accepted.counts_B.tolist() == [3, 0, 0]  # the second one ended at its stop id
     assert state.report[:, 0].tolist() == [3, 2, 0]
