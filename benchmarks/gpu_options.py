@@ -108,16 +108,19 @@ def options(bench: Bench) -> dict[str, object]:
         "mask": f"a mask that bans 5 tokens and takes {FILL_US} us a position, in place of a grammar library",
     }
     print(f"\n== options ({found['what']}; JSON-like mask: {found['mask']})")
-    depth = bench.args.option_depth
-    ways = {"plain": None}
-    if bench.drafter is not None:
+    depth, parts = bench.args.option_depth, bench.args.option_parts.split(",")
+    if "cycles" in parts:
+        found["cycles"] = cycle_times(bench)
+    ways = {}
+    if bench.drafter is not None and "speculative" in parts:
         ways[f"depth {depth}"] = Speculation(bench.drafter, depth).fixed_depth()
+    if "plain" in parts:
+        ways["plain"] = None
     for name, speculation in ways.items():
         engine = bench.build(max(bench.args.option_users), speculation)
         for users in bench.args.option_users:
             found[f"{name}, {users} users"] = option_speeds(bench, engine, users, name)
         del engine
-    found["cycles"] = cycle_times(bench)
     return found
 
 

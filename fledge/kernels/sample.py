@@ -24,9 +24,7 @@ from torch import Tensor
 from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
-# The truncation threshold is searched in a range of about log(vocabulary), to 2^-24 of it: a millionth in log-probability. Each
-# reading of a row halves the range three times, by comparing with seven thresholds at once: 8 readings instead of 24.
-SECTIONS, READINGS = 8, 8
+BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
 
 
 class Choice(NamedTuple):
@@ -206,7 +204,7 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new: int = 1) -> Tensor:
-    """By a search over thresholds instead of a sort: a dozen readings of a row that stays in the cache of the device."""
+    """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
@@ -220,9 +218,8 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new:
             VOCAB=vocab_size,
             LOG_VOCAB=math.log(vocab_size),
             BLOCK=min(next_power_of_2(vocab_size), 4096),
-            READINGS=READINGS,
-            SECTIONS=SECTIONS,
-            num_warps=16,
+            STEPS=BISECTIONS,
+            num_warps=8,
         )
     return floors
 
@@ -387,8 +384,7 @@ def _floor(
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    READINGS: tl.constexpr,
-    SECTIONS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row // NEW)
@@ -396,7 +392,6 @@ def _floor(
     if temperature > 0:
         scale = 1.0 / temperature
         lane = tl.arange(0, BLOCK)
-        section = tl.arange(0, SECTIONS)
         logits = logits_ptr + row * logits_stride
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
         least = tl.full([BLOCK], float("inf"), tl.float32)
@@ -411,18 +406,15 @@ def _floor(
         if top_k > 0:
             low = (tl.min(least, axis=0) - peak) * scale
             high = low * 0.0
-            for _ in range(READINGS + READINGS // 2):  # the range is wider than top-p's
-                width = (high - low) / SECTIONS
-                thresholds = low + width * section
-                counts = tl.zeros([SECTIONS], tl.int32)
+            for _ in range(STEPS + STEPS // 2):  # the range is wider than top-p's
+                middle = (low + high) * 0.5
+                counts = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, VOCAB, BLOCK):
                     x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-                    reaches = (x - peak)[:, None] * scale >= thresholds[None, :]
-                    counts += tl.sum(reaches.to(tl.int32), axis=0)
-                # The highest threshold that keeps enough; section 0 is `low` itself, which does.
-                best = tl.max(tl.where((counts >= top_k) | (section == 0), section, 0), axis=0)
-                low = low + width * best
-                high = low + width
+                    counts += ((x - peak) * scale >= middle).to(tl.int32)
+                enough = tl.sum(counts, axis=0) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
             cut = tl.maximum(cut, low)
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, VOCAB, BLOCK):
@@ -434,18 +426,16 @@ def _floor(
         # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
         low = tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB
         high = low * 0.0
-        for _ in range(READINGS):
-            width = (high - low) / SECTIONS
-            thresholds = low + width * section
-            masses = tl.zeros([SECTIONS], tl.float32)
+        for _ in range(STEPS):
+            middle = (low + high) * 0.5
+            sums = tl.zeros([BLOCK], tl.float32)
             for start in range(0, VOCAB, BLOCK):
                 x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
                 x = (x - peak) * scale
-                weight = tl.where(x >= cut, tl.exp(x), 0.0)
-                masses += tl.sum(tl.where(x[:, None] >= thresholds[None, :], weight[:, None], 0.0), axis=0)
-            best = tl.max(tl.where((masses >= wanted) | (section == 0), section, 0), axis=0)
-            low = low + width * best
-            high = low + width
+                sums += tl.where((x >= middle) & (x >= cut), tl.exp(x), 0.0)
+            enough = tl.sum(sums, axis=0) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
         low = tl.maximum(low, cut)
         # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
         lowest = tl.full([BLOCK], float("inf"), tl.float32)
