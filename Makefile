@@ -33,6 +33,7 @@ soak: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 install: $(VENV)/.installed
 
@@ -64,4 +65,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

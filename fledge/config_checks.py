@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from fledge.errors import ModelError, printable
 
@@ -44,6 +44,14 @@ def whole_number(config: Mapping[str, Any], key: str, default: int | None = None
     if value != int(value):
         raise ModelError(f"config.json: {key} must be a whole number, not {shown(value)}")
     return int(value)
+
+
+@overload
+def number(config: Mapping[str, Any], key: str, default: float) -> float: ...
+
+
+@overload
+def number(config: Mapping[str, Any], key: str, default: None = None) -> float | None: ...
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float | None:

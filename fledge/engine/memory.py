@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
@@ -79,7 +79,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     )
 
 
-def cache_bytes(keys, number: int) -> int:
+def cache_bytes(keys: Tensor, number: int) -> int:
     """Of one token in one layer: a drafter's cache may have its own shape (latent attention)."""
     return 2 * keys.shape[1] * keys.shape[3] * number
 

@@ -53,6 +53,6 @@ class RecomputePolicy:
         if plain is None or not depth or not remaining:
             return False
         cycle, tokens = seconds(depth), self.acceptance.mean_tokens(depth, share, allowed)
-        if plain * tokens < LEAST_GAIN * cycle:
+        if cycle is None or plain * tokens < LEAST_GAIN * cycle:
             return False
         return max(remaining) * (plain - cycle / tokens) > TIMES_OVER * pass_seconds

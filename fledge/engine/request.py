@@ -63,7 +63,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.stop_matcher = StopMatcher(self.params.stop) if self.params.stop else None
+        self.stop_matcher = StopMatcher(tuple(self.params.stop)) if self.params.stop else None
 
     @cached_property
     def seed(self) -> int:
@@ -151,6 +151,7 @@ class Request:
         self.finish("error")
 
     def _decode(self, token: int, ends: bool) -> str:
+        assert self.decoder is not None
         if ends and not self.params.include_stop_str_in_output:
             piece = self.decoder.flush()
         else:

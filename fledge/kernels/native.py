@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.paged import HostLayouts
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.quantization import QuantizedWeight
 
@@ -213,8 +214,8 @@ class NativeLayer:
         self,
         attention: nn.Module,
         mlp: nn.Module,
-        input_norm: nn.Module | None,
-        post_norm: nn.Module,
+        input_norm: NormLike | None,
+        post_norm: NormLike,
         keys_KSE: Tensor,
         values_KSE: Tensor,
     ) -> None:

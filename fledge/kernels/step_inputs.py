@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.sample import Choice, pick, picked
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
@@ -31,8 +31,8 @@ class VerifyInputs(NamedTuple):
 class DraftInputs(NamedTuple):
     x_N2D: Tensor
     residual_ND: Tensor
-    starts_B: Tensor
-    counts_B: Tensor
+    starts_B: Tensor | None  # of captured passes alone, where the host does not know them
+    counts_B: Tensor | None
 
 
 def verify_inputs(
@@ -109,9 +109,9 @@ def draft_inputs(
     h_ND: Tensor,
     tokens: Tensor | Choice,
     embedding_VD: Tensor,
-    embedding_norm: Norm,
-    hidden_norm: Norm,
-    output_norm: Norm | None,
+    embedding_norm: NormLike,
+    hidden_norm: NormLike,
+    output_norm: NormLike | None,
     *,
     norm_before_residual: bool,
     step: int = 0,
@@ -137,9 +137,9 @@ def draft_inputs_reference(
     h_ND: Tensor,
     tokens: Tensor | Choice,
     embedding_VD: Tensor,
-    embedding_norm: Norm,
-    hidden_norm: Norm,
-    output_norm: Norm | None,
+    embedding_norm: NormLike,
+    hidden_norm: NormLike,
+    output_norm: NormLike | None,
     *,
     norm_before_residual: bool,
     step: int = 0,
@@ -159,7 +159,7 @@ def draft_inputs_reference(
     return DraftInputs(torch.cat([embedded, hidden], -1), hidden if norm_before_residual else h_ND, starts, counts)
 
 
-def _normed_reference(x: Tensor, norm: Norm) -> Tensor:
+def _normed_reference(x: Tensor, norm: NormLike) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
@@ -167,9 +167,9 @@ def draft_inputs_triton(
     h_ND: Tensor,
     tokens: Tensor | Choice,
     embedding_VD: Tensor,
-    embedding_norm: Norm,
-    hidden_norm: Norm,
-    output_norm: Norm | None,
+    embedding_norm: NormLike,
+    hidden_norm: NormLike,
+    output_norm: NormLike | None,
     *,
     norm_before_residual: bool,
     step: int = 0,
@@ -220,14 +220,14 @@ def draft_inputs_triton(
     return DraftInputs(x, residual, starts, counts)
 
 
-def fuse_inputs(taps: Sequence[Tensor], whole: Norm | None, each: Sequence[Norm] | None) -> Tensor:
+def fuse_inputs(taps: Sequence[Tensor], whole: NormLike | None, each: Sequence[NormLike] | None) -> Tensor:
     """`whole`: a norm over all of them together; `each`: one per state."""
     if whole is None and each is not None and use_triton(taps[0]) and len(taps) <= MAX_TAPS:
         return fuse_inputs_triton(taps, each)
     return fuse_inputs_reference(taps, whole, each)
 
 
-def fuse_inputs_reference(taps: Sequence[Tensor], whole: Norm | None, each: Sequence[Norm] | None) -> Tensor:
+def fuse_inputs_reference(taps: Sequence[Tensor], whole: NormLike | None, each: Sequence[NormLike] | None) -> Tensor:
     x = torch.cat(tuple(taps), -1)
     if whole is not None:
         x = _normed_reference(x, whole)
@@ -236,7 +236,7 @@ def fuse_inputs_reference(taps: Sequence[Tensor], whole: Norm | None, each: Sequ
     return x
 
 
-def fuse_inputs_triton(taps: Sequence[Tensor], each: Sequence[Norm]) -> Tensor:
+def fuse_inputs_triton(taps: Sequence[Tensor], each: Sequence[NormLike]) -> Tensor:
     (num_rows, size), count = taps[0].shape, len(taps)
     assert all(tap.is_contiguous() for tap in taps)
     x = torch.empty((num_rows, count * size), dtype=taps[0].dtype, device=taps[0].device)

@@ -12,7 +12,7 @@ from fledge.errors import ModelError
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
 from fledge.kernels.attention.paged import causal_attend as causal_attend
-from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary
+from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
 from fledge.ops.base import Ops
 from fledge.ops.torch_ops import AttendOps
 
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = module_list(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:

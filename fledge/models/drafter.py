@@ -19,7 +19,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import DraftInputs
-from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary
+from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
 from fledge.models.mla import LatentAttention
 from fledge.ops.base import Ops
 from fledge.ops.torch_ops import PLAIN, AttendOps
@@ -74,16 +74,16 @@ def _attention(config: DrafterConfig, layer: int, input_size: int) -> Attention 
 class EagleDrafter(nn.Module):
     """Without an own embedding or head, `share` lends it the target's before use."""
 
+    d2t: Tensor
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         size, eps, num_taps = config.hidden_size, config.rms_norm_eps, len(config.aux_layer_ids)
         self.input_norm = RMSNorm(num_taps * config.target_hidden_size, eps) if config.norm_before_fc else None
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(num_taps)) if config.fc_norm else None
-        )
+        self.fc_norm = module_list(RMSNorm(config.target_hidden_size, eps) for _ in range(num_taps)) if config.fc_norm else None
         self.fc = nn.Linear(num_taps * config.target_hidden_size, size, bias=False)
-        self.layers = nn.ModuleList(DrafterLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = module_list(DrafterLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
@@ -98,6 +98,16 @@ class EagleDrafter(nn.Module):
         if self.lm_head is None:
             object.__setattr__(self, "lm_head", head)
         return self
+
+    @property
+    def embedding(self) -> nn.Module:
+        assert self.embed_tokens is not None, "it has none of its own, and none was lent"
+        return self.embed_tokens
+
+    @property
+    def head(self) -> nn.Module:
+        assert self.lm_head is not None, "it has none of its own, and none was lent"
+        return self.lm_head
 
     def fuse(self, taps: Sequence[Tensor], ops: Ops | None = None) -> Tensor:
         """g: the tapped target states of each position as one state of the drafter's size. `ops`: None: plain PyTorch."""
@@ -122,7 +132,7 @@ class EagleDrafter(nn.Module):
 
     def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
         """What the first layer reads; `drafting`: see `Ops.draft_inputs`."""
-        return ops.draft_inputs(self.layers[0], self.embed_tokens, tokens, h_ND, **drafting)
+        return ops.draft_inputs(self.layers[0], self.embedding, tokens, h_ND, **drafting)
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
         """The layers, to the states before the final norm."""
@@ -134,7 +144,7 @@ class EagleDrafter(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary."""
-        return self.lm_head(hidden)
+        return self.head(hidden)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids]

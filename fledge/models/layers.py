@@ -6,7 +6,8 @@ Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,16 @@ from fledge.config import RopeConfig
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend as Attend
 from fledge.ops.base import Ops
+
+if TYPE_CHECKING:
+    from fledge.models.mla import LatentAttention
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def module_list(modules: Iterable[Module]) -> Sequence[Module]:
+    """`nn.ModuleList`, whose members keep their type."""
+    return cast("Sequence[Module]", nn.ModuleList(modules))
 
 
 class RMSNorm(nn.Module):
@@ -31,6 +42,9 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Cosines and sines by position, half-split layout (the first half of a head pairs with the second)."""
 
+    inverse_frequencies: Tensor
+    table: Tensor
+
     def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig) -> None:
         super().__init__()
         self.head_dim, self.max_positions, self.rope = head_dim, max_positions, rope
@@ -40,10 +54,10 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         """Follows the network to its device but not to its type: angles in bf16 would be off by whole turns far out."""
-        exact = {name: buffer for name, buffer in self._buffers.items() if not buffer.is_meta}
+        exact = {name: buffer for name, buffer in self.named_buffers() if not buffer.is_meta}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
-            self._buffers[name] = buffer.to(self._buffers[name].device)
+            self._buffers[name] = buffer.to(self.get_buffer(name).device)
         return self
 
     def reserve(self, num_positions: int) -> None:
@@ -168,8 +182,13 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream: a layer of a target or of a drafter.
 
-    Subclasses make `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`.
+    Subclasses make its parts.
     """
+
+    input_layernorm: RMSNorm
+    self_attn: Attention | LatentAttention
+    post_attention_layernorm: RMSNorm
+    mlp: MLP
 
     def __init__(self, index: int) -> None:
         super().__init__()

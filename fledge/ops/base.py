@@ -13,29 +13,87 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.sample import Choice, Draws
 from fledge.kernels.step_inputs import DraftInputs
 
 
-class NormModule(Protocol):
+class NormModule(NormLike, Protocol):
     """`models.layers.RMSNorm`."""
-
-    weight: Tensor
-    eps: float
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class AttentionModule(Protocol):
-    """`models.layers.Attention`; latent attention has no fused projection and brings its own heads (`Ops.attend`)."""
+    """What `Ops.attend` knows of an attention module; latent attention is no more than that, and brings its own heads."""
 
     layer: int
     window: int | None
+
+
+class FusedAttentionModule(AttentionModule, Protocol):
+    """`models.layers.Attention`."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_norm: NormModule | None
-    k_norm: NormModule | None
+
+    @property
+    def q_norm(self) -> NormModule | None: ...
+
+    @property
+    def k_norm(self) -> NormModule | None: ...
+
+
+class LayerModule(Protocol):
+    """`models.layers.Layer`."""
+
+    index: int
+
+    @property
+    def input_layernorm(self) -> NormModule: ...
+
+    @property
+    def self_attn(self) -> nn.Module: ...
+
+    @property
+    def post_attention_layernorm(self) -> NormModule: ...
+
+    @property
+    def mlp(self) -> nn.Module: ...
+
+    def __call__(
+        self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, attention_input: Tensor | None = None, **hints: bool
+    ) -> Tensor: ...
+
+
+class DrafterLayerModule(LayerModule, Protocol):
+    """`models.drafter.DrafterLayer`."""
+
+    norm_before_residual: bool
+
+    @property
+    def hidden_norm(self) -> NormModule | None:
+        """Of the state that a token is paired with; the first layer has one."""
+        ...
+
+
+class RotaryModule(Protocol):
+    """`models.layers.Rotary`: cosines and sines by position."""
+
+    def __call__(self, positions_N: Tensor, highest: int | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def device_table(self, num_positions: int, device: torch.device) -> Tensor: ...
+
+
+class NetworkModule(Protocol):
+    """`models.decoder.Decoder` or `models.drafter.EagleDrafter`."""
+
+    @property
+    def rotary(self) -> RotaryModule: ...
+
+    @property
+    def layers(self) -> Sequence[LayerModule]: ...
 
 
 class Ops(ABC):
@@ -57,7 +115,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         """[N, H * E], from the fused projection: norms of the heads, rotation, new keys into the cache, attention."""
 
     @abstractmethod
@@ -94,7 +152,7 @@ class Ops(ABC):
 
     @abstractmethod
     def draft_inputs(
-        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
 
@@ -103,7 +161,7 @@ class Ops(ABC):
 
     def layer(
         self,
-        layer: nn.Module,
+        layer: LayerModule,
         x_ND: Tensor,
         meta: AttentionMetadata | None,
         attention_input: Tensor | None = None,

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels import native
-from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.linear.fixed_order import rows_apart
 from fledge.kernels.row_copy import copy
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import DraftInputs
-from fledge.ops.base import NormModule
+from fledge.ops.base import DrafterLayerModule, LayerModule, NetworkModule, NormModule
 from fledge.ops.torch_ops import TorchOps
 
 
 class CpuOps(TorchOps):
     """Of one network. A layer changes the residual stream in place; a row never depends on the others."""
 
-    def __init__(self, network: nn.Module, cache: PagedKV, *, deterministic: bool = False) -> None:
+    def __init__(self, network: NetworkModule, cache: PagedKV, *, deterministic: bool = False) -> None:
         """`deterministic`: linears outside of layers that are not packed (a head with weights past fp16) go row by row."""
         super().__init__(cache, network.rotary)
         self.deterministic = deterministic
@@ -39,15 +39,16 @@ class CpuOps(TorchOps):
         ]
 
     @staticmethod
-    def serves(network: nn.Module, cache: PagedKV) -> bool:
+    def serves(network: NetworkModule, cache: PagedKV) -> bool:
         return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
     def layer(
-        self, layer: nn.Module, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None = None, **_: bool
+        self, layer: LayerModule, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None = None, **_: bool
     ) -> Tensor:
+        assert meta is not None
         batch = meta.kept.get(self)  # `meta.once` costs a microsecond more, in every layer
         if batch is None:
-            batch = meta.kept[self] = native.NativeBatch(meta.host, *self.angles(meta, len(x_ND)))
+            batch = meta.kept[self] = native.NativeBatch(given(meta.host), *self.angles(meta, len(x_ND)))
         self.layers[layer.index](batch, x_ND, attention_input)
         return x_ND
 
@@ -74,9 +75,10 @@ class CpuOps(TorchOps):
         return fused
 
     def draft_inputs(
-        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         assert not drafting, "captured cycles alone draft from choices"
+        assert layer.hidden_norm is not None, "the first layer's"
         embedded, size = embedding(tokens).to(h_ND.dtype), h_ND.shape[1]
         pair = h_ND.new_empty(len(h_ND), 2 * size)
         native.rms_norm(embedded, layer.input_layernorm.weight, layer.input_layernorm.eps, pair[:, :size])

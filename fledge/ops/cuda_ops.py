@@ -6,7 +6,7 @@ On CPU tensors the kernels are their torch references, so that tests can run a c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.invariant_attention import invariant_attention
 from fledge.kernels.attention.kv_store import store_kv
-from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata, Form
+from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata, Form, given
 from fledge.kernels.attention.paged import PagedKV, causal_attend
 from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
 from fledge.kernels.attention.rope_cache import rope_cache
@@ -28,10 +28,13 @@ from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
-from fledge.ops.base import AttentionModule, NormModule, Ops
+from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
 
+varlen_attn: Callable[..., Any] | None
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
+
+    varlen_attn = varlen.varlen_attn
 except ImportError:
     varlen_attn = None
 
@@ -49,17 +52,18 @@ class CudaOps(Ops):
         self.arrivals = arrival_counts(cache.keys.device)
 
     def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
-        return linear(x, weight_of(module), module.bias, residual_MO=residual, **surroundings)
+        return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
-    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        assert meta is not None
         if meta.form is Form.DECODE:
             return rope_attention(
                 qkv_NX,
                 self.rope_table,
-                meta.starts_B,
-                meta.counts_B,
+                given(meta.starts_B),
+                given(meta.counts_B),
                 *self._cache_of(module),
-                meta.page_table_BP,
+                given(meta.page_table_BP),
                 self.cache.page_size,
                 norms=head_norms(module),
                 window=module.window,
@@ -72,11 +76,13 @@ class CudaOps(Ops):
     def attend(
         self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
     ) -> Tensor:
+        assert meta is not None
         _, slots = meta.tokens(len(q_NHE), self.cache.page_size)
         store_kv(k_NKE, v_NKE, slots, *self._cache_of(module))
         return self._attend_stored(module, q_NHE, k_NKE, v_NKE, meta)
 
     def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        assert meta is not None
         positions, _ = meta.tokens(num_tokens, self.cache.page_size)
         return meta.once((self, "angles"), lambda: self.rope_table[:, positions].unsqueeze(-2).unbind(0))
 
@@ -94,16 +100,18 @@ class CudaOps(Ops):
         return fuse_inputs(taps, whole, each)
 
     def draft_inputs(
-        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
+        assert layer.hidden_norm is not None, "the first layer's"
         norms = (layer.input_layernorm, layer.hidden_norm, drafting.pop("output_norm", None))
-        residual = {"norm_before_residual": layer.norm_before_residual}
-        return draft_inputs(h_ND, tokens, embedding.weight, *norms, **residual, **drafting)
+        weight = embedding.weight
+        assert isinstance(weight, Tensor)
+        return draft_inputs(h_ND, tokens, weight, *norms, norm_before_residual=layer.norm_before_residual, **drafting)
 
     def _cache_of(self, module: AttentionModule) -> tuple[Tensor, Tensor]:
         return self.cache.keys[module.layer], self.cache.values[module.layer]
 
-    def _store_rotated(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
+    def _store_rotated(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
         """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
         positions, slots = meta.tokens(len(qkv_NX), self.cache.page_size)
         rope_cache(qkv_NX, self.rope_table, positions, slots, *self._cache_of(module), head_norms(module))
@@ -117,25 +125,23 @@ class CudaOps(Ops):
             return self._attend_prompts(module, q_NHE, k_NKE, v_NKE, meta)
         if meta.form is Form.CACHED_PREFILL:
             return self._attend_blocks(module, q_NHE, meta)
-        positions, masks = meta.positions_N, {}
+        positions, lengths, bits, tail = meta.positions_N, meta.lengths_B, meta.tail_bits_BT, meta.tail
         if meta.form is Form.DECODE:
             positions, _ = meta.tokens(len(q_NHE), self.cache.page_size)
             lengths, bits, tail = meta.chain_as_tree(len(q_NHE))
         else:
             assert meta.form in (Form.TREE, Form.CHUNK), f"{meta.form} has no kernel here"
-            lengths, bits, tail = meta.lengths_B, meta.tail_bits_BT, meta.tail
-        if bits is not None:
-            masks = {"tail_bits_BT": bits, "tail": tail}
-        batch = len(lengths)
+        batch = len(given(lengths))
         attended = decode_attention(
             q_NHE.unflatten(0, (batch, -1)),
             *self._cache_of(module),
-            meta.page_table_BP,
-            lengths,
+            given(meta.page_table_BP),
+            given(lengths),
             self.cache.page_size,
-            positions_BT=positions.view(batch, -1),
+            tail_bits_BT=bits,
+            tail=0 if bits is None else tail,
+            positions_BT=given(positions).view(batch, -1),
             window=module.window,
-            **masks,
         )
         return attended.flatten(0, 1)
 
@@ -145,27 +151,30 @@ class CudaOps(Ops):
         if not attends_by_device_lengths(q_NHE):
             lengths = [length for length in (*meta.prompt_lengths, len(q_NHE) - sum(meta.prompt_lengths)) if length]
             return causal_attend(lengths)(module.layer, q_NHE, k_NKE, v_NKE, module.window)
+        assert varlen_attn is not None
         reach = -1 if module.window is None else module.window - 1
         bounds = (meta.offsets, meta.offsets, meta.longest, meta.longest)
         return varlen_attn(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0), **_GROUPED)
 
     def _attend_blocks(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
-        num_blocks = len(meta.lengths_B)
-        q = q_NHE.new_zeros(num_blocks * BLOCK_TOKENS, *q_NHE.shape[1:]).index_copy_(0, meta.places_N, q_NHE)
+        lengths, places = given(meta.lengths_B), given(meta.places_N)
+        num_blocks = len(lengths)
+        q = q_NHE.new_zeros(num_blocks * BLOCK_TOKENS, *q_NHE.shape[1:]).index_copy_(0, places, q_NHE)
         positions = None
         if module.window is not None:
-            positions = meta.positions_N.new_zeros(len(q)).index_copy_(0, meta.places_N, meta.positions_N)
+            positions_N = given(meta.positions_N)
+            positions = positions_N.new_zeros(len(q)).index_copy_(0, places, positions_N)
         attended = decode_attention(
             q.view(num_blocks, BLOCK_TOKENS, *q.shape[1:]),
             *self._cache_of(module),
-            meta.page_table_BP,
-            meta.lengths_B,
+            given(meta.page_table_BP),
+            lengths,
             self.cache.page_size,
             positions_BT=None if positions is None else positions.view(num_blocks, -1),
             window=module.window,
             splits=FEW_BLOCKS_SPLITS if num_blocks <= FEW_BLOCKS else 1,
         )
-        return attended.flatten(0, 1)[meta.places_N]
+        return attended.flatten(0, 1)[places]
 
 
 class DeterministicOps(CudaOps):
@@ -179,7 +188,8 @@ class DeterministicOps(CudaOps):
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
         return fixed_order_linear(module, x, **surroundings)
 
-    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+        assert meta is not None
         order = meta.in_fixed_order(len(qkv_NX), self.cache.page_size)
         keys, values = self._cache_of(module)
         rope_cache(qkv_NX, self.rope_table, order.positions_N, order.slots_N, keys, values, head_norms(module))
@@ -209,11 +219,19 @@ class DeterministicOps(CudaOps):
 
 
 def weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
-    return module.quantized if isinstance(module, QuantizedLinear) else module.weight
+    weight = module.quantized if isinstance(module, QuantizedLinear) else module.weight
+    assert not isinstance(weight, nn.Module)
+    return weight
 
 
-def head_norms(module: AttentionModule) -> Norms | None:
-    if module.q_norm is None:
+def bias_of(module: nn.Module) -> Tensor | None:
+    bias = module.bias
+    assert not isinstance(bias, nn.Module)
+    return bias
+
+
+def head_norms(module: FusedAttentionModule) -> Norms | None:
+    if module.q_norm is None or module.k_norm is None:
         return None
     return module.q_norm.weight, module.k_norm.weight, module.q_norm.eps
 

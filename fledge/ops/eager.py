@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from fledge.kernels.attention.paged import PagedKV
-from fledge.ops.base import Ops
+from fledge.ops.base import NetworkModule, Ops
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.cuda_ops import DeterministicOps
 from fledge.ops.torch_ops import TorchOps
 
 
-def eager_ops(network: nn.Module, cache: PagedKV, *, deterministic: bool = False, num_positions: int = 0) -> Ops:
+def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = False, num_positions: int = 0) -> Ops:
     """`deterministic`: a row's numbers must not depend on the others. Native layers are such ones by themselves.
 
     `num_positions`: no token lies at or beyond it; asked for where deterministic.

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import Attend, PagedKV, paged_attention
 from fledge.kernels.attention.rope_cache import rotate
 from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.swiglu import swiglu_reference
-from fledge.ops.base import AttentionModule, NormModule, Ops
-
-# Cosines and sines by position: `models.layers.Rotary`.
-Rotary = Callable[[Tensor, int | None], tuple[Tensor, Tensor]]
+from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops, RotaryModule
 
 
 class TorchOps(Ops):
     """Over a paged cache whose sequences the host knows (`AttentionMetadata.from_layouts`)."""
 
-    def __init__(self, cache: PagedKV, rotary: Rotary) -> None:
+    def __init__(self, cache: PagedKV, rotary: RotaryModule) -> None:
         self.cache, self.rotary = cache, rotary
 
     def linear(
@@ -41,10 +38,10 @@ class TorchOps(Ops):
             out = swiglu_reference(out)
         return out if residual is None else residual + out
 
-    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         heads = qkv_NX.view(*qkv_NX.shape[:-1], -1, module.head_dim)
         qk, v = heads.split((module.num_heads + module.num_kv_heads, module.num_kv_heads), -2)
-        if module.q_norm is not None:
+        if module.q_norm is not None and module.k_norm is not None:
             q, k = qk.split((module.num_heads, module.num_kv_heads), -2)
             qk = torch.cat([module.q_norm(q), module.k_norm(k)], -2)
         qk = rotate(qk, *self.angles(meta, len(qkv_NX)))
@@ -54,11 +51,14 @@ class TorchOps(Ops):
     def attend(
         self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
     ) -> Tensor:
+        assert meta is not None
         keys, values = self.cache.keys[module.layer], self.cache.values[module.layer]
-        return paged_attention(q_NHE, k_NKE, v_NKE, keys, values, meta.host, module.window)
+        return paged_attention(q_NHE, k_NKE, v_NKE, keys, values, given(meta.host), module.window)
 
     def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return meta.once((self, "angles"), lambda: self.rotary(meta.positions_N, meta.highest_position))
+        assert meta is not None
+        positions, highest = given(meta.positions_N), meta.highest_position
+        return meta.once((self, "angles"), lambda: self.rotary(positions, highest))
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return module(x_ND)
@@ -77,9 +77,10 @@ class TorchOps(Ops):
         return torch.cat([norm(part) for norm, part in zip(each, fused.chunk(len(each), -1), strict=True)], -1)
 
     def draft_inputs(
-        self, layer: nn.Module, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         assert not drafting, "captured cycles alone draft from choices"
+        assert layer.hidden_norm is not None, "the first layer's"
         embedded, normed = embedding(tokens).to(h_ND.dtype), layer.hidden_norm(h_ND)
         x = torch.cat([layer.input_layernorm(embedded), normed], -1)
         return DraftInputs(x, normed if layer.norm_before_residual else h_ND, None, None)

@@ -7,8 +7,8 @@ observe(outputs)   after it: what was drafted, accepted and emitted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from fledge.speculation.acceptance import AcceptanceModel
 from fledge.speculation.costs import RowCosts, StepCosts
@@ -37,7 +37,7 @@ GUARDED_ROWS = 16
 
 
 @runtime_checkable
-class Drafted(Protocol):
+class Drafted(Hashable, Protocol):
     """What the controller knows of a request."""
 
     speculate: bool
@@ -48,10 +48,21 @@ class Drafted(Protocol):
 class Observed(Protocol):
     """What a step emitted for one request, stops applied."""
 
-    request: Drafted
-    tokens: list[int]
-    drafted: list[bool]  # per token: the drafter proposed it
-    passes: list[VerifiedPass]  # the target passes they came from, in order
+    @property
+    def request(self) -> Drafted: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Per token: the drafter proposed it."""
+        ...
+
+    @property
+    def passes(self) -> list[VerifiedPass]:
+        """The target passes they came from, in order."""
+        ...
 
 
 class SpeculationController:
@@ -70,7 +81,7 @@ class SpeculationController:
         self.guard = DriftGuard(limit) if guard and limit else None
         self.coverage = coverage or VocabularyCoverage(None)
         self.stats = AcceptanceStats()
-        self.pending_tokens: Callable[[Drafted], int] = lambda request: 0  # tokens the drafter has not processed yet
+        self.pending_tokens: Callable[[Any], int] = lambda request: 0  # tokens of a request that the drafter has yet to process
         self.use_costs(costs)
         self.depth = limit  # chosen for the current step
         self.explorer: Drafted | None = None  # drafted for to the limit, whatever the load

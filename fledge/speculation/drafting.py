@@ -36,7 +36,9 @@ class DraftedRequest(Protocol):
     tokens: list[int]  # prompt and answer
     pages: list[int]  # shared by the target's cache and the drafter's
     params: SamplingParams
-    seed: int
+
+    @property
+    def seed(self) -> int: ...
 
     @property
     def num_answer(self) -> int: ...
@@ -139,7 +141,9 @@ class EagleSpeculator:
         rows = [row for span in spans for row in span.rows]
         if rows != list(range(taps[0].shape[0])):
             taps = [take(tap, rows) for tap in taps]
-        tokens, positions, layouts = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        layouts: list[SequenceLayout] = []
         for span in spans:
             end = span.start + len(span.rows)
             tokens.extend(span.request.tokens[span.start + 1 : end + 1])
@@ -190,6 +194,7 @@ class EagleSpeculator:
         Drafter and target draw a position with the same noise, so a drafter that is like the target draws the same token.
         """
         best, confidence = best_of(logits, probability=True)
+        assert confidence is not None
         chosen = [self.target_id_list[index] for index in best]
         for place, request in enumerate(requests):
             params = request.params
@@ -204,15 +209,17 @@ class EagleSpeculator:
 
     def grow_trees(self, items: list[AcceptedSpan], logits: Tensor, h: Tensor) -> list[Draft]:
         """EAGLE-2: each level expands the `width` most likely nodes; of all nodes the most likely `nodes` are kept."""
-        width = min(self.tree.width, logits.shape[-1])
+        shape = self.tree
+        assert shape is not None
+        width = min(shape.width, logits.shape[-1])
         trees = [_GrowingTree(item, width, math.log(self.coverage.covered)) for item in items]
         active = trees
         parents_h = h
         fan_out = [1] * len(active)
         depth = 0
         while True:
-            log_probs, ids = logits.float().log_softmax(-1).topk(width, -1)
-            log_probs, tokens = log_probs.tolist(), self.target_ids[ids].tolist()
+            best = logits.float().log_softmax(-1).topk(width, -1)
+            log_probs, tokens = best.values.tolist(), self.target_ids[best.indices].tolist()
             row, frontier_rows = 0, []
             for tree, rows in zip(active, fan_out, strict=True):
                 chosen = tree.add_level(log_probs[row : row + rows], tokens[row : row + rows])
@@ -225,7 +232,7 @@ class EagleSpeculator:
                 if depth < tree.item.max_draft_tokens and self.depth.goes_on(depth, math.exp(tree.best_of_frontier))
             ]
             if not kept:
-                return [tree.draft(self.tree.nodes) for tree in trees]
+                return [tree.draft(shape.nodes) for tree in trees]
             parents = [parent for place in kept for parent in frontier_rows[place]]
             parents_h = take(parents_h, parents)
             active = [active[place] for place in kept]

@@ -54,7 +54,7 @@ class _NgramIndex:
                     self.last_end[tuple(tokens[end - size : end])] = end
         self.num_indexed = len(tokens)
         for size in self.sizes:
-            end = self.last_end.get(tuple(tokens[-size:])) if len(tokens) >= size else None
-            if end is not None:
-                return tokens[end : end + count]
+            found = self.last_end.get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if found is not None:
+                return tokens[found : found + count]
         return []

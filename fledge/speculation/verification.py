@@ -95,7 +95,7 @@ class LazyChoices(Sequence[int]):
     def __len__(self) -> int:
         return len(self.draft) + 1
 
-    def __getitem__(self, row: int) -> int:  # type: ignore[override]
+    def __getitem__(self, row: int) -> int:  # type: ignore[override]  # no slices: `verify` asks for one row at a time
         path, node = [], row - 1
         while node >= 0:
             path.append(self.draft.tokens[node])

@@ -39,6 +39,7 @@ def test_company_that_is_not_drafted_for_and_shortened_requests_count():
 
 def test_nothing_is_done_where_nothing_is_known_or_asked_for():
     assert not pays(lambda depth: None, [1000], pass_seconds=0.0)
+    assert not pays(lambda depth: None if depth else 1.0, [1000], pass_seconds=0.0)  # of plain steps alone
     assert not RecomputePolicy(AcceptanceModel(0)).pays(cheap, 1.0, (), [1000], 0.0)
     assert not any(OVER.is_due(cheap, 1.0, (), [1000], None) for _ in range(2 * STEPS))
 

@@ -71,11 +71,13 @@ class Output:
 
 class Executor(Protocol):
     decoder: Decoder
-    costs: StepCosts
     is_ragged: (
         bool  # one pass holds drafts of different depths and prefill chunks; else cycles are uniform and prefill is apart
     )
     lookahead: int  # KV slots needed past the text: drafted tokens are stored there before they are verified
+
+    @property
+    def costs(self) -> StepCosts: ...
 
     def check(self, params: SamplingParams) -> None:
         """Refuses, by name, sampling options that it cannot serve."""

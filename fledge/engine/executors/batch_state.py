@@ -127,9 +127,11 @@ class BatchState:
 
     def prepare_rows(self, inits: Sequence[RowInit], *, keeps_text: bool) -> None:
         """Uploads what a prefill graph has no place for, without waiting. `keeps_text`: the drafting method reads the text."""
+        texts = self.rows.tokens
+        assert texts is not None
         for init in inits:
             if keeps_text or (init.options is not None and init.options.bad_words):
-                self.rows.tokens[init.row, : len(init.text)].copy_(self.upload(np.array(init.text, dtype=np.int32)))
+                texts[init.row, : len(init.text)].copy_(self.upload(np.array(init.text, dtype=np.int32)))
             if len(init.stop_ids) > MAX_STOP_IDS:
                 self.set_stop_ids(init.row, init.stop_ids)
         if self.adjustments is None and any(init.mode == ADJUSTED for init in inits):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class ChunkBatch:
 
 
 class ChunkedPrefill(CapturedPrefill):
-    def __init__(self, *parts, max_pages: int, capture: bool) -> None:
+    def __init__(self, *parts: Any, max_pages: int, capture: bool) -> None:
         super().__init__(*parts, max_pages=max_pages, capture=capture)
         self.buffers: dict[int, Buffer] = {}
 
@@ -72,7 +73,8 @@ class ChunkedPrefill(CapturedPrefill):
             self.buffers[size] = Buffer(arrays, self.device)
         self.buffers[size].fill(arrays)
 
-    def _run(self, num_tokens: int, mode: int) -> None:
+    def _run(self, *shape: int) -> None:
+        num_tokens, mode = shape
         (tokens, positions, slots, following), int_params, float_params, table, length = self.buffers[num_tokens].parts
         meta = AttentionMetadata.chunk(positions, slots, table[0].int(), length.int())
         new = NewRows(int_params, float_params, table)

@@ -234,7 +234,9 @@ class CudaGraphExecutor:
         self.reader.enqueue_copy(rows, depth, shape, drafted.keys(), logprobs)
 
     def _add_pages(self, plan: Plan) -> None:
-        rows, places, pages = [], [], []
+        rows: list[int] = []
+        places: list[int] = []
+        pages: list[int] = []
         for request, before in plan.grown:
             if (row := self.row_of.get(request)) is not None:
                 grown = range(before, len(request.pages))

@@ -43,7 +43,7 @@ from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
-from fledge.kernels.sample import Choice, choose, picked
+from fledge.kernels.sample import Choice, Draws, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.ops.cuda_ops import CudaOps, DeterministicOps
@@ -186,7 +186,7 @@ class DeviceBatch:
             draws, num_new = self._tree_draws(tree, size), 1
         return self.ops.head(verified.x_ND, self.decoder.norm, self.decoder.lm_head, draws, num_new)
 
-    def _tree_draws(self, tree: TreeDraft, size: int):
+    def _tree_draws(self, tree: TreeDraft, size: int) -> Draws:
         """Draws of a tree's rows: the noise belongs to the position, which is a node's depth."""
         depths = row_depths(tree)
         draws, times = self.state.draws(slice(size), truncated=True), depths.shape[1]

@@ -129,7 +129,8 @@ class EagerExecutor:
         """Drafts for the plan's requests, and how many tokens the drafter had to process for them."""
         if self.drafter is None or not self.spans:
             return {}, 0
-        spans, states = self.spans, self.aux_hidden_states
+        spans = self.spans
+        states: Sequence[Tensor] = self.aux_hidden_states
         self.spans, self.aux_hidden_states = [], []
         longest = self.config.max_model_len
         for span in spans:

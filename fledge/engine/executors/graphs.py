@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -28,9 +29,9 @@ class StepGraphs:
         self.step, self.device, self.capture, self.idle = step, device, capture, idle
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.seconds: dict[tuple, float] = {}  # of a replay with all rows empty, measured when it was recorded
-        self.pool = None
+        self.pool: Any = None  # torch's handle of the memory that all graphs share
 
-    def run(self, *shape) -> None:
+    def run(self, *shape: Any) -> None:
         if not self.capture:
             self.step(*shape)
             return

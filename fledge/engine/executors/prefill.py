@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ class PrefillBatch:
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), size_for(LONGEST, wanted[2]))
 
-    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> PrefillBatch:
+    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
         int_params = lengthened(self.int_params, num_texts, 0)
         int_params[len(self.lengths) :, 0] = dummy_row
@@ -100,7 +101,7 @@ class CachedPrefillBatch(PrefillBatch):
             return None
         return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), OVER_CACHE)
 
-    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> CachedPrefillBatch:
+    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         padded = super().padded(num_tokens, num_texts, dummy_row)
         return replace(padded, starts=self.starts + [0] * (num_texts - len(self.starts)))
 
@@ -173,7 +174,7 @@ class CapturedPrefill(ABC):
 
 
 class PrefillGraphs(CapturedPrefill):
-    def __init__(self, decoder: Decoder, ops: CudaOps, *others, max_pages: int, capture: bool) -> None:
+    def __init__(self, decoder: Decoder, ops: CudaOps, *others: Any, max_pages: int, capture: bool) -> None:
         capture = capture and attends_by_device_lengths(ops.cache.keys)
         super().__init__(decoder, ops, *others, max_pages=max_pages, capture=capture)
         self.buffers: dict[tuple[int, int, int], Buffer] = {}
@@ -224,7 +225,8 @@ class PrefillGraphs(CapturedPrefill):
             self.buffers[shape] = Buffer(arrays, self.device)
         self.buffers[shape].fill(arrays)
 
-    def _run(self, num_tokens: int, num_texts: int, longest: int, mode: int) -> None:
+    def _run(self, *shape: int) -> None:
+        num_tokens, num_texts, longest, mode = shape
         self._pass(self.buffers[num_tokens, num_texts, longest], self.lengths, longest, mode)
 
     def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, mode: int) -> None:

@@ -139,8 +139,8 @@ class SyncQueue:
                     part += pending.rows(tap)
                 self._release(pending)
                 start, count = pending.start, count + pending.count
-            for part, tap in zip(parts, taps, strict=True):
-                part.append(row_copies.take(tap, span.rows))
+            for part, states in zip(parts, taps, strict=True):
+                part.append(row_copies.take(states, span.rows))
             spans.append(AcceptedSpan(span.request, start, list(range(first, first + count)), span.max_draft_tokens))
             first += count
         return spans, [row_copies.join(part) for part in parts]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from fledge.kernels.attention.paged import HostLayouts, SequenceLayout
 
 BLOCK_TOKENS = 64  # of a block of CACHED_PREFILL
 MAX_CHAIN = 62  # new tokens of a sequence whose causal mask fits the bits of a tail
+
+T = TypeVar("T")
 
 
 class Form(Enum):
@@ -177,6 +179,12 @@ class AttentionMetadata:
         starts, counts_B = (column.contiguous() for column in numbers.unbind(1))
         first_rows = counts_B.cumsum(0) - counts_B
         return FixedOrder(positions, slots, pages, starts, counts_B, max(counts), width * page_size, page_size, first_rows)
+
+
+def given(value: T | None) -> T:
+    """A field that may be None, but not in the form at hand."""
+    assert value is not None
+    return value
 
 
 class FixedOrder(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.swiglu import swiglu
 
@@ -15,7 +15,7 @@ def cublas_linear(
     weight_OK: Tensor,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     in_place: bool = False,

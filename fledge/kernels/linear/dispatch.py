@@ -21,7 +21,7 @@ from fledge.kernels import native
 from fledge.kernels.linear.cublas import cublas_linear
 from fledge.kernels.linear.gemv import gemv
 from fledge.kernels.linear.quantized_gemv import dequantize_triton, quantized_gemv
-from fledge.kernels.linear.reference import Norm, linear_reference
+from fledge.kernels.linear.reference import NormLike, linear_reference
 from fledge.kernels.linear.register_mma import register_mma, supports_registers
 from fledge.kernels.linear.shared_mma import MAX_INPUTS, TILE, shared_mma
 from fledge.kernels.linear.tiled import QUICK, tiled_linear
@@ -104,7 +104,7 @@ def linear(
     weight: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     in_place: bool = False,

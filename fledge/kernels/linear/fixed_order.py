@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.tiled import tiled_linear
 from fledge.kernels.quantization import QuantizedLinear
 from fledge.kernels.rms_norm import add_rms_norm
@@ -17,7 +17,7 @@ def fixed_order_linear(
     module: nn.Module,
     x_MK: Tensor,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
     **hints: bool,
@@ -36,7 +36,7 @@ def rows_apart(
     module: nn.Module,
     x_MK: Tensor,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
     **hints: bool,
@@ -54,7 +54,7 @@ def rows_apart(
     return torch.cat(rows)
 
 
-def fixed_order_norm(x_ND: Tensor, norm: Norm) -> Tensor:
+def fixed_order_norm(x_ND: Tensor, norm: NormLike) -> Tensor:
     if use_triton(x_ND):
         return add_rms_norm(x_ND, None, norm.weight, norm.eps)
     return torch.cat([nn.functional.rms_norm(row[None].clone(), norm.weight.shape, norm.weight, norm.eps) for row in x_ND])

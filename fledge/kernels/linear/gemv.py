@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.shared_mma import silu_times
 from fledge.kernels.triton_support import (
     jit,
@@ -27,7 +27,7 @@ def gemv(
     weight_OK: Tensor,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     before_attention: bool = False,

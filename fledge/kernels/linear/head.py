@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.linear.dispatch import HEAD_TABLE, case_of, choose_kernel, linear
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.register_head import register_head
 from fledge.kernels.linear.shared_mma import TILE, two_parts, whole_products
 from fledge.kernels.linear.tiled import QUICK, parts_of, tiled_weights
@@ -27,7 +27,7 @@ WARPS = 4
 
 def head_choice(
     x_ND: Tensor,
-    norm: Norm,
+    norm: NormLike,
     weight_VD: Tensor | QuantizedWeight,
     draws: Draws | None = None,
     num_new: int = 1,
@@ -48,7 +48,7 @@ def head_choice(
     return choose(F.linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
 
 
-def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tensor | None = None) -> Choice:
+def head_choice_triton(x_ND: Tensor, norm: NormLike, weight_VD: Tensor, ids_V: Tensor | None = None) -> Choice:
     (num_rows, size), vocab_size = x_ND.shape, weight_VD.shape[0]
     assert x_ND.is_contiguous()
     assert weight_VD.is_contiguous()
@@ -78,7 +78,7 @@ def head_choice_triton(x_ND: Tensor, norm: Norm, weight_VD: Tensor, ids_V: Tenso
     return Choice(best, ids)
 
 
-def quantized_head_choice_triton(x_ND: Tensor, norm: Norm, weight: QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
+def quantized_head_choice_triton(x_ND: Tensor, norm: NormLike, weight: QuantizedWeight, ids_V: Tensor | None = None) -> Choice:
     (num_rows, size), vocab_size = x_ND.shape, weight.scales.shape[0]
     codes, scales, offsets, bits, group = parts_of(weight)
     hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.shared_mma import silu_times
 from fledge.kernels.linear.tiled import scaled, tiled_weights
 from fledge.kernels.quantization import QuantizedWeight
@@ -52,7 +52,7 @@ def quantized_gemv(
     weight: QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     before_attention: bool = False,

@@ -7,7 +7,7 @@ Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +16,18 @@ from fledge.kernels.quantization import QuantizedWeight, dequantize
 from fledge.kernels.swiglu import swiglu_reference
 
 
+class NormLike(Protocol):
+    """What kernels read of an RMSNorm: a module of `models.layers`, or a `Norm`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
 class Norm(NamedTuple):
-    """An RMSNorm's weight and epsilon; a module with these two attributes serves as well."""
+    """An RMSNorm's weight and epsilon alone."""
 
     weight: Tensor
     eps: float
@@ -28,7 +38,7 @@ def linear_reference(
     weight_OK: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
 ) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.triton_support import (
     jit,
     let_next_start,
@@ -31,7 +31,7 @@ def shared_mma(
     weight_OK: Tensor,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     before_attention: bool = False,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.shared_mma import silu_times
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
@@ -44,7 +44,7 @@ def tiled_linear(
     weight: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     tile: Tile | None = None,

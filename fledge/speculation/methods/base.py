@@ -35,11 +35,12 @@ method is `draft`, `sync` and its state:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.sample import Choice
 from fledge.speculation.drafting import AcceptedSpan, DraftedRequest
@@ -80,21 +81,31 @@ class CapturedMethod(Method, Protocol):
     it how long each row's text is, its pending token, and whether it runs; what it does for a row that does not run must
     touch no KV slot. The first len(pages_BP) rows are the batch."""
 
-    row_state: Sequence[Tensor]  # [R, …] each: belongs to a row from cycle to cycle and moves with it
     # Whether cycles without drafts (depth 0) keep its state up to date. If not, they make a row stale: it is drafted for
     # again only after its text was prefilled again.
     follows_plain_cycles: bool
     reads_text: bool  # `RowState.tokens` must hold a request's text when it takes a row
-    cache: PagedKV | None  # its own keys and values, in the target's pages
+
+    @property
+    def row_state(self) -> Sequence[Tensor]:
+        """[R, …] each: belongs to a row from cycle to cycle and moves with it."""
+        ...
+
+    @property
+    def cache(self) -> PagedKV | None:
+        """Its own keys and values, in the target's pages."""
+        ...
 
     def num_drafted(self, depth: int) -> int:
         """Tokens a row that a cycle of this depth verifies behind the pending one. At most `depth` of them are accepted."""
         ...
 
-    def prefill(self, aux: Sequence[Tensor], following_N: Tensor, attention: Any, rows_S: Tensor, last_S: Tensor) -> None:
+    def prefill(
+        self, aux: Sequence[Tensor], following_N: Tensor, meta: AttentionMetadata, rows_S: Tensor, last_S: Tensor
+    ) -> None:
         """Part of a prefill graph, after the target's pass over N tokens of S prompts and the choice of their first tokens.
 
-        `following_N`: the token after each one. `attention`: metadata of the pass, as the target had it. `last_S`: index of
+        `following_N`: the token after each one. `meta`: of the pass, as the target had it. `last_S`: index of
         each prompt's last token, `rows_S`: the row it takes.
         """
         ...

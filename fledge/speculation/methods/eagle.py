@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.kernels.accept import Accepted, RowState
-from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.sample import Choice, Draws
 from fledge.kernels.step_inputs import DraftInputs, keep_last
@@ -87,13 +87,13 @@ class CapturedEagle:
         rows = {"drafts_RD": batch.drafts, "length_R": state.length, "active_R": state.active}
         for step in range(1, depth):
             inputs = self.inputs(h, choice, step, **rows)
-            h = self.run(inputs, AttentionMetadata.decode(pages_BP, inputs.starts_B, inputs.counts_B))
+            h = self.run(inputs, AttentionMetadata.decode(pages_BP, given(inputs.starts_B), given(inputs.counts_B)))
             choice = self.choose(h, draws, step)
         return Drafted(last=choice)
 
     def choose(self, h: Tensor, draws: Draws | None, ahead: int) -> Choice:
         network = self.network
-        return self.ops.head(h, network.norm, network.lm_head, draws, ahead=ahead, ids_V=self.target_ids)
+        return self.ops.head(h, network.norm, network.head, draws, ahead=ahead, ids_V=self.target_ids)
 
     def inputs(self, h: Tensor, tokens: Tensor | Choice, step: int = 0, **rows: Any) -> DraftInputs:
         network = self.network
@@ -108,8 +108,10 @@ class CapturedEagle:
 class CapturedTree(CapturedEagle):
     """EAGLE-2's dynamic tree, always to the full depth: a graph has one shape."""
 
-    def __init__(self, shape: TreeShape, *arguments: Any, max_depth: int) -> None:
-        super().__init__(*arguments, max_depth)
+    def __init__(
+        self, shape: TreeShape, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int, max_depth: int
+    ) -> None:
+        super().__init__(network, cache, batch, max_positions, max_depth)
         check_shape(shape, max_depth)
         self.shape = shape
         self.description = f"EAGLE {self.network.config.version}, tree of {shape.nodes}"
@@ -139,7 +141,7 @@ class CapturedTree(CapturedEagle):
     def output(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and the state that is fed back, from the states before the final norm."""
         post = self.ops.norm(self.network.norm, x_ND)
-        return self.ops.linear(self.network.lm_head, post), post if self.network.config.norm_output else x_ND
+        return self.ops.linear(self.network.head, post), post if self.network.config.norm_output else x_ND
 
 
 def tree_lookahead(shape: TreeShape, max_depth: int) -> int:

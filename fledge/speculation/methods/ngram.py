@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from fledge.kernels.accept import Accepted
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.ngram import ngram_drafts
 from fledge.speculation.methods.base import Drafted
 from fledge.speculation.methods.eagle import Rows
@@ -30,11 +30,14 @@ class CapturedNgram:
     def num_drafted(self, depth: int) -> int:
         return depth
 
-    def prefill(self, aux: Sequence[Tensor], following_N: Tensor, meta: Any, rows_S: Tensor, last_S: Tensor) -> None:
+    def prefill(
+        self, aux: Sequence[Tensor], following_N: Tensor, meta: AttentionMetadata, rows_S: Tensor, last_S: Tensor
+    ) -> None:
         """The text is in its row already."""
 
     def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
         state, size = self.batch.rows, len(pages_BP)
+        assert state.tokens is not None, "`reads_text`"
         found = ngram_drafts(state.tokens, state.length, state.active, size, depth, self.longest, self.shortest)
         self.batch.drafts[:size, :depth].copy_(found)
         return Drafted()

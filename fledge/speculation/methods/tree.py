@@ -123,7 +123,8 @@ def grow_tree(
         num_grown += scores[-1].shape[1]
         frontier = Frontier(tokens[-1].gather(1, chosen_BW), h_BFD, level - 1, seen_BF, width * level)
         logits_BFV, h_BFD = step(frontier)
-    return _kept(*(torch.cat(x, 1) for x in (tokens, parents, scores, depths)), shape.nodes, depth)
+    grown = (torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), torch.cat(depths, 1))
+    return _kept(*grown, shape.nodes, depth)
 
 
 def _best(scores_BM: Tensor, count: int) -> Tensor:
