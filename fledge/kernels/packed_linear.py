@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels import native
+from fledge.kernels.formats.gguf_blocks import Blocks
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, quantize
 
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
@@ -28,7 +29,7 @@ class PackedLinear(nn.Module):
         self.native = self.packed = None
         if native.library() is not None:
             self.native = native.NativeLinear(_as_bits(linear, bits), self.bias)
-            self.bits, self.num_bytes = self.native.arguments.bits, self.native.num_bytes
+            self.bits, self.num_bytes = self.native.bits, self.native.num_bytes
         else:
             self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), self.bias)
             self.bits, self.num_bytes = 16, 2 * linear.weight.numel()
@@ -40,6 +41,38 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """Unpacked anew at every call: for what reads weights themselves."""
         return torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.native is None else self.native.weight
+
+
+class GgufLinear(PackedLinear):
+    """From the blocks of GGUF tensors, whose outputs follow each other, in their own formats. Needs the C code."""
+
+    def __init__(self, parts: list[Blocks], bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.parts, self.bias, self.packed = parts, bias, None
+        self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
+        self.native = native.NativeLinear(parts, bias)
+        self.bits, self.num_bytes = self.native.bits, self.native.num_bytes
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.cat([native.look_up(part, torch.arange(part.outputs)) for part in self.parts])
+
+
+class GgufEmbedding(nn.Module):
+    """Rows of a GGUF tensor, looked up in the mapped file."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.num_embeddings, self.embedding_dim = blocks.outputs, blocks.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return native.look_up(self.blocks, tokens)
+
+    @property
+    def weight(self) -> Tensor:
+        """All of it in fp32, anew at every call."""
+        return native.look_up(self.blocks, torch.arange(self.num_embeddings))
 
 
 def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | QuantizedWeight:
