@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fledge"
 ALLOWED = {
     "models": set(),
     "kernels": {"models"},
-    "checkpoints": {"models"},
+    "checkpoints": {"models", "kernels"},
     "speculation": {"models", "kernels"},
     "drafters": set(),
     "engine": {"speculation", "models", "kernels", "checkpoints", "drafters"},
@@ -20,7 +20,7 @@ ALLOWED = {
     "bench": {"engine", "speculation", "models", "kernels", "checkpoints", "drafters"},
     "serving": {"drift", "engine", "speculation", "models", "kernels", "checkpoints", "drafters", "bench"},
 }
-BELOW_ALL = {"config", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
+BELOW_ALL = {"chat_template", "config", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
 ABOVE_ENGINE = {"llm", "LLM", "Completion", "SamplingParams", "TreeShape"}
 
 

@@ -1,16 +1,20 @@
-"""The tokenizer that a GGUF file describes, as `tokenizer.json` and `tokenizer_config.json`."""
+"""The tokenizer that a GGUF file describes: as it is used, or as `tokenizer.json` and `tokenizer_config.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from fledge.chat_template import render
+from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.tensors import write_json
 from fledge.errors import ModelError
+from fledge.tokenizer import Tokenizer as ModelTokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how sentencepiece spells a space
@@ -40,11 +44,67 @@ PRE_TOKENIZERS = {
 }
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
-    """`metadata`: the file's key-value pairs."""
-    pieces = metadata.get("tokenizer.ggml.tokens")
+class GgufTokenizer(ModelTokenizer):
+    """Made from the file without transformers, whose import alone takes seconds."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._backend, self._named = build_tokenizer(file.metadata, str(file.path))
+        self._template = file.metadata.get("tokenizer.chat_template")
+        self._ids = {key: self._backend.token_to_id(piece) for key, piece in self._named.items()}
+
+    @cached_property
+    def for_transformers(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._backend, clean_up_tokenization_spaces=False, chat_template=self._template, **self._named
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._ids.get("bos_token")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._ids.get("eos_token")
+        return () if eos is None else (eos,)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._ids.values())
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id)
+
+    def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
+        return render(template or self._template, messages, **(self._named | options))
+
+
+def build_tokenizer(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and its marks by Hugging Face's names. `metadata`: the file's key-value pairs."""
+    pieces, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not pieces:
         raise ModelError(f"{source}: no tokenizer in the file")
+    for key, kind in (("tokens", str), ("merges", str), ("scores", float), ("token_type", int)):
+        values = metadata.get(f"tokenizer.ggml.{key}")
+        if values is not None and not (isinstance(values, list) and all(type(value) is kind for value in values)):
+            raise ModelError(f"{source}: its tokenizer is inconsistent (tokenizer.ggml.{key} is no list of {kind.__name__})")
+    if kinds and len(kinds) != len(pieces):
+        raise ModelError(f"{source}: its tokenizer is inconsistent ({len(kinds)} token types for {len(pieces)} tokens)")
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata, source)
@@ -53,31 +113,35 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> N
     else:
         raise ModelError(f"{source}: tokenizer type {model!r} is not supported; supported: gpt2, llama")
 
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(pieces)
     for kind, is_special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
         added = [
             AddedToken(piece, special=is_special, normalized=False)
-            for piece, its in zip(pieces, kinds, strict=True)
+            for piece, its in zip(pieces, kinds or (), strict=False)
             if its == kind
         ]
         tokenizer.add_tokens(added)
 
     named = {
-        key: pieces[token_id]
+        f"{key}_token": pieces[token_id]
         for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (token_id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and token_id < len(pieces)
+        if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}_token_id"), int) and 0 <= token_id < len(pieces)
     }
     _surround(
         tokenizer,
-        named.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
-        named.get("eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+        named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
+        named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
     )
+    return tokenizer, named
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
+    tokenizer, named = build_tokenizer(metadata, source)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
-        **{f"{key}_token": piece for key, piece in named.items()},
+        **named,
     }
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
@@ -94,6 +158,8 @@ def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bo
         known = ", ".join(PRE_TOKENIZERS)
         raise ModelError(f"{source}: pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported: {known}")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise ModelError(f"{source}: its tokenizer is inconsistent (the merge {wrong[0]!r} is no pair)")
     # Llama 3 and Tekken take a word that is a token as it is, even where no merges lead to it.
     whole_words_first = kind in ("llama-bpe", "tekken")
     tokenizer = _bpe(metadata, source, merges, ignore_merges=whole_words_first)
@@ -115,9 +181,12 @@ def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bo
 def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """Sentencepiece's BPE: of all neighbours, the pair that makes the highest-scored piece is merged first."""
     pieces, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
-    if not scores:
+    if not scores or len(scores) != len(pieces):
         raise ModelError(f"{source}: the tokenizer's scores (tokenizer.ggml.scores) are missing")
-    unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    token_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not isinstance(token_id, int) or not 0 <= token_id < len(pieces):
+        raise ModelError(f"{source}: its tokenizer is inconsistent (the unknown token is {token_id!r})")
+    unknown = pieces[token_id]
     merges = _merges_by_score(pieces, scores)
     tokenizer = _bpe(metadata, source, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)

@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 
 from fledge import sources
+from fledge.checkpoints import gguf
 from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_decoder
 from fledge.drafters import default_drafter
 from fledge.engine.captured import can_capture
@@ -73,11 +76,16 @@ def build_engine(
     if isinstance(model, Decoder):
         name, decoder = "", model
     else:
-        name, folder = model, sources.resolve(model)
-        tokenizer = tokenizer or Tokenizer(folder)
-        # What was quantised in a file is found again only in exact weights.
-        exact = _is_cpu(config) or config.quantization != "none"
-        decoder = load_decoder(folder, torch.float32 if exact else torch.bfloat16)
+        name, found = model, sources.find(model)
+        if found.is_file() and keeps_blocks(config):
+            file = GgufFile(found)
+            tokenizer, decoder = tokenizer or GgufTokenizer(file), gguf.load_decoder(file)
+        else:
+            folder = sources.resolve(model)
+            tokenizer = tokenizer or Tokenizer(folder)
+            # What was quantised in a file is found again only in exact weights.
+            exact = _is_cpu(config) or config.quantization != "none"
+            decoder = load_decoder(folder, torch.float32 if exact else torch.bfloat16)
     if not _is_cpu(config) and config.page_size == EngineConfig.page_size:
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
     config = config.resolve(decoder.config)
@@ -92,10 +100,15 @@ def build_engine(
     return engine if _is_cpu(config) or not can_capture(drafter) else DeviceEngine(engine)
 
 
+def keeps_blocks(config: EngineConfig) -> bool:
+    """Whether a GGUF file's weights are computed with as they are: on CPU, unless another type is asked for."""
+    return _is_cpu(config) and config.dtype == "auto" and config.quantization == "none" and native.library() is not None
+
+
 def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | EagleDrafter:
     """Moves a network to its device and type; a target's linears are quantised if so configured.
 
-    On CPU linears are packed, float16 or float32, between fp32 activations.
+    On CPU linears are packed, float16 or float32, between fp32 activations; those of a GGUF file stay as they are.
     """
     network.eval().requires_grad_(False)
     if config.quantization != "none" and isinstance(network, Decoder):
@@ -104,7 +117,7 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
         return network.to(device=config.device, dtype=config.weight_dtype)
     network = network.float()
     if config.dtype == "float16":
-        if network.embed_tokens is not None:
+        if isinstance(network.embed_tokens, torch.nn.Embedding):
             network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
         pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
     elif native.library() is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,6 @@ from fledge.kernels.rope_cache import rope_cache
 from fledge.kernels.sample import Choice, Draws
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.layers import MLP, Attention, RMSNorm, Rotary
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 # The layers that let their attention start only after everything before them. One is enough: what attention reads early (the
 # settled keys, where sequences stand) was complete before the first. Benchmarks change it.
@@ -156,12 +152,12 @@ class PromptAttend:
             return causal_attend(lengths)(attention.layer, q, k, v, attention.window).flatten(-2)
         reach = -1 if attention.window is None else attention.window - 1
         bounds = (self.offsets, self.offsets, self.longest, self.longest)
-        return varlen_attn(q, k, v, *bounds, window_size=(reach, 0), **_GROUPED).flatten(-2)
+        return _varlen_attn()(q, k, v, *bounds, window_size=(reach, 0)).flatten(-2)
 
 
 def attends_by_device_lengths(q: Tensor) -> bool:
     """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
-    return q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn() is not None
 
 
 @dataclass
@@ -229,5 +225,13 @@ def store_rotated(attend: PromptAttend | ChunkAttend | BlockAttend, attention: A
     return qkv.view(qkv.shape[0], -1, attention.head_dim)
 
 
-# Newer releases ask for the word before heads may be grouped; older ones group without it.
-_GROUPED = {"enable_gqa": True} if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+@cache
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """None where torch has none. Imported on first use: it brings torch's compiler, 2 s that a CPU need not wait for."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Newer releases ask for the word before heads may be grouped; older ones group without it.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn

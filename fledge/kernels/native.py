@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.formats.gguf_blocks import FORMATS, Blocks, release
+from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.paged_attention import PagedAttend
 from fledge.kernels.quantization import QuantizedWeight
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Numbers of the formats that no GGUF file has; cpu/blocks.h.
 GROUP_FORMATS = {8: 108, 4: 104}
-TENSOR_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+TENSOR_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
+PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
 MAX_PARTS = 3
 # Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
 QUICK_ROWS = 16
@@ -148,16 +149,19 @@ def _grouped_panels(weight: QuantizedWeight) -> Tensor:
 
 
 def _block_panels(blocks: Blocks) -> Tensor:
-    """A tensor of a GGUF file in panels. The file's pages are given back, so that the weights are in memory once."""
-    if blocks.format in TENSOR_FORMATS.values():
+    """A tensor of a GGUF file in panels. The file's pages are given back meanwhile, so that the weights are in memory once."""
+    if blocks.format in PLAIN:
         panels = _plain_panels(blocks.plain())
-    else:
-        number = FORMATS[blocks.format].number
-        panels = torch.empty(library().quick.packed_bytes(number, blocks.inputs, blocks.outputs), dtype=torch.uint8)
-        library().patient.pack_blocks(
-            number, blocks.address, blocks.row_bytes, blocks.inputs, blocks.outputs, panels.data_ptr(), torch.get_num_threads()
-        )
-    release(blocks)
+        blocks.release()
+        return panels
+    c, number, threads = library(), FORMATS[blocks.format].number, torch.get_num_threads()
+    panels = torch.empty(c.quick.packed_bytes(number, blocks.inputs, blocks.outputs), dtype=torch.uint8)
+    at, step = panels.data_ptr(), max(1, PACKED_AT_ONCE // (PANEL * blocks.row_bytes)) * PANEL
+    for first in range(0, blocks.outputs, step):
+        some = blocks.rows(slice(first, first + step))
+        c.patient.pack_blocks(number, some.address, some.row_bytes, some.inputs, some.outputs, at, threads)
+        at += c.quick.packed_bytes(number, some.inputs, some.outputs)
+        some.release()
     return panels
 
 

@@ -32,7 +32,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.end_token_ids = vocab_size, sorted(end_token_ids)
         info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer._tokenizer, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
+            tokenizer.for_transformers, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES)
         # JSON has no raw control characters, but the library lets them into strings whose length is bounded.

@@ -64,9 +64,9 @@ class Blocks:
     def address(self) -> int:
         return self.data.ctypes.data
 
-    def rows(self, order: np.ndarray) -> Blocks:
-        """A copy with the rows in another order."""
-        return Blocks(self.format, self.inputs, np.ascontiguousarray(self.data[order]))
+    def rows(self, which: slice | np.ndarray) -> Blocks:
+        """Some of the rows where they are, or a copy of them in another order."""
+        return Blocks(self.format, self.inputs, self.data[which])
 
     def plain(self) -> Tensor:
         """[outputs, inputs] of F32, F16 and BF16, in that type. A copy: the file is mapped for reading only."""
@@ -81,19 +81,17 @@ class Blocks:
         values = gguf.dequantize(self.data, gguf.GGMLQuantizationType(FORMATS[self.format].number))
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).view(self.outputs, self.inputs)
 
-
-def release(blocks: Blocks) -> None:
-    """Gives the tensor's mapped pages back to the system; they are read from the file again if they are looked at."""
-    owner = blocks.data
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    if isinstance(owner, memoryview):
-        owner = owner.obj
-    if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    start = blocks.address - np.frombuffer(owner, np.uint8).ctypes.data
-    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + blocks.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < end:
+    def release(self) -> None:
+        """Gives the mapped pages back to the system; they are read from the file again if they are looked at."""
+        owner = self.data
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            owner = owner.base
+        owner = owner.obj if isinstance(owner, memoryview) else owner
+        if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = self.address - np.frombuffer(owner, np.uint8).ctypes.data
+        page = mmap.PAGESIZE
+        first, end = start // page * page, -(-(start + self.data.nbytes) // page) * page
         owner.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
