@@ -101,7 +101,7 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer
         raise ModelError(f"{source}: no tokenizer in the file")
     for key, kind in (("tokens", str), ("merges", str), ("scores", float), ("token_type", int)):
         values = metadata.get(f"tokenizer.ggml.{key}")
-        if values is not None and not (isinstance(values, list) and all(type(value) is kind for value in values)):
+        if values is not None and not (isinstance(values, list) and set(map(type, values)) <= {kind}):
             raise ModelError(f"{source}: its tokenizer is inconsistent (tokenizer.ggml.{key} is no list of {kind.__name__})")
     if kinds and len(kinds) != len(pieces):
         raise ModelError(f"{source}: its tokenizer is inconsistent ({len(kinds)} token types for {len(pieces)} tokens)")

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from fledge.checkpoints.tensors import TensorReader, listed, read_json, write_json, write_tensors
+from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_json, write_tensors
 from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
@@ -74,22 +73,9 @@ def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     return decoder.eval()
 
 
-class _Shapes(TorchFunctionMode):
-    """Parameters without memory or initial values. `torch.device("meta")` does the same, but imports torch's compiler for it:
-    2 s and 130 MB."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        if func in (torch.empty, torch.ones):
-            return torch.empty(*args, **kwargs | {"device": "meta"})
-        return func(*args, **kwargs)
-
-
 def empty_decoder(config: ModelConfig) -> Decoder:
     """Of shapes alone, to be filled."""
-    with _Shapes():
+    with ShapesOnly():
         return Decoder(config)
 
 

@@ -78,8 +78,8 @@ def build_engine(
     else:
         name, found = model, sources.find(model)
         if found.is_file() and keeps_blocks(config):
-            file = GgufFile(found)
-            tokenizer, decoder = tokenizer or GgufTokenizer(file), gguf.load_decoder(file)
+            decoder, own_tokenizer = _load_gguf(found)
+            tokenizer = tokenizer or own_tokenizer
         else:
             folder = sources.resolve(model)
             tokenizer = tokenizer or Tokenizer(folder)
@@ -93,11 +93,17 @@ def build_engine(
     pool = page_pool(config)
     drafter = _build_drafter(speculation, name, decoder, config, pool)
     if name:
+        native.give_back_memory()
         gc.freeze()  # what is loaded by now stays: looking through all of it takes 4 % of a decode step on CPU
     depth_control = DepthControl(drafter, guard=speculation.drift_guard, by_load=speculation.adaptive)
     engine = Engine(decoder, config, drafter=drafter, tokenizer=tokenizer, pool=pool, depth_control=depth_control)
     # On a GPU requests run through captured cycles, except for what those do not do: see `DeviceEngine`.
     return engine if _is_cpu(config) or not can_capture(drafter) else DeviceEngine(engine)
+
+
+def _load_gguf(path: Path) -> tuple[Decoder, Tokenizer]:
+    file = GgufFile(path)
+    return gguf.load_decoder(file), GgufTokenizer(file)
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
@@ -115,13 +121,15 @@ def fit(network: Decoder | EagleDrafter, config: EngineConfig) -> Decoder | Eagl
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
         return network.to(device=config.device, dtype=config.weight_dtype)
-    network = network.float()
+    # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
+    embedding = network.embed_tokens
     if config.dtype == "float16":
-        if isinstance(network.embed_tokens, torch.nn.Embedding):
-            network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
         pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
     elif native.library() is not None:
         pack_linears(network, 32)
+    network = network.float()
+    if config.dtype == "float16" and isinstance(embedding, torch.nn.Embedding):
+        embedding.weight = torch.nn.Parameter(embedding.weight.half(), requires_grad=False)
     return network
 
 
@@ -139,7 +147,7 @@ def _build_drafter(speculation: Speculation, model: str, decoder: Decoder, confi
         if speculation.tree is not None:
             raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
         return NgramSpeculator(depth)
-    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config)
+    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config, dtype=None)
     decoder.check_taps(network.config.aux_layer_ids)
     network = fit(network, config).share(decoder.embed_tokens, decoder.lm_head)
     shape = network.config

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 from array import array
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
@@ -148,6 +150,32 @@ def _grouped_panels(weight: QuantizedWeight) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in laid], -1).contiguous()
 
 
+class _Arena:
+    """Memory in huge pages, where the system has them: a pass of one row over SmolLM2 takes 4.6 ms on one core, and 4.9 ms from
+    pages of 4 KiB. What is taken lives as long as its tensor; chunks hold many."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self.chunk, self.left = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        rounded = -(-num_bytes // 64) * 64
+        if rounded > self.left:
+            self.left = max(rounded, self.CHUNK)
+            memory = mmap.mmap(-1, self.left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # kernels may be built without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            self.chunk = torch.frombuffer(memory, dtype=torch.uint8)
+        start = len(self.chunk) - self.left
+        self.left -= rounded
+        return self.chunk[start : start + num_bytes]
+
+
+_arena = _Arena()
+
+
 def _block_panels(blocks: Blocks) -> Tensor:
     """A tensor of a GGUF file in panels. The file's pages are given back meanwhile, so that the weights are in memory once."""
     if blocks.format in PLAIN:
@@ -155,7 +183,7 @@ def _block_panels(blocks: Blocks) -> Tensor:
         blocks.release()
         return panels
     c, number, threads = library(), FORMATS[blocks.format].number, torch.get_num_threads()
-    panels = torch.empty(c.quick.packed_bytes(number, blocks.inputs, blocks.outputs), dtype=torch.uint8)
+    panels = _arena.take(c.quick.packed_bytes(number, blocks.inputs, blocks.outputs))
     at, step = panels.data_ptr(), max(1, PACKED_AT_ONCE // (PANEL * blocks.row_bytes)) * PANEL
     for first in range(0, blocks.outputs, step):
         some = blocks.rows(slice(first, first + step))
@@ -167,6 +195,13 @@ def _block_panels(blocks: Blocks) -> Tensor:
 
 def _plain_panels(weight_OI: Tensor) -> Tensor:
     return _panels(weight_OI).transpose(1, 2).contiguous()
+
+
+def give_back_memory() -> None:
+    """What loading has left free in the C library's heap goes back to the system: 40 of 440 MB after SmolLM2 with drafter."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
 
 
 def look_up(blocks: Blocks, rows: Tensor) -> Tensor:

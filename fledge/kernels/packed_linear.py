@@ -18,6 +18,8 @@ from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWe
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
 
+QUANTISED_ROWS = 1024
+
 
 class PackedLinear(nn.Module):
     """From a plain linear in 32, 16 or 8 bits, or from a quantised one as it is. Without C code 16 bits is all there is."""
@@ -79,8 +81,15 @@ def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | Quantiz
     if isinstance(linear, QuantizedLinear):
         return linear.quantized
     if bits == 8 and linear.in_features % GROUP_SIZE == 0:
-        return quantize(linear.weight, 8)
+        return _quantised(linear.weight)
     return linear.weight.detach().to(torch.float32 if bits == 32 else torch.float16)
+
+
+def _quantised(weight_OI: Tensor) -> QuantizedWeight:
+    """8 bits, some rows at a time: rounding takes several times the memory of what it rounds."""
+    parts = [quantize(rows, 8) for rows in weight_OI.split(QUANTISED_ROWS)]
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return QuantizedWeight(codes, scales, None, 8, GROUP_SIZE)
 
 
 def packing_supported() -> bool:
@@ -99,7 +108,7 @@ def pack_linears(module: nn.Module, bits: int = 16) -> None:
         if isinstance(child, QuantizedLinear):
             setattr(module, name, PackedLinear(child))
         elif isinstance(child, nn.Linear):
-            if bits == 32 or child.weight.abs().max() <= FP16_MAX:
+            if bits == 32 or max(map(abs, map(float, child.weight.aminmax()))) <= FP16_MAX:
                 setattr(module, name, PackedLinear(child, bits))
         else:
             pack_linears(child, bits)
