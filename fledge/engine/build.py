@@ -79,7 +79,7 @@ def build_engine(
         name, found = model, sources.find(model)
         if found.is_file() and keeps_blocks(config):
             decoder, own_tokenizer = _load_gguf(found)
-            tokenizer = tokenizer or own_tokenizer
+            tokenizer, config = tokenizer or own_tokenizer, replace(config, quantization="gguf")
         else:
             folder = sources.resolve(model)
             tokenizer = tokenizer or Tokenizer(folder)

@@ -100,8 +100,8 @@ class Library:
         loaded.packed_bytes.argtypes = [c_int, c_long, c_long]
         loaded.packed_bytes.restype = c_long
         loaded.pack_blocks.argtypes = [c_int, c_void_p, c_long, c_long, c_long, c_void_p, c_int]
-        loaded.look_up.argtypes = [c_int, c_void_p, c_long, c_long, c_void_p, c_long, c_void_p]
-        for function in (loaded.run_linear, loaded.rms_norm, loaded.best_of, loaded.pack_blocks, loaded.look_up):
+        loaded.look_up.argtypes = [c_int, c_void_p, *[c_long] * 3, c_void_p, c_long, c_void_p]
+        for function in (loaded.run_linear, loaded.rms_norm, loaded.best_of, loaded.pack_blocks):
             function.restype = None
         return loaded
 
@@ -208,15 +208,18 @@ def look_up(blocks: Blocks, rows: Tensor) -> Tensor:
     """Rows of a GGUF tensor in fp32, read where they lie in the file."""
     rows = rows.to(torch.int64).contiguous()
     out = torch.empty(*rows.shape, blocks.inputs)
-    library().quick.look_up(
+    outside = library().quick.look_up(
         FORMATS[blocks.format].number,
         blocks.address,
         blocks.row_bytes,
         blocks.inputs,
+        blocks.outputs,
         rows.data_ptr(),
         rows.numel(),
         out.data_ptr(),
     )
+    if outside:
+        raise IndexError(f"a row beyond the table's {blocks.outputs}")
     return out
 
 

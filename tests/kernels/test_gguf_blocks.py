@@ -54,6 +54,9 @@ def test_rows_equal_the_reference(format: str) -> None:
     torch.testing.assert_close(embedding.weight, blocks.dequantised(), rtol=1e-6, atol=1e-7)
     tokens = torch.tensor([[3, 39], [0, 3]])
     assert torch.equal(embedding(tokens), embedding.weight[tokens])
+    for outside in (40, -1):
+        with pytest.raises(IndexError, match="beyond the table's 40"):
+            embedding(torch.tensor([3, outside]))
 
 
 @pytest.mark.parametrize("format", FORMATS)

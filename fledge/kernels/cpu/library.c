@@ -186,9 +186,12 @@ void pack_blocks(int format, const void *file, long row_bytes, long inputs, long
     pthread_mutex_unlock(&pool.caller);
 }
 
-/* out [count, inputs]: rows of a table as it lies in a file. */
-void look_up(int format, const void *table, long row_bytes, long inputs, const int64_t *rows, long count, float *out) {
+/* out [count, inputs]: rows of a table of `outputs` as it lies in a file. Returns 1 if there is no such row. */
+int look_up(int format, const void *table, long row_bytes, long inputs, long outputs, const int64_t *rows, long count, float *out) {
+    for (long i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= outputs) return 1;
     for (long i = 0; i < count; i++) row_weights(format, (const uint8_t *)table + rows[i] * row_bytes, inputs, out + i * inputs);
+    return 0;
 }
 
 /* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
