@@ -45,16 +45,14 @@ static int check(int format, const char *name, long inputs, long outputs) {
     for (long i = 0; i < MOST * inputs; i++) x[i] = uniform() * (i % inputs == 5 ? 100 : 1);
     run_linear(&linear, x, together, MOST, 2);
     int bad = 0;
-    int8_t codes[inputs];
-    float scales[units], sums[3 * units];
-    int32_t minus[3 * units];
+    Activations quantised[units];
     for (long r = 0; r < MOST; r++) {
-        quantise_row(x + r * inputs, inputs, codes, scales, (float *[]){sums, sums + units}, (int32_t *[]){minus, minus + units});
+        quantise_row(x + r * inputs, units, quantised, 1);
         for (long o = 0; o < outputs; o++) {
             double sum = 0, size = 0;
             row_weights(format, file + o * row_bytes, inputs, weights);
             for (long k = 0; k < inputs; k++) {
-                double term = (double)weights[k] * codes[k] * scales[k / UNIT];
+                double term = (double)weights[k] * quantised[k / UNIT].codes[k % UNIT] * quantised[k / UNIT].scale;
                 sum += term, size += fabs(term);
             }
             bad += !(fabs(together[r * outputs + o] - sum) <= 2e-6 * size);

@@ -1,11 +1,20 @@
 /* Products of GGUF blocks (`blocks.h`) with activations of 8 bits, a scale for each 32 of a row: sums over a unit are exact
    integers, scaled and added up in fp32, unit by unit, whatever the number of rows. Quantised row by row: rows do not meet. */
 typedef struct {
-    const int8_t *codes;      /* [rows, inputs] */
-    const float *scales;      /* [rows, units] */
-    const float *sums[2];     /* [rows, units · (1 or 2)]: of the activations, by 32 and by 16 */
-    const int32_t *minus[2];  /* the same of the codes, negative */
-} Activations;
+    union { int8_t codes[UNIT]; int32_t fours[UNIT / 4]; };
+    float scale;
+    float sums[3];      /* of the activations: all, the first sixteen, the others */
+    int32_t minus[3];   /* the same of the codes, negative */
+    int32_t unused;
+} Activations;          /* a unit of one row: a cache line */
+
+/* Rows come in chunks of CHUNK, and the units of a chunk's rows side by side, so that the kernels need one pointer for all of them.
+   The first unit of a row; *step: to its next. */
+static inline long first_unit(long row, long rows, long units, long *step) {
+    long chunk = row / CHUNK * CHUNK;
+    *step = rows - chunk < CHUNK ? rows - chunk : CHUNK;
+    return chunk * units + row % CHUNK;
+}
 
 /* Words of four codes (0 … 63) times the same four activations, added to each word's sum. */
 INLINE words dot4(words sums, words codes, int32_t x) {
@@ -105,15 +114,12 @@ INLINE words codes_at(int format, const words *plane, int c) {
 #endif
 
 /* out[r][0 … WIDTH) = strip · x[r], for a format and a number of rows known at compile time: sums stay in registers. */
-INLINE void block_strip(const int format, const int R, const Activations *x, long row, long inputs, const uint8_t *strip, float *out) {
-    const int group = group_of(format), fine = group == 16, groups = UNIT / group;
+INLINE void block_strip(const int format, const int R, const Activations *x, long step, long units, const uint8_t *strip, float *out) {
+    const int group = group_of(format), groups = UNIT / group, part = groups - 1;  /* of the sums */
     const int zero = is_signed(format) ? SIGNED_SHIFT : zero_shift(format);
-    const long units = inputs / UNIT, bytes = unit_bytes(format) * WIDTH, header = header_bytes(format) * WIDTH;
-    const int32_t *codes_of_x = (const int32_t *)(x->codes + row * inputs);
-    const float *scales_of_x = x->scales + row * units, *sums_of_x = x->sums[fine] + row * units * groups;
-    const int32_t *minus = x->minus[fine] + row * units * groups;
+    const long bytes = unit_bytes(format) * WIDTH, header = header_bytes(format) * WIDTH;
     vector sums[BLOCK_ROWS] = {0}, d = {0}, m = {0};
-    for (long k = 0; k < units; k++, strip += bytes) {
+    for (long k = 0; k < units; k++, strip += bytes, x += step) {
         if (is_super(format)) {
             if (k % UNITS == 0) {
                 d = widen_halves((const half *)strip);
@@ -131,12 +137,12 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
             words dots[BLOCK_ROWS];
             UNROLL for (int r = 0; r < R; r++) {
                 words none = {0};
-                dots[r] = zero < 0 ? none : (none + minus[(r * units + k) * groups + g]) << (zero < 0 ? 0 : zero);
+                dots[r] = zero < 0 ? none : (none + x[r].minus[part + g]) << (zero < 0 ? 0 : zero);
             }
             UNROLL for (int c = 0; c < group / 4; c++) {
                 words codes = codes_at(format, plane, g * group / 4 + c);
                 UNROLL for (int r = 0; r < R; r++) {
-                    int32_t four = codes_of_x[(r * units + k) * (UNIT / 4) + g * group / 4 + c];
+                    int32_t four = x[r].fours[g * group / 4 + c];
                     dots[r] = is_signed(format) ? dot4_signed(dots[r], codes, four) : dot4(dots[r], codes, four);
                 }
             }
@@ -153,9 +159,9 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
                 scale = settled(d * widen_scales(scales + g * WIDTH, 1));
             }
             UNROLL for (int r = 0; r < R; r++) {
-                vector both = settled(scale * scales_of_x[r * units + k]);
+                vector both = settled(scale * x[r].scale);
                 sums[r] = settled(sums[r] + __builtin_convertvector(dots[r], vector) * both);
-                if (has_min(format)) sums[r] = settled(sums[r] + min * sums_of_x[(r * units + k) * groups + g]);
+                if (has_min(format)) sums[r] = settled(sums[r] + min * x[r].sums[part + g]);
             }
         }
     }
@@ -164,8 +170,8 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
 
 typedef void (*StripOf)(const Activations *, long, long, const uint8_t *, float *);
 #define STRIP_OF(FORMAT, R)                                                                                               \
-    static void FORMAT##_strip_##R(const Activations *x, long row, long inputs, const uint8_t *strip, float *out) {       \
-        block_strip(FORMAT, R, x, row, inputs, strip, out);                                                               \
+    static void FORMAT##_strip_##R(const Activations *x, long step, long units, const uint8_t *strip, float *out) {       \
+        block_strip(FORMAT, R, x, step, units, strip, out);                                                               \
     }
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 #define STRIPS_OF(FORMAT)                                                                                                 \
@@ -189,25 +195,24 @@ static const StripOf *strips_of(int format) {
     return 0;
 }
 
-/* out[r][0 … PANEL) = panel · x[row + r] */
-static void block_panel(int format, const Activations *x, long row, long rows, long inputs, const uint8_t *panel, float *out) {
+/* out[r][0 … PANEL) = panel · x[r]; `x`, `step`: of the first row */
+static void block_panel(int format, const Activations *x, long step, long rows, long inputs, const uint8_t *panel, float *out) {
     StripOf strip = strips_of(format)[rows];
     long bytes = block_output_bytes(format, inputs) * WIDTH;
-    for (int v = 0; v < VECTORS; v++) strip(x, row, inputs, panel + v * bytes, out + v * WIDTH);
+    for (int v = 0; v < VECTORS; v++) strip(x, step, inputs / UNIT, panel + v * bytes, out + v * WIDTH);
 }
 
-/* One row of activations in 8 bits; a unit of noughts has scale 0. */
-static void quantise_row(const float *x, long inputs, int8_t *codes, float *scales, float *const sums[2], int32_t *const minus[2]) {
-    for (long k = 0; k < inputs / UNIT; k++, x += UNIT, codes += UNIT) {
+/* One row of activations in 8 bits, units `step` apart; a unit of noughts has scale 0. */
+static void quantise_row(const float *x, long units, Activations *to, long step) {
+    for (long k = 0; k < units; k++, x += UNIT, to += step) {
         float largest = 0.0f;
-        int half_sums[2] = {0, 0};
+        int sums[2] = {0, 0};
         for (int i = 0; i < UNIT; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
         float factor = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
-        for (int i = 0; i < UNIT; i++) codes[i] = (int8_t)rintf(x[i] * factor);
-        for (int i = 0; i < UNIT / 2; i++) half_sums[0] += codes[i], half_sums[1] += codes[i + UNIT / 2];
-        scales[k] = scale;
-        for (int i = 0; i < 2; i++) minus[1][2 * k + i] = -half_sums[i], sums[1][2 * k + i] = scale * (float)half_sums[i];
-        minus[0][k] = -half_sums[0] - half_sums[1];
-        sums[0][k] = scale * (float)(half_sums[0] + half_sums[1]);
+        for (int i = 0; i < UNIT; i++) to->codes[i] = (int8_t)rintf(x[i] * factor);
+        for (int i = 0; i < UNIT / 2; i++) sums[0] += to->codes[i], sums[1] += to->codes[i + UNIT / 2];
+        to->scale = scale;
+        to->minus[0] = -sums[0] - sums[1], to->sums[0] = scale * (float)(sums[0] + sums[1]);
+        for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];
     }
 }

@@ -47,7 +47,7 @@ typedef struct {
     const int16_t *fixed;   /* x in fixed point, for groups: */
     const float *scales;    /* [rows, groups] */
     const float *sums;      /* [rows, groups] of x */
-    Activations in_bytes;   /* x in 8 bits, for blocks */
+    Activations *in_bytes;  /* x in 8 bits, for blocks */
     float *out;
     long rows;
     int add;                /* to what is in `out` already */
@@ -156,7 +156,7 @@ static const Part *find_panel(const Linear *linear, long *index, long *first, lo
     return part;
 }
 
-/* out[r][0 … PANEL) for up to CHUNK rows */
+/* out[r][0 … PANEL) for the rows of a chunk */
 static void one_panel(const Product *product, long index, long row, long rows, float *out) {
     const Linear *linear = product->linear;
     long first, width, inputs = linear->inputs;
@@ -168,8 +168,11 @@ static void one_panel(const Product *product, long index, long row, long rows, f
         some = next_rows(rows - r, panel ? ROWS : BLOCK_ROWS);
         if (panel)
             panel[some](product, row + r, weights, out + r * PANEL);
-        else
-            block_panel((int)part->format, &product->in_bytes, row + r, some, inputs, (const uint8_t *)weights, out + r * PANEL);
+        else {
+            long step, first_x = first_unit(row + r, product->rows, inputs / UNIT, &step);
+            const Activations *x = product->in_bytes + first_x;
+            block_panel((int)part->format, x, step, some, inputs, (const uint8_t *)weights, out + r * PANEL);
+        }
     }
     if (linear->bias)
         for (long r = 0; r < rows; r++)
@@ -182,7 +185,7 @@ static void product_panel(const void *task, long index) {
     float sums[CHUNK * PANEL];
     find_panel(product->linear, &in_part, &first, &width);
     for (long row = 0, rows; row < product->rows; row += rows) {
-        rows = next_rows(product->rows - row, CHUNK);
+        rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
         one_panel(product, index, row, rows, sums);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * outputs + first;
@@ -232,23 +235,13 @@ static void fix(Product *product) {
 
 static void quantise_row_of(const void *task, long row) {
     const Product *product = task;
-    const Activations *x = &product->in_bytes;
-    long inputs = product->linear->inputs, units = inputs / UNIT;
-    float *sums[2] = {(float *)x->sums[0] + row * units, (float *)x->sums[1] + row * units * 2};
-    int32_t *minus[2] = {(int32_t *)x->minus[0] + row * units, (int32_t *)x->minus[1] + row * units * 2};
-    quantise_row(product->x + row * inputs, inputs, (int8_t *)x->codes + row * inputs, (float *)x->scales + row * units, sums, minus);
+    long inputs = product->linear->inputs, units = inputs / UNIT, step, first = first_unit(row, product->rows, units, &step);
+    quantise_row(product->x + row * inputs, units, product->in_bytes + first, step);
 }
 
 /* Activations in 8 bits, for blocks. */
 static void quantise(Product *product, int threads) {
-    long numbers = product->rows * product->linear->inputs, units = numbers / UNIT;
-    float *memory = activation_memory(numbers + 7 * units * sizeof(float));
-    product->in_bytes = (Activations){
-        .scales = memory,
-        .sums = {memory + units, memory + 2 * units},
-        .minus = {(int32_t *)memory + 4 * units, (int32_t *)memory + 5 * units},
-        .codes = (int8_t *)(memory + 7 * units),
-    };
+    product->in_bytes = activation_memory(product->rows * (product->linear->inputs / UNIT) * sizeof(Activations));
     parallel(quantise_row_of, product, product->rows, product->rows < 2 * CHUNK ? 1 : threads);
 }
 
@@ -273,7 +266,7 @@ static void gated_panel(const void *task, long index) {
     long size = product->linear->outputs / 2;
     float gate[CHUNK * PANEL], up[CHUNK * PANEL];
     for (long row = 0, rows; row < product->rows; row += rows) {
-        rows = next_rows(product->rows - row, CHUNK);
+        rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
         one_panel(product, index, row, rows, gate);
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
