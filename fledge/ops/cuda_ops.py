@@ -6,7 +6,8 @@ On CPU tensors the kernels are their torch references, so that tests can run a c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,11 +30,6 @@ from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, NormModule, Ops
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 # Few blocks of cached-prefix prefill split their keys to fill the device: two numbers of splits, for two kernels.
 FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
@@ -147,7 +143,7 @@ class CudaOps(Ops):
             return causal_attend(lengths)(module.layer, q_NHE, k_NKE, v_NKE, module.window)
         reach = -1 if module.window is None else module.window - 1
         bounds = (meta.offsets, meta.offsets, meta.longest, meta.longest)
-        return varlen_attn(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0), **_GROUPED)
+        return _varlen_attn()(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0))
 
     def _attend_blocks(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
         num_blocks = len(meta.lengths_B)
@@ -221,8 +217,16 @@ def head_norms(module: AttentionModule) -> Norms | None:
 def attends_by_device_lengths(q: Tensor) -> bool:
     """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn() is not None
 
 
-# Newer releases ask for the word before heads may be grouped; older ones group without it.
-_GROUPED = {"enable_gqa": True} if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+@cache
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """None where torch has none. Imported on first use: it brings torch's compiler, 2 s that a CPU need not wait for."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Newer releases ask for the word before heads may be grouped; older ones group without it.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
