@@ -47,7 +47,9 @@ def test_straight_from_the_file_is_the_same(both: tuple[Tokenizer, Tokenizer], s
     for name in ("vocab_size", "bos_token_id", "eos_token_ids", "special_ids", "chat_template"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert [ours.token(token_id) for token_id in ids] == [theirs.token(token_id) for token_id in ids]
-    assert ours.for_transformers.encode(text) == theirs.encode(text)
+    assert ours.tokens(ids) == theirs.tokens(ids)
+    assert [ours.text_of(token_id) for token_id in ids] == [theirs.text_of(token_id) for token_id in ids]
+    assert ours.copy().encode(text) == theirs.copy().encode(text) == ours.for_transformers.encode(text)
 
 
 TEMPLATES = [
