@@ -10,7 +10,9 @@ STRUCTURED := xgrammar apache-tvm-ffi
 COMPILER = @command -v $${CC:-cc} >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || $(PIP) ziglang
 KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
-.PHONY: demo test test-vllm test-browser soak lint install clean
+ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
+
+.PHONY: demo test test-vllm test-browser test-arm soak lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -25,6 +27,16 @@ test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 # Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
 test-browser: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m browser tests/serving/test_page.py
+
+# The CPU kernels on aarch64, with and without its dot-product instructions, under qemu-user; for macOS they are only built.
+test-arm: $(VENV)/.installed-test
+	@command -v qemu-aarch64 >/dev/null || { echo "test-arm needs qemu-user (apt-get install qemu-user)"; exit 1; }
+	$(PIP) ziglang
+	mkdir -p build
+	for cpu in baseline neoverse_n1; do \
+		$(ZIG) -static -target aarch64-linux-musl -mcpu=$$cpu -o build/blocks-$$cpu && qemu-aarch64 build/blocks-$$cpu || exit 1; \
+	done
+	$(ZIG) -target aarch64-macos -mcpu=apple_m1 -o build/blocks-macos
 
 # An hour under load, some of it rude: memory and open files stay bounded.
 soak: $(VENV)/.installed-test

@@ -1,4 +1,5 @@
-"""Where a model comes from: a folder, a GGUF file, a built-in name, or a hub id. All become a Hugging Face folder.
+"""Where a model comes from: a folder, a GGUF file, a built-in name, or a hub id. All can become a Hugging Face folder; on a CPU
+GGUF files are used as they are.
 
 Under the cache folder, everything appears whole or not at all:
 
@@ -72,8 +73,8 @@ BUILT_INS = {
 }
 
 
-def resolve(name: str | Path) -> Path:
-    """The folder (config.json, tokenizer files, safetensors) of the model that is named; fetched if need be."""
+def find(name: str | Path) -> Path:
+    """The folder (config.json, tokenizer, safetensors) or the GGUF file of the model that is named; fetched if need be."""
     name = os.fspath(name)
     path = Path(name).expanduser()
     if name and path.is_dir():
@@ -84,19 +85,27 @@ def resolve(name: str | Path) -> Path:
     if path.is_file():
         if not _is_gguf(path):
             raise ModelError(f"{path}: neither a folder nor a GGUF file; give the folder that holds config.json")
-        return _converted(path)
+        return path
     if name in BUILT_INS:
-        return _built_in(BUILT_INS[name])
+        model = BUILT_INS[name]
+        gone = not _downloaded(model).exists() and _is_complete(_built_in_folder(model))
+        return _built_in_folder(model) if gone else download(model)
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not HUB_ID.fullmatch(name):
         raise ModelError(_unknown(name))
     return _from_hub(name)
 
 
+def resolve(name: str | Path) -> Path:
+    """As `find`, with GGUF files converted to folders, on first use."""
+    name = os.fspath(name)
+    if name in BUILT_INS and not Path(name).exists():
+        return _built_in(BUILT_INS[name])
+    found = find(name)
+    return _converted(found) if found.is_file() else found
+
+
 def list_models() -> list[ListedModel]:
-    return [
-        ListedModel(m.name, m.description, m.licence, m.num_bytes, cached=_is_complete(_built_in_folder(m)))
-        for m in BUILT_INS.values()
-    ]
+    return [ListedModel(m.name, m.description, m.licence, m.num_bytes, cached=_is_cached(m)) for m in BUILT_INS.values()]
 
 
 def cache_folder() -> Path:
@@ -183,6 +192,14 @@ def _built_in_folder(model: BuiltIn) -> Path:
     return cache_folder() / "models" / f"{model.name}-{model.sha256[:16]}-v{CONVERTER_VERSION}"
 
 
+def _downloaded(model: BuiltIn) -> Path:
+    return cache_folder() / "downloads" / f"{model.name}-{model.sha256[:16]}" / f"{model.name}.gguf"
+
+
+def _is_cached(model: BuiltIn) -> bool:
+    return _downloaded(model).exists() or _is_complete(_built_in_folder(model))
+
+
 def _built_in(model: BuiltIn) -> Path:
     folder = _built_in_folder(model)
     if _is_complete(folder):
@@ -192,11 +209,12 @@ def _built_in(model: BuiltIn) -> Path:
 
 def download(model: BuiltIn) -> Path:
     """The GGUF file of a built-in model, fetched on first use."""
-    folder = cache_folder() / "downloads" / f"{model.name}-{model.sha256[:16]}"
-    with _making(folder) as partial:
-        if partial is not None:
-            _fetch(model, partial)
-    return folder / f"{model.name}.gguf"
+    file = _downloaded(model)
+    if not file.exists():
+        with _making(file.parent) as partial:
+            if partial is not None:
+                _fetch(model, partial)
+    return file
 
 
 def _fetch(model: BuiltIn, folder: Path) -> None:

@@ -38,6 +38,11 @@ class Tokenizer:
         return other
 
     @property
+    def for_transformers(self) -> Any:
+        """The tokenizer as transformers has it, for libraries that ask for one."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, added ones included; the model's embedding may be padded beyond."""
         return len(self._tokenizer)
@@ -97,18 +102,20 @@ class Tokenizer:
         if chat_template is None and not self.has_chat_template:
             raise RequestError("the model has no chat template; give one, or send a plain prompt")
         try:
-            return self._tokenizer.apply_chat_template(
+            return self._render(
                 [dict(message) for message in messages],
+                chat_template,
                 tools=tools,
-                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                tokenize=False,
                 **kwargs,
             )
         except (TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             # Templates refuse by raising, and stumble over messages they do not foresee.
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+    def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
+        return self._tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
     def apply_chat_template(
         self,

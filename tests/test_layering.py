@@ -12,7 +12,7 @@ ALLOWED = {
     "kernels": set(),
     "ops": {"kernels"},
     "models": {"ops", "kernels"},
-    "checkpoints": {"models"},
+    "checkpoints": {"models", "kernels"},
     "speculation": {"models", "ops", "kernels"},
     "drafters": set(),
     "engine": {"speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
@@ -21,7 +21,17 @@ ALLOWED = {
     "bench": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
     "serving": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
 }
-BELOW_ALL = {"config", "config_checks", "devices", "errors", "sampling", "tokenizer", "sources", "__version__"}
+BELOW_ALL = {
+    "chat_template",
+    "config",
+    "config_checks",
+    "devices",
+    "errors",
+    "sampling",
+    "tokenizer",
+    "sources",
+    "__version__",
+}
 ABOVE_ENGINE = {"llm", "LLM", "Completion", "SamplingParams", "TreeShape"}
 
 

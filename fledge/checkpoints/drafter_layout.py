@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fledge.checkpoints.tensors import listed
+from fledge.checkpoints.tensors import ShapesOnly, listed
 from fledge.config import DrafterConfig
 from fledge.models.drafter import EagleDrafter
 
@@ -38,7 +38,7 @@ def file_parts(network_name: str, config: DrafterConfig) -> list[tuple[str, int 
 
 def file_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a file for this configuration must have, but for the vocabulary maps."""
-    with torch.device("meta"):
+    with ShapesOnly():
         network = EagleDrafter(config).state_dict()
     shapes = {}
     for network_name, tensor in network.items():
@@ -51,7 +51,7 @@ def file_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def to_network(tensors: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
     """The network's state from a file's tensors, which `tensor_problems` found in order."""
-    with torch.device("meta"):
+    with ShapesOnly():
         names = list(EagleDrafter(config).state_dict())
     state = {}
     for network_name in names:

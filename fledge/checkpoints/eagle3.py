@@ -15,6 +15,7 @@ import torch
 from fledge.checkpoints import drafter_layout, origins
 from fledge.checkpoints.drafter_config import config_to_hf, drafter_config_from_hf, parse_config
 from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.checkpoints.tensors import ShapesOnly
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
@@ -26,10 +27,10 @@ __all__ = ["build_drafter", "check", "drafter_config_from_hf", "load_drafter", "
 def load_drafter(
     folder_or_name: str | Path,
     target: ModelConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
 ) -> EagleDrafter:
-    """Reads the raw EAGLE 3 / 3.1 layout, the speculators layout and those of the known trainers.
+    """Reads the raw EAGLE 3 / 3.1 layout, the speculators layout and those of the known trainers. `dtype` None: as in the file.
 
     A drafter without embedding or head of its own still needs `share` before use.
     """
@@ -41,12 +42,15 @@ def load_drafter(
     return build_drafter(config, files, dtype, device)
 
 
-def build_drafter(config: DrafterConfig, files: DrafterFiles, dtype: torch.dtype, device: str | torch.device) -> EagleDrafter:
+def build_drafter(
+    config: DrafterConfig, files: DrafterFiles, dtype: torch.dtype | None, device: str | torch.device
+) -> EagleDrafter:
     """The network from files that `check` found in order."""
-    with torch.device("meta"):
+    with ShapesOnly():
         drafter = EagleDrafter(config)
     state = drafter_layout.to_network(files.tensors, config)
-    state = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in state.items()}
+    # Small tensors are copied: one that stayed in the mapped file would keep all of it in memory.
+    state = {name: tensor.to(device, None if name == "d2t" else dtype, copy=tensor.ndim == 1) for name, tensor in state.items()}
     drafter.load_state_dict(state, strict=True, assign=True)
     drafter.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope).to(device)
     return drafter.eval().requires_grad_(False)

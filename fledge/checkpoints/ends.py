@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fledge import sources
 from fledge.checkpoints.hf import file_names, load_config
-from fledge.checkpoints.tensors import TensorReader, listed, read_json
+from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
 from fledge.config import FAMILIES
 from fledge.errors import ModelError
 from fledge.models.decoder import DecoderLayer
@@ -96,7 +96,7 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
             raise ModelError(f"{folder}: no tensor {listed(lacking)} in it, which training against an endpoint needs")
         tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(names.values())}
     embedding, norm, head = (tensors[name] for name in names.values())
-    with torch.device("meta"):
+    with ShapesOnly():
         ends = Ends(
             nn.Embedding(*embedding.shape),
             RMSNorm(len(norm), float(config.get("rms_norm_eps") or 1e-6)),
@@ -112,7 +112,7 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
     if not _is_known(folder):
         return {}
     config = load_config(folder)
-    with torch.device("meta"):
+    with ShapesOnly():
         names = [name for name, _ in DecoderLayer(config, config.num_layers - 1).named_parameters()]
     with _SomeTensors(folder, _wanted(folder)) as reader:
         files = {name: file_names(f"layers.{config.num_layers - 1}.{name}") for name in names}

@@ -1,4 +1,4 @@
-"""GGUF files -> Hugging Face folders: weights dequantised once, configuration and tokenizer from the file alone."""
+"""GGUF files -> decoders that compute with the file's own blocks (CPU), or Hugging Face folders with dequantised weights."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.checkpoints import hf
-from fledge.checkpoints.gguf_header import check_header
-from fledge.checkpoints.gguf_tokenizer import check_tokenizer, write_tokenizer
+from fledge.checkpoints.gguf_file import GgufFile, GgufTensor
+from fledge.checkpoints.gguf_tokenizer import write_tokenizer
 from fledge.config import ModelConfig, RopeConfig
-from fledge.config_checks import LARGEST, shown, token_ids
+from fledge.config_checks import shown, token_ids
 from fledge.errors import ModelError
-from fledge.models.layers import Rotary
+from fledge.kernels.formats.gguf_blocks import Blocks
+from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear
+from fledge.models.decoder import Decoder
+from fledge.models.layers import RMSNorm, Rotary
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 MOST_PARAMETERS_IN_FLOAT32 = 1_000_000_000
+LARGEST_SIZE = 1 << 20  # of a layer: products of three still fit 64 bits
 ROPE_FACTORS = "rope_freqs.weight"
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -42,40 +44,85 @@ NAMES = {
 }
 
 
-def convert(file: str | Path, folder: str | Path) -> Path:
-    """Writes `folder` from `file`. Not atomic: give a temporary folder and move it when this returns."""
-    file, folder = Path(file), Path(folder)
-    metadata, tensors = _open(file)
-    config = read_config(metadata, tensors, str(file))
-    check_tokenizer(metadata, str(file))
-    if strange := sorted({tensor.tensor_type.name for tensor in tensors.values()} - set(QUANTISATIONS)):
-        known = ", ".join(QUANTISATIONS)
-        raise ModelError(f"{file}: quantisation {', '.join(strange)} is not supported; supported: {known}")
-    by_hf_name = {hf_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
-    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in by_hf_name.items()}
-    hf.check_tensors(shapes, hf.tensor_shapes(config), str(file))
+def load_decoder(file: GgufFile) -> Decoder:
+    """For the CPU: linears and embedding as the file has them, norms and biases in fp32. Needs the C kernels."""
+    config = read_config(file)
+    tensors = _tensors_by_hf_name(file, config)
 
-    num_parameters = sum(int(tensor.n_elements) for tensor in tensors.values())
+    def blocks(name: str) -> Blocks:
+        found = tensors[name].blocks
+        return found.rows(_rotary_order(name, found.outputs, config)) if _is_permuted(file, name) else found
+
+    def vector(name: str) -> Tensor:
+        value = tensors[name].blocks.dequantised().flatten()
+        return value[torch.from_numpy(_rotary_order(name, len(value), config))] if _is_permuted(file, name) else value
+
+    decoder = hf.empty_decoder(config)
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, nn.Linear):
+            parts = hf.file_names(f"{name}.weight")
+            if name == "lm_head" and config.tie_embeddings:
+                parts = hf.file_names("embed_tokens.weight")
+            biases = hf.file_names(f"{name}.bias")
+            bias = None if module.bias is None else torch.cat([vector(part) for part in biases])
+            replacement: nn.Module = GgufLinear([blocks(part) for part in parts], bias)
+        elif isinstance(module, nn.Embedding):
+            replacement = GgufEmbedding(blocks(*hf.file_names(f"{name}.weight")))
+        elif isinstance(module, RMSNorm):
+            (part,) = hf.file_names(f"{name}.weight")
+            module.weight = nn.Parameter(vector(part), requires_grad=False)
+            continue
+        else:
+            continue
+        owner, _, attribute = name.rpartition(".")
+        setattr(decoder.get_submodule(owner), attribute, replacement)
+    decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+    file.release()
+    return decoder.eval()
+
+
+def convert(path: str | Path, folder: str | Path) -> Path:
+    """Writes `folder` from a file. Not atomic: give a temporary folder and move it when this returns."""
+    file, folder = GgufFile(path), Path(folder)
+    config = read_config(file)
+    tensors = _tensors_by_hf_name(file, config)
+    num_parameters = sum(tensor.blocks.outputs * tensor.blocks.inputs for tensor in tensors.values())
     dtype = torch.float32 if num_parameters <= MOST_PARAMETERS_IN_FLOAT32 else torch.float16
-    permuted = metadata["general.architecture"] == "llama"
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in by_hf_name.items():
-            value = dequantise(tensor)
-            if permuted and (match := re.search(r"\.([qk])_proj\.", name)):
-                value = unpermute(value, config.num_heads if match[1] == "q" else config.num_kv_heads)
+        for name, tensor in tensors.items():
+            value = tensor.blocks.dequantised().view(tensor.shape)
+            if _is_permuted(file, name):
+                value = value[torch.from_numpy(_rotary_order(name, len(value), config))]
             yield name, value.to(dtype)
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(metadata, folder, str(file))
+    write_tokenizer(file.metadata, folder, str(path))
     return hf.write_folder(folder, hf.config_to_hf(config), weights(), dtype)
 
 
-def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> ModelConfig:
+def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
+    """Strict: what is missing, left over or of another shape is an error that names it."""
+    tensors = {hf_name(name): tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
+    hf.check_tensors({name: tensor.shape for name, tensor in tensors.items()}, hf.tensor_shapes(config), str(file.path))
+    return tensors
+
+
+def read_config(file: GgufFile) -> ModelConfig:
+    try:
+        return _read_config(file)
+    except ModelError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:  # texts where numbers belong, and the like
+        raise ModelError(f"{file.path}: damaged or truncated GGUF ({error}); fetch it again") from None
+
+
+def _read_config(file: GgufFile) -> ModelConfig:
+    metadata, tensors, source = file.metadata, file.tensors, str(file.path)
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{source}: GGUF architecture {arch!r} is not supported; supported: {known}")
+        raise ModelError(f"{source}: GGUF architecture {shown(arch)} is not supported; supported: {known}")
     if plain_number(metadata.get("split.count", 1), "split.count", source) > 1:
         raise ModelError(f"{source}: one part of a split GGUF; join the parts first (llama-gguf-split --merge)")
     if metadata.get(f"{arch}.expert_count"):
@@ -89,28 +136,32 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
             raise ModelError(f"{source}: {arch}.{key} differs by layer, which is not supported")
         return plain_number(value, f"{arch}.{key}", source)
 
+    def size(key: str, default: Any = None) -> int:
+        value = get(key, default)
+        if not isinstance(value, int) or not 0 < value <= LARGEST_SIZE:
+            raise ModelError(f"{source}: damaged or truncated GGUF ({arch}.{key} is {value!r}); fetch it again")
+        return value
+
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{source}: token_embd.weight is missing from the file")
-    vocab_size = int(tensors["token_embd.weight"].shape[-1])
-    num_layers, num_heads = int(get("block_count")), int(get("attention.head_count"))
-    hidden_size = int(get("embedding_length"))
-    if num_heads < 1 or not 1 <= num_layers <= LARGEST["num_layers"]:  # before anything is as long as they say
-        raise ModelError(f"{source}: {num_layers} layers of {num_heads} heads are not a model")
-    head_dim = int(get("attention.key_length", hidden_size // num_heads))
-    rotated = int(get("rope.dimension_count", head_dim))
-    if rotated != head_dim or int(get("attention.value_length", head_dim)) != head_dim:
+    num_layers, num_heads = size("block_count"), size("attention.head_count")
+    if num_layers > len(tensors):
+        raise ModelError(f"{source}: {arch}.block_count is {num_layers}, and the file has {len(tensors)} tensors")
+    hidden_size = size("embedding_length")
+    head_dim = size("attention.key_length", hidden_size // num_heads)
+    if size("rope.dimension_count", head_dim) != head_dim or size("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{source}: heads that are rotated in part or of unequal key and value size are not supported")
     window = int(get("attention.sliding_window", 0)) or None
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return ModelConfig(
         # A window sets Mistral apart from Llama; otherwise they are the same network.
         architecture="MistralForCausalLM" if arch == "llama" and window else ARCHITECTURES[arch],
-        vocab_size=vocab_size,
+        vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden_size,
-        intermediate_size=int(get("feed_forward_length")),
+        intermediate_size=size("feed_forward_length"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(get("attention.head_count_kv", num_heads)),
+        num_kv_heads=size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_positions=int(get("context_length")),
         # The file holds a float32 of what was written as a short decimal.
@@ -133,7 +184,7 @@ def plain_number(value: Any, key: str, source: str) -> Any:
     return value
 
 
-def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, source: str) -> RopeConfig:
+def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: GgufTensor | None, source: str) -> RopeConfig:
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{arch}.rope.{key}", default)
         return value if value is None or key == "scaling.type" else plain_number(value, f"{arch}.rope.{key}", source)
@@ -141,7 +192,7 @@ def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, 
     theta, context = float(get("freq_base", 10000.0)), int(metadata[f"{arch}.context_length"])
     RopeConfig(theta, original_max_positions=context).check()
     if factors is not None:
-        return _llama3_rope(theta, context, head_dim, dequantise(factors), source)
+        return _llama3_rope(theta, context, head_dim, factors.blocks.dequantised().flatten(), source)
     kind = get("scaling.type", "none")
     if kind == "none":
         if factor := get("scale_linear"):  # the key before there were kinds
@@ -167,6 +218,8 @@ def read_rope(metadata: dict[str, Any], arch: str, head_dim: int, factors: Any, 
 def _llama3_rope(theta: float, context: int, head_dim: int, factors: Tensor, source: str) -> RopeConfig:
     """The file has a divisor per frequency, not the rule it came from: take the published rule that gives them."""
     plain = RopeConfig(theta, original_max_positions=context)
+    if len(factors) != head_dim // 2:
+        raise ModelError(f"{source}: {ROPE_FACTORS} has {len(factors)} factors for heads of {head_dim}")
     if torch.equal(factors, torch.ones_like(factors)):
         return plain
     rope = RopeConfig(theta, "llama3", float(factors.max()), 8192, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -185,31 +238,12 @@ def hf_name(name: str) -> str:
     return f"{layer}{NAMES[match[2]]}.{match[3]}"
 
 
-def dequantise(tensor: gguf.ReaderTensor) -> Tensor:
-    values = gguf.dequantize(tensor.data, tensor.tensor_type)
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    return torch.from_numpy(np.array(values, dtype=np.float32).reshape(shape))
-
-
-def unpermute(value: Tensor, num_heads: int) -> Tensor:
+def _is_permuted(file: GgufFile, name: str) -> bool:
     """Of llama files alone: their rotary pairs lie side by side in a head; ours are half a head apart."""
-    rows = value.unflatten(0, (num_heads, -1, 2))
-    return rows.transpose(1, 2).flatten(0, 2).contiguous()
+    return file.metadata["general.architecture"] == "llama" and re.search(r"\.[qk]_proj\.", name) is not None
 
 
-def _open(file: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
-    """Key-value pairs and tensors (mapped, not read) of the file."""
-    with file.open("rb") as opened:
-        magic = opened.read(4)
-    if magic != b"GGUF":
-        raise ModelError(f"{file}: not a GGUF file (it begins with {magic!r})")
-    try:
-        check_header(file)
-        reader = gguf.GGUFReader(file)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-        return metadata, {tensor.name: tensor for tensor in reader.tensors}
-    except ModelError:
-        raise
-    except Exception as error:  # the reader trusts the file: whatever it stumbles over, the file is damaged
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{file}: damaged or truncated GGUF ({reason}); fetch it again") from None
+def _rotary_order(name: str, num_rows: int, config: ModelConfig) -> np.ndarray:
+    """The file's row for each of ours."""
+    num_heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

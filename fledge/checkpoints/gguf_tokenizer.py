@@ -1,17 +1,21 @@
-"""The tokenizer that a GGUF file describes, as `tokenizer.json` and `tokenizer_config.json`."""
+"""The tokenizer that a GGUF file describes: as it is used, or as `tokenizer.json` and `tokenizer_config.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from fledge.chat_template import render
+from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.tensors import write_json
 from fledge.config_checks import shown
 from fledge.errors import ModelError
+from fledge.tokenizer import Tokenizer as ModelTokenizer
 
 MAX_PIECE_CHARACTERS = 64 << 20
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
@@ -42,15 +46,73 @@ PRE_TOKENIZERS = {
 }
 
 
+class GgufTokenizer(ModelTokenizer):
+    """Made from the file without transformers, whose import alone takes seconds."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._texts = {}
+        self._backend, self._named = build_tokenizer(file.metadata, str(file.path))
+        self._template = file.metadata.get("tokenizer.chat_template")
+        self._ids = {key: self._backend.token_to_id(piece) for key, piece in self._named.items()}
+
+    def copy(self) -> GgufTokenizer:
+        """The same one: nothing that it does changes it, so threads may share it."""
+        return self
+
+    @cached_property
+    def for_transformers(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._backend, clean_up_tokenization_spaces=False, chat_template=self._template, **self._named
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._ids.get("bos_token")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._ids.get("eos_token")
+        return () if eos is None else (eos,)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._ids.values())
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._backend.id_to_token(token_id) for token_id in ids]
+
+    def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
+        return render(template or self._template, messages, **(self._named | options))
+
+
 def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
     """Lists hold what their names say, and are as long as the vocabulary."""
     pieces = metadata.get("tokenizer.ggml.tokens")
-    kinds = {"tokens": str, "merges": str, "scores": int | float, "token_type": int}
-    for name, kind in kinds.items():
+    kinds = {"tokens": {str}, "merges": {str}, "scores": {int, float}, "token_type": {int}}
+    for name, allowed in kinds.items():
         values = metadata.get(f"tokenizer.ggml.{name}")
         if values is None:
             continue
-        if not isinstance(values, list) or not all(isinstance(one, kind) for one in values):
+        if not isinstance(values, list) or not set(map(type, values)) <= allowed:
             raise ModelError(f"{source}: tokenizer.ggml.{name} holds values of the wrong kind")
         if name in ("scores", "token_type") and pieces and len(values) != len(pieces):
             raise ModelError(f"{source}: tokenizer.ggml.{name} has {len(values)} values for {len(pieces)} tokens")
@@ -68,9 +130,10 @@ def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
         raise ModelError(f"{source}: tokens of {sum(map(len, pieces))} characters together are not a vocabulary")
 
 
-def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
-    """`metadata`: the file's key-value pairs."""
-    pieces = metadata.get("tokenizer.ggml.tokens")
+def build_tokenizer(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and its marks by Hugging Face's names. `metadata`: the file's key-value pairs."""
+    check_tokenizer(metadata, source)
+    pieces, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not pieces:
         raise ModelError(f"{source}: no tokenizer in the file")
     model = metadata.get("tokenizer.ggml.model")
@@ -81,31 +144,35 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> N
     else:
         raise ModelError(f"{source}: tokenizer type {model!r} is not supported; supported: gpt2, llama")
 
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(pieces)
     for kind, is_special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
         added = [
             AddedToken(piece, special=is_special, normalized=False)
-            for piece, its in zip(pieces, kinds, strict=True)
+            for piece, its in zip(pieces, kinds or (), strict=False)
             if its == kind
         ]
         tokenizer.add_tokens(added)
 
     named = {
-        key: pieces[token_id]
+        f"{key}_token": pieces[token_id]
         for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (token_id := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None and token_id < len(pieces)
+        if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}_token_id"), int) and 0 <= token_id < len(pieces)
     }
     _surround(
         tokenizer,
-        named.get("bos") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
-        named.get("eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
+        named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
+        named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
     )
+    return tokenizer, named
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> None:
+    tokenizer, named = build_tokenizer(metadata, source)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length"),
-        **{f"{key}_token": piece for key, piece in named.items()},
+        **named,
     }
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template

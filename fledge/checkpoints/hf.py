@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.checkpoints.tensors import TensorReader, listed, read_json, write_json, write_tensors
+from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_json, write_tensors
 from fledge.config import ModelConfig
 from fledge.config_checks import token_ids
 from fledge.errors import ModelError
@@ -60,8 +60,7 @@ def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         if "lm_head.weight" not in reader.shapes:
             config = dataclasses.replace(config, tie_embeddings=True)
         check_tensors(reader.shapes, tensor_shapes(config), str(folder))
-        with torch.device("meta"):
-            decoder = Decoder(config)
+        decoder = empty_decoder(config)
         for name, _ in list(decoder.named_parameters()):
             parts = [reader.read(part).to(device=device, dtype=dtype) for part in file_names(name)]
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -72,6 +71,12 @@ def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     # Computed, not loaded, so it must not stay on the meta device.
     decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
     return decoder.eval()
+
+
+def empty_decoder(config: ModelConfig) -> Decoder:
+    """Of shapes alone, to be filled."""
+    with ShapesOnly():
+        return Decoder(config)
 
 
 def save_decoder(
@@ -173,8 +178,7 @@ def file_names(parameter: str) -> list[str]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this configuration holds."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
+    decoder = empty_decoder(config)
     return {
         part: tuple(rows.shape)
         for name, parameter in decoder.named_parameters()

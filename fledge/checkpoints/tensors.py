@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fledge.errors import ModelError, printable
 
@@ -84,6 +86,21 @@ class TensorReader:
             raise ModelError(f"{file}: the index names tensors that it lacks: {listed(lacking)}")
         self.shapes.update(shapes)
         self._owners.update(dict.fromkeys(names, opened))
+
+
+class ShapesOnly(TorchFunctionMode):
+    """Within it networks are made without memory or initial values, to be filled from a file.
+
+    `torch.device("meta")` does the same, but imports torch's compiler for it: 2 s and 130 MB.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        if func in (torch.empty, torch.ones, torch.zeros):
+            return torch.empty(*args, **kwargs | {"device": "meta"})
+        return func(*args, **kwargs)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

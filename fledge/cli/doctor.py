@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.cli.options import Device, Dtype, MaxTokens, Model
 from fledge.errors import printable
+
+if TYPE_CHECKING:
+    from fledge.bench.doctor import Diagnosis
 
 
 def doctor(
@@ -27,6 +26,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Decode a few prompts, and if few drafts are accepted, try the known mistakes until one explains it."""
+    from rich.console import Console
+
+    from fledge.bench.doctor import diagnose
+
     with Console(stderr=True).status("reading the drafter") as status:
         diagnosis = diagnose(
             drafter,
@@ -46,6 +49,10 @@ def doctor(
 
 
 def _print(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console()
     table = Table("tried", "accepted a step", "first accepted", box=None)
     if diagnosis.as_it_stands is not None:

@@ -10,9 +10,12 @@ from typing import TypeVar
 import torch
 
 from fledge import sources
+from fledge.checkpoints import gguf
 from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
@@ -88,12 +91,25 @@ def build_engine(
         name, decoder = "", model
         config = config.resolve(decoder.config)
     else:
-        name, folder = model, sources.resolve(model)
-        tokenizer = tokenizer or Tokenizer(folder)
-        config = config.resolve(load_config(folder))
-        # What was quantised in a file is found again only in exact weights.
-        exact = is_cpu or config.quantization != "none"
-        decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
+        name, found = model, sources.find(model)
+        if found.is_file() and is_eager and keeps_blocks(config):
+            if speculation.tree is not None:
+                # A tree sums attention in another order than the text, and 8-bit activations make a rounding visible:
+                # 14 of 20 greedy answers differed from plain ones.
+                raise UserError(
+                    "a draft tree is not lossless with a GGUF file's own blocks; add --dtype float16, or leave out --tree"
+                )
+            file = GgufFile(found)
+            tokenizer = tokenizer or GgufTokenizer(file)
+            config = replace(config, quantization="gguf").resolve(gguf.read_config(file))
+            decoder = gguf.load_decoder(file)
+        else:
+            folder = sources.resolve(model)
+            tokenizer = tokenizer or Tokenizer(folder)
+            config = config.resolve(load_config(folder))
+            # What was quantised in a file is found again only in exact weights.
+            exact = is_cpu or config.quantization != "none"
+            decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
     decoder = fit(decoder, config, pack=is_eager)
     network, coverage = _load_network(speculation, name, decoder, config, pack=is_eager)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
@@ -101,6 +117,7 @@ def build_engine(
     pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
     drafter = _drafter(speculation, network, coverage, config, pool)
     if name:
+        native.give_back_memory()
         gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
     controller = SpeculationController(
         drafter.depth.limit if drafter is not None else 0,
@@ -114,26 +131,33 @@ def build_engine(
     return Engine(config, executor, pool, controller, drafter=drafter, tokenizer=tokenizer, admission=admission)
 
 
+def keeps_blocks(config: EngineConfig) -> bool:
+    """Whether the CPU computes with a GGUF file's weights as they are: unless another type is asked for."""
+    return config.dtype == "auto" and config.quantization == "none" and native.library() is not None
+
+
 def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network:
     """Places a network on its device in its type; a target's linears are quantised if so configured.
 
-    On CPU linears are packed for the native kernels, float16 or float32, between fp32 activations. `pack`: False leaves them
-    as they are, for the captured executor's functions.
+    On CPU linears are packed for the native kernels, float16 or float32, between fp32 activations; those of a GGUF file stay
+    as they are. `pack`: False leaves plain ones as they are, for the captured executor's functions.
     """
     network.eval().requires_grad_(False)
     if config.quantization != "none" and isinstance(network, Decoder):
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
         return network.to(device=config.device, dtype=config.weight_dtype)
-    network = network.float()
     if not pack:
-        return network
+        return network.float()
+    # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
+    embedding = network.embed_tokens
     if config.dtype == "float16":
-        if network.embed_tokens is not None:
-            network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight.half(), requires_grad=False)
         pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
     elif native.library() is not None:
         pack_linears(network, 32)
+    network = network.float()
+    if config.dtype == "float16" and isinstance(embedding, torch.nn.Embedding):
+        embedding.weight = torch.nn.Parameter(embedding.weight.half(), requires_grad=False)
     return network
 
 
@@ -151,7 +175,7 @@ def _load_network(
         raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
         return found, None
-    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config)
+    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config, dtype=None)
     decoder.check_taps(network.config.aux_layer_ids)
     coverage = recorded_coverage(found) if isinstance(found, Path) else None
     return fit(network, config, pack=pack).share(decoder.embed_tokens, decoder.lm_head), coverage

@@ -18,7 +18,9 @@ from fledge.sources import cache_folder
 
 SOURCES = Path(__file__).with_name("cpu")
 # Compiled and linked apart: linking with -ffast-math would switch off denormals for the whole process.
-COMPILE = ("-std=gnu11", "-O3", "-march=native", "-ffast-math", "-fPIC", "-c")
+# For this machine's processor: on ARM, Clang knows it by another option than elsewhere, and GCC by both.
+PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+COMPILE = ("-std=gnu11", "-O3", PROCESSOR, "-ffast-math", "-fPIC", "-c")
 LIBRARIES = ("-lm", "-lpthread")
 
 
@@ -33,7 +35,7 @@ def compiler() -> list[str] | None:
 
 
 def built(command: list[str]) -> Path:
-    """The shared library, kept by sources, compiler and processor: -march=native does not travel."""
+    """The shared library, kept by sources, compiler and processor: code for one does not run on all."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h")]
     key = hashlib.sha256("\0".join([*texts, version, _processor(), *COMPILE, *LIBRARIES]).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,14 +30,6 @@ from fledge.kernels.sample import Choice, choose
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
-
-varlen_attn: Callable[..., Any] | None
-try:
-    from torch.nn.attention import varlen
-
-    varlen_attn = varlen.varlen_attn
-except ImportError:
-    varlen_attn = None
 
 # Few blocks of cached-prefix prefill split their keys to fill the device: two numbers of splits, for two kernels.
 FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
@@ -151,10 +144,11 @@ class CudaOps(Ops):
         if not attends_by_device_lengths(q_NHE):
             lengths = [length for length in (*meta.prompt_lengths, len(q_NHE) - sum(meta.prompt_lengths)) if length]
             return causal_attend(lengths)(module.layer, q_NHE, k_NKE, v_NKE, module.window)
-        assert varlen_attn is not None
+        attend = _varlen_attn()
+        assert attend is not None
         reach = -1 if module.window is None else module.window - 1
         bounds = (meta.offsets, meta.offsets, meta.longest, meta.longest)
-        return varlen_attn(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0), **_GROUPED)
+        return attend(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0))
 
     def _attend_blocks(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
         lengths, places = given(meta.lengths_B), given(meta.places_N)
@@ -239,8 +233,16 @@ def head_norms(module: FusedAttentionModule) -> Norms | None:
 def attends_by_device_lengths(q: Tensor) -> bool:
     """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and q.is_cuda and varlen_attn is not None and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn() is not None
 
 
-# Newer releases ask for the word before heads may be grouped; older ones group without it.
-_GROUPED = {"enable_gqa": True} if varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+@cache
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """None where torch has none. Imported on first use: it brings torch's compiler, 2 s that a CPU need not wait for."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # Newer releases ask for the word before heads may be grouped; older ones group without it.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn

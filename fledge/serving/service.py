@@ -71,13 +71,13 @@ class Service:
 
     def _build(self) -> Engine:
         flags = self.flags
-        folder = sources.resolve(flags.model)
+        found = sources.find(flags.model)  # a GGUF file has no generation_config.json
         if flags.generation_config != "vllm":
-            place = folder if flags.generation_config == "auto" else Path(flags.generation_config)
+            place = found if flags.generation_config == "auto" else Path(flags.generation_config)
             self.defaults = _generation_defaults(place) | self.defaults
         config = flags.engine_config
         if flags.gpu_memory_utilization is not None:
-            config = _with_gpu_share(config, flags.gpu_memory_utilization, folder)
+            config = _with_gpu_share(config, flags.gpu_memory_utilization, sources.resolve(flags.model))
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
         log.info(memory_plan(engine).describe())

@@ -55,7 +55,7 @@ class GrammarCompiler:
     ) -> None:
         self.vocab_size, self.end_token_ids, self.limits = vocab_size, sorted(end_token_ids), limits or Limits()
         self.info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer._tokenizer, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
+            tokenizer.for_transformers, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
         )
         self.clock = MaskClock(self.limits.max_mask_seconds)
         self._process = GrammarProcess(self.info.serialize_json(), self.limits)

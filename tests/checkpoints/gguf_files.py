@@ -33,12 +33,14 @@ def write_gguf(
     arch: str,
     quantisation: str = "F32",
     *,
+    others: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     pre: str | None = "smollm",
     merges: tuple[str, ...] = ("h e", "l l", "he ll", "1 2", "Ġ 1"),
 ) -> Path:
-    """`metadata` and `tensors`: more of them, or others in their place (None takes a key away)."""
+    """`metadata` and `tensors`: more of them, or others in their place (None takes a key away). `others`: quantisation of
+    tensors that have a part of their name."""
     config = decoder.config
     writer = gguf.GGUFWriter(path, arch)
     tokens, types, merges = byte_level_vocabulary(list(merges))
@@ -69,9 +71,10 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     weights = gguf_weights(decoder, permute=arch == "llama") | (tensors or {})
-    kind = gguf.GGMLQuantizationType[quantisation]
     for name, value in weights.items():
-        plain = value.ndim == 1 or quantisation == "F32"
+        its = next((other for part, other in (others or {}).items() if part in name), quantisation)
+        kind = gguf.GGMLQuantizationType[its]
+        plain = value.ndim == 1 or its == "F32"
         if plain:
             writer.add_tensor(name, value.astype(np.float32))
         else:

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from fledge import sources
-from fledge.checkpoints.gguf import QUANTISATIONS, convert, dequantise
+from fledge.checkpoints.gguf import convert
+from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.config import RopeConfig
 from fledge.errors import ModelError
@@ -121,20 +122,22 @@ def test_k_quantisations(kind: str, size: int, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (tensor,) = gguf.GGUFReader(tmp_path / "blocks.gguf").tensors
+    (tensor,) = GgufFile(tmp_path / "blocks.gguf").tensors.values()
     expected = torch.tensor([reference_block(kind, block) for block in blocks]).reshape(3, 512)
-    torch.testing.assert_close(dequantise(tensor), expected, rtol=1e-5, atol=1e-6)
+    assert tensor.shape == (3, 512)
+    torch.testing.assert_close(tensor.blocks.dequantised(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
-    assert "Q2_K" not in QUANTISATIONS
     path = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB, hidden_size=256), "llama")
     raw = path.read_bytes()
     name = b"blk.0.ffn_up.weight"
     at = raw.index(name) + len(name) + 4 + 2 * 8  # behind the name: number of dimensions, two sizes, then the type
-    path.write_bytes(raw[:at] + int(gguf.GGMLQuantizationType.Q2_K).to_bytes(4, "little") + raw[at + 4 :])
-    with pytest.raises(ModelError, match="quantisation Q2_K is not supported; supported: F32, F16"):
-        convert(path, tmp_path / "folder")
+    for number, said in ((int(gguf.GGMLQuantizationType.IQ2_XS), "IQ2_XS"), (4711, "number 4711")):
+        path.write_bytes(raw[:at] + number.to_bytes(4, "little") + raw[at + 4 :])
+        expected = rf"quantisation {said} \(of blk\.0\.ffn_up\.weight\) is not supported; supported: F32, F16"
+        with pytest.raises(ModelError, match=expected):
+            convert(path, tmp_path / "folder")
 
 
 def converted_rope(tmp_path: Path, metadata: dict | None = None, **more: object) -> RopeConfig:

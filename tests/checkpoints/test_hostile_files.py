@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter, save_drafter
-from fledge.checkpoints.gguf_header import check_header
 from fledge.checkpoints.hf import load_config, load_decoder, save_decoder
 from fledge.checkpoints.inspect import inspect_drafter
 from fledge.config import ModelConfig
@@ -194,8 +193,16 @@ def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
         gguf.convert(file, tmp_path / "out")
 
 
-def test_a_true_header_passes(tmp_path: Path) -> None:
-    check_header(write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama"))
+def test_a_true_file_passes(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama")
+    assert (gguf.convert(file, tmp_path / "out") / "config.json").is_file()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_gguf(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="plain file"):
+        gguf.convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
 ODD_METADATA = [

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.gguf_header import check_header
+from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.checkpoints.tensors import TensorReader
 from fledge.config import ModelConfig
@@ -71,8 +72,9 @@ def test_gguf_headers(gguf_bytes: bytes, tmp_path: Path, data: st.DataObject) ->
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(changed[:cut]))
     try:
-        metadata, tensors = gguf._open(file)
-        gguf.read_config(metadata, tensors, "it")
+        opened = GgufFile(file)
+        gguf.read_config(opened)
+        GgufTokenizer(opened)
     except UserError:
         pass
 
@@ -83,7 +85,7 @@ def test_gguf_rubbish(tmp_path: Path, body: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\x03\x00\x00\x00" + body)
     with contextlib.suppress(UserError):
-        check_header(file)
+        GgufFile(file)
 
 
 HEADERS = st.dictionaries(

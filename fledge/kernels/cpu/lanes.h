@@ -5,11 +5,14 @@
 #if !defined(__AVX2__) || !defined(__F16C__)
 #error "without AVX2 torch's own kernels are faster"
 #endif
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 typedef float lanes __attribute__((vector_size(64), aligned(4)));
 enum { LANES = 16 };
 typedef uint16_t half;  /* the bits of an fp16 number */
+typedef struct { uint16_t bits; } bfloat;  /* the upper half of an fp32 number */
 typedef int8_t byte;
 static inline lanes load(const float *x) { return *(const lanes *)x; }
 static inline void store(float *x, lanes value) { *(lanes *)x = value; }
@@ -45,6 +48,11 @@ static inline vector widen_halves(const half *halves) {
     }
     return whole;
 #endif
+}
+
+static inline vector widen_bfloats(const bfloat *bfloats) {
+    typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2)));
+    return (vector)(__builtin_convertvector(*(const halves *)bfloats, words) << 16);
 }
 
 /* Pairs of bytes as pairs of 16-bit numbers, a pair a word. */

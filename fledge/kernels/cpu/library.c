@@ -173,6 +173,27 @@ void run_linear(const Linear *linear, const float *x, float *out, long rows, int
     pthread_mutex_unlock(&pool.caller);
 }
 
+/* Bytes of the panels of `outputs` rows of a block format; 0 for formats that have none. */
+long packed_bytes(int format, long inputs, long outputs) {
+    return strips_of(format) ? (outputs + PANEL - 1) / PANEL * panel_bytes(format, inputs, 0) : 0;
+}
+
+/* Rows of a file, `row_bytes` apart, into panels. */
+void pack_blocks(int format, const void *file, long row_bytes, long inputs, long outputs, void *panels, int threads) {
+    Packing packing = {format, file, row_bytes, inputs, outputs, panels};
+    pthread_mutex_lock(&pool.caller);
+    parallel(pack_panel, &packing, (outputs + PANEL - 1) / PANEL, threads);
+    pthread_mutex_unlock(&pool.caller);
+}
+
+/* out [count, inputs]: rows of a table of `outputs` as it lies in a file. Returns 1 if there is no such row. */
+int look_up(int format, const void *table, long row_bytes, long inputs, long outputs, const int64_t *rows, long count, float *out) {
+    for (long i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= outputs) return 1;
+    for (long i = 0; i < count; i++) row_weights(format, (const uint8_t *)table + rows[i] * row_bytes, inputs, out + i * inputs);
+    return 0;
+}
+
 /* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
 void best_of(const float *logits, long rows, long size, long *index, float *probability) {
     for (long r = 0; r < rows; r++) {

@@ -1,47 +1,76 @@
-/* Linear layers with weights of 32, 16, 8 or 4 bits, fp32 in and out. At a few rows a linear is bound by reading its weights:
-   half the bytes is half the time, and the further rows ride along. A row's result does not depend on how many rows there are.
+/* Linear layers, fp32 in and out, with weights in several formats. At a few rows a linear is bound by reading its weights: half
+   the bytes is half the time, and further rows cost little. A row's result does not depend on how many rows there are.
 
    Panels hold the weights of PANEL outputs side by side, the last one padded with zeros:
 
-       32, 16 bits   [outputs / PANEL][inputs][PANEL]
-       8, 4 bits     [outputs / PANEL][inputs / group] of fp16 scales[PANEL], fp16 offsets[PANEL] (4 bits alone), and
-                         8 bits: codes[group / 2][PANEL][2]
-                         4 bits: words[group / 8][PANEL] of eight inputs; the nibbles i and i + 4 are the inputs 2 i and 2 i + 1
+       F32, F16, BF16      [outputs / PANEL][inputs][PANEL]
+       groups              [outputs / PANEL][inputs / group] of fp16 scales[PANEL], fp16 offsets[PANEL] (nibbles alone), and
+                               bytes:   codes[group / 2][PANEL][2]
+                               nibbles: words[group / 8][PANEL] of eight inputs; the nibbles i and i + 4 are the inputs 2 i, 2 i + 1
+       GGUF's blocks       blocks.h
 
-   A code times its group's scale, plus its offset, is the weight. Codes meet activations in 16-bit fixed point, a scale a
+   In groups a code times its scale, plus its offset, is the weight. Codes meet activations in 16-bit fixed point, a scale a
    group: their sums are exact integers, and the rounding (2^-16 of a group's largest) is far below that of fp16 weights. */
-enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24 };
-/* Rows whose sums fit the registers. */
+enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24, AHEAD_BYTES = 2048 };
+/* Rows whose sums fit the registers; of blocks, whose panels are computed WIDTH outputs at a time, more. */
 #if defined(__AVX512BW__)
-enum { ROWS = 8 };
+enum { ROWS = 8, BLOCK_ROWS = 8 };
+#elif defined(__AVX2__)
+enum { ROWS = 3, BLOCK_ROWS = 4 };
 #else
-enum { ROWS = 3 };
+enum { ROWS = 3, BLOCK_ROWS = 8 };
 #endif
+enum { CHUNK = 8 };  /* rows taken through a panel at a time */
 
+#include "blocks.h"
+#include "block_linear.h"
+
+/* Outputs of one format, in panels of their own. */
 typedef struct {
     const void *panels;
+    long outputs, format;
+} Part;
+
+enum { MAX_PARTS = 3 };
+
+typedef struct {
+    Part parts[MAX_PARTS];
+    long num_parts;
     const float *bias;  /* or NULL */
     long inputs, outputs;
-    long bits, group;   /* group: inputs that share a scale, up to 512 */
+    long group;         /* of formats in groups: inputs that share a scale, up to 512 */
 } Linear;
 
 typedef struct {
     const Linear *linear;
     const float *x;         /* [rows, inputs] */
-    const int16_t *fixed;   /* x in fixed point, for 8 and 4 bits: */
+    const int16_t *fixed;   /* x in fixed point, for groups: */
     const float *scales;    /* [rows, groups] */
     const float *sums;      /* [rows, groups] of x */
+    Activations *in_bytes;  /* x in 8 bits, for blocks */
     float *out;
     long rows;
     int add;                /* to what is in `out` already */
 } Product;
 
-static inline long num_panels(const Linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
+static inline int is_grouped(long format) { return format == GROUPS_OF_BYTES || format == GROUPS_OF_NIBBLES; }
 
-static inline long panel_bytes(const Linear *linear) {
-    long weights = linear->inputs * linear->bits / 8;
-    if (linear->bits > 8) return PANEL * weights;
-    return PANEL * (weights + linear->inputs / linear->group * (linear->bits == 4 ? 2 : 1) * (long)sizeof(half));
+static inline long part_panels(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
+
+static inline long num_panels(const Linear *linear) {
+    long panels = 0;
+    for (long i = 0; i < linear->num_parts; i++) panels += part_panels(linear->parts + i);
+    return panels;
+}
+
+static inline long panel_bytes(long format, long inputs, long group) {
+    switch (format) {
+    case F32: return PANEL * inputs * 4;
+    case F16: case BF16: return PANEL * inputs * 2;
+    case GROUPS_OF_BYTES: return PANEL * (inputs + inputs / group * 2);
+    case GROUPS_OF_NIBBLES: return PANEL * (inputs / 2 + inputs / group * 4);
+    default: return PANEL * block_output_bytes((int)format, inputs);
+    }
 }
 
 /* out[r][PANEL] = panel · x[row + r], for a number of rows known at compile time: sums stay in registers. */
@@ -108,33 +137,55 @@ typedef struct { byte pair[2]; } nibble;  /* any type but a byte */
 typedef void (*PanelOf)(const Product *, long, const void *, float *);
 PANELS_OF(PANEL_OF, float, widen_floats)
 PANELS_OF(PANEL_OF, half, widen_halves)
+PANELS_OF(PANEL_OF, bfloat, widen_bfloats)
 PANELS_OF(GROUPED_PANEL_OF, byte, PAIRS_OF_BYTES)
 PANELS_OF(GROUPED_PANEL_OF, nibble, PAIRS_OF_NIBBLES)
 
+/* Even blocks: a last one of a single row would wait for its own sums. */
+static inline long next_rows(long left, long most) {
+    long blocks = (left + most - 1) / most;
+    return (left + blocks - 1) / blocks;
+}
+
+/* The part that has panel `index`; *first and *width: the panel's outputs. */
+static const Part *find_panel(const Linear *linear, long *index, long *first, long *width) {
+    const Part *part = linear->parts;
+    for (*first = 0; *index >= part_panels(part); part++) *index -= part_panels(part), *first += part->outputs;
+    *width = part->outputs - *index * PANEL < PANEL ? part->outputs - *index * PANEL : PANEL;
+    *first += *index * PANEL;
+    return part;
+}
+
+/* out[r][0 … PANEL) for the rows of a chunk */
 static void one_panel(const Product *product, long index, long row, long rows, float *out) {
     const Linear *linear = product->linear;
-    long first = index * PANEL, width = linear->outputs - first < PANEL ? linear->outputs - first : PANEL;
-    const PanelOf *panel = linear->bits == 32 ? float_panel : linear->bits == 16 ? half_panel
-                         : linear->bits == 8 ? byte_panel : nibble_panel;
-    panel[rows](product, row, (const char *)linear->panels + index * panel_bytes(linear), out);
+    long first, width, inputs = linear->inputs;
+    const Part *part = find_panel(linear, &index, &first, &width);
+    const PanelOf *panel = part->format == F32 ? float_panel : part->format == F16 ? half_panel : part->format == BF16 ? bfloat_panel
+                         : part->format == GROUPS_OF_BYTES ? byte_panel : part->format == GROUPS_OF_NIBBLES ? nibble_panel : 0;
+    const char *weights = (const char *)part->panels + index * panel_bytes(part->format, inputs, linear->group);
+    for (long r = 0, some; r < rows; r += some) {
+        some = next_rows(rows - r, panel ? ROWS : BLOCK_ROWS);
+        if (panel)
+            panel[some](product, row + r, weights, out + r * PANEL);
+        else {
+            long step, first_x = first_unit(row + r, product->rows, inputs / UNIT, &step);
+            const Activations *x = product->in_bytes + first_x;
+            block_panel((int)part->format, x, step, some, inputs, (const uint8_t *)weights, out + r * PANEL);
+        }
+    }
     if (linear->bias)
         for (long r = 0; r < rows; r++)
             for (long i = 0; i < width; i++) out[r * PANEL + i] += linear->bias[first + i];
 }
 
-/* Even blocks: a last one of a single row would wait for its own sums. */
-static inline long next_rows(long left) {
-    long blocks = (left + ROWS - 1) / ROWS;
-    return (left + blocks - 1) / blocks;
-}
-
 static void product_panel(const void *task, long index) {
     const Product *product = task;
-    long outputs = product->linear->outputs;
-    long first = index * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
-    float sums[ROWS * PANEL];
+    long outputs = product->linear->outputs, first, width, in_part = index;
+    float sums[CHUNK * PANEL];
+    find_panel(product->linear, &in_part, &first, &width);
     for (long row = 0, rows; row < product->rows; row += rows) {
-        rows = next_rows(product->rows - row);
+        rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
         one_panel(product, index, row, rows, sums);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * outputs + first;
@@ -146,23 +197,26 @@ static void product_panel(const void *task, long index) {
     }
 }
 
-/* Activations in fixed point, for weights of 8 and 4 bits. The memory is whoever's that holds the pool's lock. */
-static void fix(Product *product) {
+/* Memory for activations; whoever holds the pool's lock has it. */
+static void *activation_memory(size_t bytes) {
     static char *memory;
     static size_t size;
-    const Linear *linear = product->linear;
-    if (linear->bits > 8) return;
-    long numbers = product->rows * linear->inputs, groups = numbers / linear->group;
-    size_t needed = numbers * sizeof(int16_t) + 2 * groups * sizeof(float);
-    if (needed > size) {
+    if (bytes > size) {
         free(memory);
-        memory = aligned_alloc(64, size = (needed + 63) / 64 * 64);
+        memory = aligned_alloc(64, size = (bytes + 63) / 64 * 64);
         if (!memory) {
-            fprintf(stderr, "fledge: no memory for a linear of %ld rows\n", product->rows);
+            fprintf(stderr, "fledge: no memory for a linear's activations (%zu bytes)\n", bytes);
             abort();
         }
     }
-    float *scales = (float *)memory, *sums = scales + groups;
+    return memory;
+}
+
+/* Activations in fixed point, for weights in groups. */
+static void fix(Product *product) {
+    const Linear *linear = product->linear;
+    long numbers = product->rows * linear->inputs, groups = numbers / linear->group;
+    float *scales = activation_memory(numbers * sizeof(int16_t) + 2 * groups * sizeof(float)), *sums = scales + groups;
     int16_t *fixed = (int16_t *)(sums + groups);
     for (long g = 0; g < groups; g++) {
         const float *x = product->x + g * linear->group;
@@ -179,10 +233,30 @@ static void fix(Product *product) {
     product->fixed = fixed, product->scales = scales, product->sums = sums;
 }
 
+static void quantise_row_of(const void *task, long row) {
+    const Product *product = task;
+    long inputs = product->linear->inputs, units = inputs / UNIT, step, first = first_unit(row, product->rows, units, &step);
+    quantise_row(product->x + row * inputs, units, product->in_bytes + first, step);
+}
+
+/* Activations in 8 bits, for blocks. */
+static void quantise(Product *product, int threads) {
+    product->in_bytes = activation_memory(product->rows * (product->linear->inputs / UNIT) * sizeof(Activations));
+    parallel(quantise_row_of, product, product->rows, product->rows < 2 * CHUNK ? 1 : threads);
+}
+
+static void prepare(Product *product, int threads) {
+    const Linear *linear = product->linear;
+    int in_bytes = 0;
+    for (long i = 0; i < linear->num_parts; i++) in_bytes |= strips_of((int)linear->parts[i].format) != 0;
+    if (is_grouped(linear->parts[0].format)) fix(product);
+    else if (in_bytes) quantise(product, threads);
+}
+
 /* out [rows, outputs] = (out +) x [rows, inputs] · weights + bias */
 static void multiply(const Linear *linear, const float *x, float *out, long rows, int add, int threads) {
     Product product = {.linear = linear, .x = x, .out = out, .rows = rows, .add = add};
-    fix(&product);
+    prepare(&product, threads);
     parallel(product_panel, &product, num_panels(linear), threads);
 }
 
@@ -190,9 +264,9 @@ static void multiply(const Linear *linear, const float *x, float *out, long rows
 static void gated_panel(const void *task, long index) {
     const Product *product = task;
     long size = product->linear->outputs / 2;
-    float gate[ROWS * PANEL], up[ROWS * PANEL];
+    float gate[CHUNK * PANEL], up[CHUNK * PANEL];
     for (long row = 0, rows; row < product->rows; row += rows) {
-        rows = next_rows(product->rows - row);
+        rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
         one_panel(product, index, row, rows, gate);
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
@@ -207,6 +281,50 @@ static void gated_panel(const void *task, long index) {
 
 static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int threads) {
     Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows};
-    fix(&product);
+    prepare(&product, threads);
     parallel(gated_panel, &product, num_panels(gate_up) / 2, threads);
+}
+
+typedef struct {
+    int format;
+    const uint8_t *file;
+    long row_bytes, inputs, outputs;
+    uint8_t *panels;
+} Packing;
+
+static void pack_panel(const void *task, long index) {
+    const Packing *p = task;
+    long strip = block_output_bytes(p->format, p->inputs) * WIDTH;
+    for (int v = 0; v < VECTORS; v++) {
+        long first = index * PANEL + v * WIDTH, rows = p->outputs - first < WIDTH ? p->outputs - first : WIDTH;
+        const uint8_t *file = p->file + first * p->row_bytes;
+        uint8_t *to = p->panels + (index * VECTORS + v) * strip;
+        if (rows < WIDTH) memset(to, 0, strip);
+        switch (p->format) {
+#define CASE(FORMAT) case FORMAT: pack_strip(FORMAT, file, p->row_bytes, rows, p->inputs, to); break;
+        FOR_BLOCK_FORMATS(CASE)
+#undef CASE
+        }
+    }
+}
+
+/* Weights of a row of the file: all formats but ours. */
+static void row_weights(int format, const uint8_t *row, long inputs, float *out) {
+    long step = file_block_bytes(format), per_block = file_block_inputs(format) / UNIT;
+    switch (format) {
+    case F32: memcpy(out, row, inputs * sizeof(float)); break;
+    case F16: for (long i = 0; i < inputs; i++) out[i] = float_of(half_at(row + 2 * i)); break;
+    case BF16:
+        for (long i = 0; i < inputs; i++) {
+            uint32_t bits = (uint32_t)half_at(row + 2 * i) << 16;
+            memcpy(out + i, &bits, sizeof bits);
+        }
+        break;
+#define CASE(FORMAT)                                                                                                      \
+    case FORMAT:                                                                                                          \
+        for (long k = 0; k < inputs / UNIT; k++) unit_weights(FORMAT, row + k / per_block * step, (int)(k % per_block), out + k * UNIT); \
+        break;
+    FOR_BLOCK_FORMATS(CASE)
+#undef CASE
+    }
 }

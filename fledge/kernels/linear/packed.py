@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels import native
+from fledge.kernels.formats.gguf_blocks import Blocks
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, quantize
 
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
+
+QUANTISED_ROWS = 1024
 
 
 class PackedLinear(nn.Module):
@@ -28,7 +31,7 @@ class PackedLinear(nn.Module):
         self.native = self.packed = None
         if native.library() is not None:
             self.native = native.NativeLinear(_as_bits(linear, bits), self.bias)
-            self.bits, self.num_bytes = self.native.arguments.bits, self.native.num_bytes
+            self.bits, self.num_bytes = self.native.bits, self.native.num_bytes
         else:
             self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), self.bias)
             self.bits, self.num_bytes = 16, 2 * linear.weight.numel()
@@ -42,12 +45,51 @@ class PackedLinear(nn.Module):
         return torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.native is None else self.native.weight
 
 
+class GgufLinear(PackedLinear):
+    """From the blocks of GGUF tensors, whose outputs follow each other, in their own formats. Needs the C code."""
+
+    def __init__(self, parts: list[Blocks], bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.parts, self.bias, self.packed = parts, bias, None
+        self.in_features, self.out_features = parts[0].inputs, sum(part.outputs for part in parts)
+        self.native = native.NativeLinear(parts, bias)
+        self.bits, self.num_bytes = self.native.bits, self.native.num_bytes
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.cat([native.look_up(part, torch.arange(part.outputs)) for part in self.parts])
+
+
+class GgufEmbedding(nn.Module):
+    """Rows of a GGUF tensor, looked up in the mapped file."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.num_embeddings, self.embedding_dim = blocks.outputs, blocks.inputs
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return native.look_up(self.blocks, tokens)
+
+    @property
+    def weight(self) -> Tensor:
+        """All of it in fp32, anew at every call."""
+        return native.look_up(self.blocks, torch.arange(self.num_embeddings))
+
+
 def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | QuantizedWeight:
     if isinstance(linear, QuantizedLinear):
         return linear.quantized
     if bits == 8 and linear.in_features % GROUP_SIZE == 0:
-        return quantize(linear.weight, 8)
+        return _quantised(linear.weight)
     return linear.weight.detach().to(torch.float32 if bits == 32 else torch.float16)
+
+
+def _quantised(weight_OI: Tensor) -> QuantizedWeight:
+    """8 bits, some rows at a time: rounding takes several times the memory of what it rounds."""
+    parts = [quantize(rows, 8) for rows in weight_OI.split(QUANTISED_ROWS)]
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return QuantizedWeight(codes, scales, None, 8, GROUP_SIZE)
 
 
 def packing_supported() -> bool:
@@ -66,7 +108,7 @@ def pack_linears(module: nn.Module, bits: int = 16) -> None:
         if isinstance(child, QuantizedLinear):
             setattr(module, name, PackedLinear(child))
         elif isinstance(child, nn.Linear):
-            if bits == 32 or child.weight.abs().max() <= FP16_MAX:
+            if bits == 32 or max(map(abs, map(float, child.weight.aminmax()))) <= FP16_MAX:
                 setattr(module, name, PackedLinear(child, bits))
         else:
             pack_linears(child, bits)

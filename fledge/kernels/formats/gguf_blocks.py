@@ -1,0 +1,103 @@
+"""GGUF's tensor formats: their sizes, tensors as they lie in a mapped file, and a reference of the CPU kernels' arithmetic.
+
+The bits of each format are in `cpu/blocks.h`. The kernels multiply blocks by activations of 8 bits, a scale for 32 of a row;
+F32, F16 and BF16 are multiplied by fp32 activations.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNIT = 32  # activations that share a scale
+
+
+class Format(NamedTuple):
+    number: int  # in the file
+    inputs: int  # weights a block
+    num_bytes: int  # of a block
+
+
+FORMATS = {
+    "F32": Format(0, 1, 4),
+    "F16": Format(1, 1, 2),
+    "BF16": Format(30, 1, 2),
+    "Q4_0": Format(2, 32, 18),
+    "Q4_1": Format(3, 32, 20),
+    "Q5_0": Format(6, 32, 22),
+    "Q5_1": Format(7, 32, 24),
+    "Q8_0": Format(8, 32, 34),
+    "Q2_K": Format(10, 256, 84),
+    "Q3_K": Format(11, 256, 110),
+    "Q4_K": Format(12, 256, 144),
+    "Q5_K": Format(13, 256, 176),
+    "Q6_K": Format(14, 256, 210),
+    "IQ4_NL": Format(20, 32, 18),
+}
+NAMES = {entry.number: name for name, entry in FORMATS.items()}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor [outputs, inputs] (a vector: one output) as its file has it."""
+
+    format: str
+    inputs: int
+    data: np.ndarray  # uint8 [outputs, row_bytes], contiguous; keeps the mapped file open
+
+    @property
+    def outputs(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data.shape[1]
+
+    @cached_property
+    def address(self) -> int:
+        return self.data.ctypes.data
+
+    def rows(self, which: slice | np.ndarray) -> Blocks:
+        """Some of the rows where they are, or a copy of them in another order."""
+        return Blocks(self.format, self.inputs, self.data[which])
+
+    def plain(self) -> Tensor:
+        """[outputs, inputs] of F32, F16 and BF16, in that type. A copy: the file is mapped for reading only."""
+        return torch.from_numpy(self.data.copy()).view(PLAIN[self.format])
+
+    def dequantised(self) -> Tensor:
+        """[outputs, inputs] in fp32, by the `gguf` package: the reference."""
+        if self.format in PLAIN:
+            return self.plain().float()
+        import gguf
+
+        values = gguf.dequantize(self.data, gguf.GGMLQuantizationType(FORMATS[self.format].number))
+        return torch.from_numpy(np.asarray(values, dtype=np.float32)).view(self.outputs, self.inputs)
+
+    def release(self) -> None:
+        """Gives the mapped pages back to the system; they are read from the file again if they are looked at."""
+        owner = self.data
+        while isinstance(owner, np.ndarray) and owner.base is not None:
+            owner = owner.base
+        owner = owner.obj if isinstance(owner, memoryview) else owner
+        if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = self.address - np.frombuffer(owner, np.uint8).ctypes.data
+        page = mmap.PAGESIZE
+        first, end = start // page * page, -(-(start + self.data.nbytes) // page) * page
+        owner.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+def quantised_activations(x_NI: Tensor) -> Tensor:
+    """What the kernels make of activations, in fp32: 8 bits, a scale for each 32 of a row."""
+    units = x_NI.float().unflatten(-1, (-1, UNIT))
+    largest = units.abs().amax(-1, keepdim=True)
+    codes = (units * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    return (codes * (largest / 127)).flatten(-2)

@@ -1,0 +1,116 @@
+"""GGUF's formats in C: every weight against the `gguf` package's dequantiser, products against the reference's arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fledge.kernels import native
+from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks, quantised_activations
+from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+
+# Where a block has its fp16 numbers: anything else may be any bits.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}
+
+
+def random_blocks(format: str, outputs: int, inputs: int) -> Blocks:
+    entry, rng = FORMATS[format], np.random.default_rng()
+    if format in PLAIN:
+        weight = torch.randn(outputs, inputs).to(PLAIN[format])
+        return Blocks(format, inputs, weight.view(torch.uint8).numpy().reshape(outputs, -1))
+    data = rng.integers(0, 256, (outputs, inputs // entry.inputs, entry.num_bytes), dtype=np.uint8)
+    for place in HALVES.get(format, (0,)):
+        data[..., place : place + 2] = rng.normal(0, 0.01, data.shape[:2]).astype(np.float16)[..., None].view(np.uint8)
+    return Blocks(format, inputs, data.reshape(outputs, -1))
+
+
+def activations(rows: int, inputs: int) -> torch.Tensor:
+    x = torch.randn(rows, inputs)
+    x[:, 5] *= 100  # some channels of real activations are like this one
+    x[0, 32:64] = 0  # a unit without a scale
+    return x
+
+
+def expected_product(x: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp64: the product of what the kernels multiply, and the sum of its terms' sizes, which bounds their rounding."""
+    x = (x if blocks.format in PLAIN else quantised_activations(x)).double()
+    weight = blocks.dequantised().double()
+    return F.linear(x, weight), F.linear(x.abs(), weight.abs())
+
+
+def assert_product(actual: torch.Tensor, x: torch.Tensor, blocks: Blocks, bias: torch.Tensor | float = 0.0) -> None:
+    expected, size = expected_product(x, blocks)
+    assert ((actual.double() - expected - bias).abs() <= 3e-6 * (size + 1)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_equal_the_reference(format: str) -> None:
+    blocks = random_blocks(format, 40, 512)
+    embedding = GgufEmbedding(blocks)
+    torch.testing.assert_close(embedding.weight, blocks.dequantised(), rtol=1e-6, atol=1e-7)
+    tokens = torch.tensor([[3, 39], [0, 3]])
+    assert torch.equal(embedding(tokens), embedding.weight[tokens])
+    for outside in (40, -1):
+        with pytest.raises(IndexError, match="beyond the table's 40"):
+            embedding(torch.tensor([3, outside]))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 51), (768, 96), (1024, 8)])
+def test_products(format: str, inputs: int, outputs: int) -> None:
+    """1 to 16 rows near the reference, and bit for bit what each row gives alone."""
+    blocks, x, bias = random_blocks(format, outputs, inputs), activations(16, inputs), torch.randn(outputs)
+    linear = GgufLinear([blocks], bias)
+    together = linear(x)
+    assert_product(together, x, blocks, bias)
+    for rows in range(1, 17):
+        for first in range(0, 17 - rows, 3):
+            assert torch.equal(linear(x[first : first + rows]), together[first : first + rows])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_prompts_give_what_single_rows_give(format: str) -> None:
+    blocks, x = random_blocks(format, 64, 256), activations(77, 256)
+    linear = GgufLinear([blocks])
+    together = linear(x)
+    assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
+
+
+def test_activations_are_rounded_as_the_reference_rounds_them() -> None:
+    """A product with ones shows each unit's sum."""
+    x = activations(9, 1024)
+    for unit in range(0, 1024, 32):
+        weight = np.zeros((1, 32, 34), np.uint8)
+        weight[0, unit // 32, :2] = np.array([1.0], np.float16).view(np.uint8)
+        weight[0, unit // 32, 2:] = 1
+        linear = GgufLinear([Blocks("Q8_0", 1024, weight.reshape(1, -1))])
+        expected = quantised_activations(x)[:, unit : unit + 32].double().sum(-1)
+        torch.testing.assert_close(linear(x)[:, 0].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_formats_side_by_side() -> None:
+    """As in a Q4_K_M file: query, key and value of three formats, of sizes that do not fill panels."""
+    parts = [random_blocks("Q5_0", 96, 256), random_blocks("Q6_K", 40, 256), random_blocks("F16", 33, 256)]
+    x, bias = activations(5, 256), torch.randn(169)
+    linear = GgufLinear(parts, bias)
+    for part, actual, offset in zip(parts, linear(x).split([96, 40, 33], -1), bias.split([96, 40, 33]), strict=True):
+        assert_product(actual, x, part, offset)
+    assert linear.weight.shape == (169, 256)
+    assert linear.num_bytes == 96 * 176 + 40 * 210 + 33 * 512
+
+
+def test_zeros_and_threads() -> None:
+    linear = GgufLinear([random_blocks("Q4_K", 200, 256)])
+    assert not linear(torch.zeros(3, 256)).any()
+    x, before = activations(6, 256), torch.get_num_threads()
+    expected = linear(x)
+    try:
+        for threads in range(1, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(linear(x), expected)
+    finally:
+        torch.set_num_threads(before)
