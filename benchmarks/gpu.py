@@ -95,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="those of the stage `modes`")
     parser.add_argument("--option-users", type=numbers, default=OPTION_USERS, help="those of the stage `options`")
     parser.add_argument("--option-parts", default="cycles,speculative,plain", help="of the stage `options`")
+    parser.add_argument("--option-names", default="", help="options to measure, by comma; empty: all")
     parser.add_argument("--option-requests", type=int, default=4, help="of each user in it")
     parser.add_argument("--option-depth", type=int, default=3, help="of its speculative runs")
     parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")

@@ -148,6 +148,8 @@ def option_speeds(bench: Bench, engine: Engine, users: int, way: str) -> dict[st
     runs = {name: ([option.settings], [option.without]) for name, option in table.items()}
     if users > 1:
         runs[MIXED] = (mixed_settings(vocab_size, tokens), [table["greedy"].settings])
+    if names := [name for name in bench.args.option_names.split(",") if name]:
+        runs = {name: pair for name, pair in runs.items() if name in names}
     found: dict[str, dict[str, float]] = {}
     for name, pair in runs.items():
         turns = [[run(settings) for settings in pair] for _ in range(bench.args.rounds + 1)][1:]  # the first warms up

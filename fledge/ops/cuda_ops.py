@@ -237,7 +237,7 @@ def attends_by_device_lengths(q: Tensor) -> bool:
 
 
 @cache
-def _varlen_attn() -> Callable[..., Tensor] | None:
+def _varlen_attn() -> Callable[..., Any] | None:
     """None where torch has none. Imported on first use: it brings torch's compiler, 2 s that a CPU need not wait for."""
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -32,7 +32,7 @@ def bench():
     gpu = importlib.import_module("gpu")
     args = Namespace(
         concurrency=[2], depths=[2, 3], tokens=4, rounds=1, max_model_len=512, honour_stops=False,
-        option_users=[2], option_requests=1, option_depth=3, queued=3,
+        option_users=[2], option_requests=1, option_depth=3, option_parts="cycles,speculative,plain", option_names="", queued=3,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 100, (length,), generator=generator).tolist() for length in (5, 9, 17)]
