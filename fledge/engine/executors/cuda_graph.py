@@ -99,6 +99,7 @@ class CudaGraphExecutor:
         self.prefilling: dict[Request, RowInit] = {}  # requests whose text is prefilled in chunks
         self.num_in_flight = 0  # launches of the last submission: not collected while the device works on them
         self.halted: _Halted | None = None  # a cycle that waits for grammar masks
+        self.deferred: list[Chunk] = []  # prefills that wait for it
         # Of requests with a row. Kept because the properties of `SamplingParams` take too long for 256 rows every cycle.
         self.mode_of: dict[Request, int] = {}
         self.masked: set[Request] = set()
@@ -141,7 +142,12 @@ class CudaGraphExecutor:
 
     def submit(self, plan: Plan) -> None:
         self._add_pages(plan)
-        self.num_in_flight = self._launch(plan) + self._prefill(plan)
+        self.num_in_flight = self._launch(plan)
+        if self.halted is None:
+            self.num_in_flight += self._prefill(plan.prefills)
+        else:
+            # A row that is prefilled now would be active when the halted cycle chooses, without having been verified.
+            self.deferred = plan.prefills
 
     def collect(self) -> list[Output]:
         return self.reader.read(but_last=self.num_in_flight, record=self.costs.record)
@@ -167,6 +173,8 @@ class CudaGraphExecutor:
         if masks:
             self.batch.state.set_masks(masks)
         self._choose(halted.rows, halted.shape, halted.drafted)
+        self._prefill(self.deferred)
+        self.deferred = []
 
     def _masks(self, request: Request, drafts: list[int]) -> np.ndarray:
         """Tokens that the request's grammar allows after its answer and after each drafted token; int32 [T, W]."""
@@ -244,11 +252,11 @@ class CudaGraphExecutor:
         if rows:
             self.batch.state.add_pages(*self.batch.state.upload(np.array([rows, places, pages])))
 
-    def _prefill(self, plan: Plan) -> int:
-        """Enqueues the plan's prefills; returns how many passes give first tokens."""
+    def _prefill(self, chunks: Sequence[Chunk]) -> int:
+        """Enqueues prefills; returns how many passes give first tokens."""
         whole: list[RowInit] = []
         num_passes = 0
-        for chunk in plan.prefills:
+        for chunk in chunks:
             request = chunk.request
             if request not in self.row_of:
                 self.row_of[request] = heapq.heappop(self.free_rows)
@@ -264,7 +272,7 @@ class CudaGraphExecutor:
             rows = {init.row for init in whole}
             self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
             num_passes += 1
-        for chunk in plan.prefills:
+        for chunk in chunks:
             if (init := self.prefilling.get(chunk.request)) is not None:
                 self.batch.prefill_chunk(init, chunk.start)
                 if chunk.completes:

@@ -1,0 +1,202 @@
+"""Random arrivals, cancellations, a tiny cache, shared prefixes and every sampling option at once, on both executors.
+
+Both give the same texts, whatever runs beside a request; nothing is lost, and integrity holds after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.errors import RequestError
+from fledge.kernels.bits import num_words, pack_bits
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+TIGHT = EngineConfig(
+    device="cpu", dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_tokens=192, page_size=4, max_batched_tokens=48
+)
+
+
+class NotMultiplesOf:
+    """A grammar of a kind: bans every n-th token."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.banned_W = torch.from_numpy(pack_bits(range(0, 128, number), num_words(128)))
+
+    def __call__(self, tokens, logits):
+        logits[:: self.number] = -torch.inf
+        return logits
+
+    def fill(self, tokens, mask_W):
+        mask_W &= ~self.banned_W
+
+
+def options(number: int, seed: int) -> dict:
+    """Every option comes up, alone and with others."""
+    kinds = [
+        {},
+        {"temperature": 0.9, "seed": seed},
+        {"temperature": 0.8, "top_p": 0.8, "seed": seed},
+        {"temperature": 1.1, "top_k": 12, "min_p": 0.02, "seed": seed, "logprobs": 3},
+        {"logprobs": 5},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"frequency_penalty": 0.5, "temperature": 0.7, "seed": seed},
+        {"logit_bias": {3: 4.0, 9: -100.0}},
+        {"min_tokens": 6, "stop_token_ids": [5, 40, 99]},
+        {"stop_token_ids": list(range(0, 128, 5))},
+        {"bad_word_ids": [[7], [11, 12]]},
+        {"logits_processors": [NotMultiplesOf(3)]},
+        {"logits_processors": [NotMultiplesOf(2)], "temperature": 0.9, "seed": seed, "repetition_penalty": 1.1},
+    ]
+    return kinds[number % len(kinds)]
+
+
+def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams, bool]]:
+    chance = random.Random(seed)
+    bases = [[chance.randrange(128) for _ in range(60)] for _ in range(3)]
+    made = []
+    for number in range(count):
+        tail = [chance.randrange(128) for _ in range(chance.randrange(1, 10))]
+        prompt = [*chance.choice(bases)[: chance.randrange(50)], *tail]
+        settings = {"max_tokens": chance.randrange(7, 48), "temperature": 0.0} | options(number, chance.randrange(1000))
+        made.append((prompt, SamplingParams(**settings), chance.random() < 0.8))
+    return made
+
+
+def run(engine, work, seed: int) -> list:
+    """Random arrivals and cancellations; what each request came to."""
+    chance, added, refused = random.Random(seed), [], 0
+    for number, (prompt, params, speculate) in enumerate(work):
+        if number % 11 == 3:
+            with pytest.raises(RequestError):
+                engine.add_request([*prompt, 9999], params)
+            refused += 1
+        added.append(engine.add_request(prompt, params, speculate=speculate))
+        for _ in range(chance.randrange(3)):
+            engine.step()
+            engine.check_integrity()
+        if chance.random() < 0.12:
+            engine.abort(chance.choice(added))
+            engine.check_integrity()
+    while engine.has_unfinished():
+        engine.step()
+        engine.check_integrity()
+    assert refused > 2
+    assert engine.pool.num_free == engine.pool.num_pages
+    return added
+
+
+SPECULATION = {
+    "plain": lambda drafter: Speculation("none"),
+    "chain": lambda drafter: Speculation(drafter, 3),
+    "tree": lambda drafter: Speculation(drafter, 3, TreeShape(2, 6)),
+    "ngram": lambda drafter: Speculation("ngram", 3),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
+@pytest.mark.parametrize("method", SPECULATION)
+def test_both_executors_give_every_request_the_text_it_has_alone(method, device):
+    work = requests(52, seed=4)
+    roomy = replace(TIGHT, kv_cache_tokens=4096, max_num_seqs=1, prefix_caching=False)
+    alone = build_engine(tiny_decoder(3), Speculation("none"), roomy)
+    wanted = [alone.add_request(prompt, params) for prompt, params, _ in work]
+    while alone.has_unfinished():
+        alone.step()
+    for capture in (None, False) if device == "cpu" else (None,):
+        decoder = tiny_decoder(3).to(device)
+        drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True)).to(device)
+        config = replace(TIGHT, device=device, page_size=4 if device == "cpu" else 64)
+        config = config if device == "cpu" else replace(config, kv_cache_tokens=1024)
+        engine = build_engine(decoder, SPECULATION[method](drafter), config, capture=capture)
+        found = run(engine, work, seed=5)
+        assert any(request.num_preemptions for request in found) or device != "cpu"
+        assert engine.pool.num_found > 0
+        cancelled = [one for one in found if one.finish_reason == "abort"]
+        assert 0 < len(cancelled) < 20
+        for one, other in zip(found, wanted, strict=True):
+            if one in cancelled:
+                assert other.answer[: one.num_answer] == one.answer
+            else:
+                assert (one.answer, one.finish_reason, one.stop_reason) == (
+                    other.answer,
+                    other.finish_reason,
+                    other.stop_reason,
+                )
+                tops = [[token for token, _ in logprob.top] for logprob in one.logprobs]
+                assert tops == [[token for token, _ in logprob.top] for logprob in other.logprobs]
+                assert len(one.logprobs) == (0 if one.params.logprobs is None else one.num_answer)
+
+
+def test_a_seeded_answer_does_not_change_with_what_else_is_asked():
+    """Adding log-probabilities to a seeded request changes nothing, on either executor."""
+    prompt, seeded = [5, 9, 77, 3], {"max_tokens": 24, "temperature": 0.9, "seed": 11}
+    answers = []
+    for capture in (None, False):
+        for more in ({}, {"logprobs": 5}, {"logit_bias": {3: 0.0}}, {"min_tokens": 1}):
+            engine = build_engine(tiny_decoder(3), Speculation("none"), TIGHT, capture=capture)
+            request = engine.add_request(prompt, SamplingParams(**seeded, **more))
+            while engine.has_unfinished():
+                engine.step()
+            answers.append(request.answer)
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
+def test_a_depth_beyond_16_is_kept_to(capture):
+    decoder = tiny_decoder(3)
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config))
+    config = replace(TIGHT, kv_cache_tokens=4096, max_batched_tokens=256)
+    engine = build_engine(decoder, Speculation(drafter, 20).fixed_depth(), config, capture=capture)
+    request = engine.add_request([5, 9, 77], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    while engine.has_unfinished():
+        engine.step()
+    assert len(request.stats.drafted_at) == 20
+
+
+def test_the_cache_is_sized_when_the_weights_are_in_place(monkeypatch):
+    """Free memory is read after target and drafter are on the device."""
+    from fledge.engine import build
+
+    order, fit, with_cache = [], build.fit, EngineConfig.with_cache
+    monkeypatch.setattr(build, "fit", lambda network, *rest, **more: order.append("weights") or fit(network, *rest, **more))
+    monkeypatch.setattr(EngineConfig, "with_cache", lambda self, *rest: order.append("cache") or with_cache(self, *rest))
+    build_engine(tiny_decoder(3), Speculation(tiny_drafter(), 3), TIGHT)
+    assert order == ["weights", "weights", "cache"]
+
+
+def test_python_processors_are_refused_by_name_where_they_cannot_run():
+    engine = build_engine(tiny_decoder(3), Speculation("none"), TIGHT, capture=False)
+    with pytest.raises(RequestError, match="logits_processors are Python functions"):
+        engine.add_request([1, 2], SamplingParams(logits_processors=[lambda tokens, logits: logits]))
+
+
+def test_a_fault_in_one_request_ends_that_request_alone():
+    class Broken:
+        def __call__(self, tokens, logits):
+            raise ZeroDivisionError("a grammar with a fault")
+
+        def fill(self, tokens, mask_W):
+            if tokens:
+                raise ZeroDivisionError("a grammar with a fault")
+
+    for capture in (None, False):
+        engine = build_engine(tiny_decoder(3), Speculation("none"), replace(TIGHT, kv_cache_tokens=2048), capture=capture)
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        innocent = [engine.add_request([5, 9, number], params) for number in range(3)]
+        faulty = engine.add_request([1, 2], replace(params, logits_processors=[Broken()]))
+        while engine.has_unfinished():
+            engine.step()
+            engine.check_integrity()
+        assert faulty.finish_reason == "error"
+        assert isinstance(faulty.failure, ZeroDivisionError)
+        assert all(request.num_answer == 12 for request in innocent)
