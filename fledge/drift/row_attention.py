@@ -1,4 +1,4 @@
-"""Attention of drafting rows where nobody looks at its probabilities: the text's part by a fused kernel that never holds them,
+"""Attention of drafting rows whose probabilities are not needed: the text's part by a fused kernel that never holds them,
 the rows' own few keys beside it, and the two joined by their sums.
 
 Shapes: B texts, T columns, R rows of a text, M rows of all texts, J own keys, K key/value heads, G query heads to each, E size.

@@ -1,8 +1,8 @@
 """The probes on captured cycles: now and then one row's draft is made once more beside its cycle, and looked at.
 
 The look is launched just before the cycle and reads what the cycle will: the row's state, its pages, the device's own lengths.
-What it writes (keys of drafted tokens, in places the cycle is about to fill with the same) is nobody else's. Its figures come
-to the host when they are ready; nothing waits for them. Greedy, whatever the request's temperature: drafts of either kind
+What it writes (keys of drafted tokens, in places the cycle is about to fill with the same) is read by no other row. Its figures
+come to the host when they are ready; nothing waits for them. Greedy, whatever the request's temperature: drafts of either kind
 start from the same states.
 
 A draft's first token comes from the state that synchronising left, whose attention lies inside the cycle before: of that step

@@ -39,7 +39,7 @@ class Sink:
 
 
 def find_own_sink(decoder: Decoder, tokenizer: Tokenizer) -> Sink:
-    """From short questions in the target's own chat template: for those who have no texts of it yet."""
+    """From short questions in the target's own chat template: for use before there are texts of it."""
     return find_sink(decoder, [templates.own(tokenizer, [{"role": "user", "content": text}]) for text in ASKED])
 
 
