@@ -81,14 +81,14 @@ class Service:
         speculative = flags.speculative_config
         engine = build_engine(flags.model, speculative.speculation, config)
         log.info(memory_plan(engine).describe())
+        if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
+            engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         for line in engine.warm_up():
             log.info(line)
         if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
             for owner in (engine.executor, engine.drafter):
                 if isinstance(cache := getattr(owner, "cache", None), PagedKV):
                     cache.take_memory()
-        if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
-            engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
             raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
         if flags.drift_probe_every or engine.controller.guard is not None:

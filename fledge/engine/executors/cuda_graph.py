@@ -122,7 +122,7 @@ class CudaGraphExecutor:
                 log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
             return CapturedEagle(*parts, limit) if drafter.tree is None else CapturedTree(drafter.tree, *parts, max_depth=limit)
         if isinstance(drafter, NgramSpeculator):
-            return CapturedNgram(batch.state, limit, drafter.longest, drafter.shortest)
+            return CapturedNgram(batch.state, limit, drafter)
         assert drafter is None, "a drafting method without a captured side"
         return None
 

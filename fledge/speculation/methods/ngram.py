@@ -11,6 +11,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.ngram import ngram_drafts
 from fledge.speculation.methods.base import Drafted
 from fledge.speculation.methods.eagle import Rows
+from fledge.speculation.ngram import NgramSpeculator
 
 
 class CapturedNgram:
@@ -22,8 +23,9 @@ class CapturedNgram:
     reads_text = True
     cache = None
 
-    def __init__(self, batch: Rows, max_depth: int, longest: int = 4, shortest: int = 2) -> None:
-        self.batch, self.max_depth, self.longest, self.shortest = batch, max_depth, longest, shortest
+    def __init__(self, batch: Rows, max_depth: int, drafter: NgramSpeculator) -> None:
+        """`drafter`: says how many tokens are looked up; read when a cycle is recorded."""
+        self.batch, self.max_depth, self.drafter = batch, max_depth, drafter
         self.lookahead = max_depth + 1
         self.description = "n-gram look-up"
 
@@ -38,7 +40,8 @@ class CapturedNgram:
     def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
         state, size = self.batch.rows, len(pages_BP)
         assert state.tokens is not None, "`reads_text`"
-        found = ngram_drafts(state.tokens, state.length, state.active, size, depth, self.longest, self.shortest)
+        sizes = (self.drafter.longest, self.drafter.shortest)
+        found = ngram_drafts(state.tokens, state.length, state.active, size, depth, *sizes)
         self.batch.drafts[:size, :depth].copy_(found)
         return Drafted()
 
