@@ -28,7 +28,7 @@ Seed = int | Callable[[int], int] | None
 
 
 class Answer(NamedTuple):
-    index: int  # type: ignore[assignment]  # of the prompt; hides `tuple.index`, which nobody needs here
+    index: int  # type: ignore[assignment]  # of the prompt; hides `tuple.index`, which is not used
     tokens: list[int]  # with the stop token, if one came
     reason: str  # stop | length
 

@@ -64,7 +64,7 @@ def built(command: list[str]) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether nobody else may change it: a library's code runs in this process."""
+    """Whether no other user may change it: a library's code runs in this process."""
     status = path.lstat()
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode)
 

@@ -208,7 +208,7 @@ class Layer(nn.Module):
 
         `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
 
-        `in_place`: nobody else reads the residual stream that came in. `before_attention`: see `Ops.linear`.
+        `in_place`: the residual stream that came in is not read again. `before_attention`: see `Ops.linear`.
         """
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
         attended = self.self_attn(*inputs, before_attention=before_attention)

@@ -260,7 +260,7 @@ def test_our_own_server(real_server: ServerProcess, tmp_path: Path, monkeypatch:
     report = json.loads(files[0].read_text())
     failed = [row for row in report["rows"] if row["status"] == FAIL]
     # Sampled text is the same in distribution only, where a CPU draws for drafts and for tokens apart.
-    assert {(row["check"], row["reason"].split(";")[0]) for row in failed} <= {(LOSSLESS, "another text for the same seed")}
+    assert not failed
     assert not [row for row in report["rows"] if row["status"] == NOT_SUPPORTED]
     assert result.exit_code == (1 if failed else 0)
     assert "speculate" in report["reference"]

@@ -180,13 +180,18 @@ def test_python_processors_are_refused_by_name_where_they_cannot_run():
         engine.add_request([1, 2], SamplingParams(logits_processors=[lambda tokens, logits: logits]))
 
 
-def test_a_fault_in_one_request_ends_that_request_alone():
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_fault_in_one_request_ends_that_request_alone(at):
+    """A grammar that fails at the first token, at the second, or later, on either executor."""
+
     class Broken:
         def __call__(self, tokens, logits):
-            raise ZeroDivisionError("a grammar with a fault")
+            if len(tokens) >= at:
+                raise ZeroDivisionError("a grammar with a fault")
+            return logits
 
         def fill(self, tokens, mask_W):
-            if tokens:
+            if len(tokens) >= at:
                 raise ZeroDivisionError("a grammar with a fault")
 
     for capture in (None, False):
@@ -199,4 +204,27 @@ def test_a_fault_in_one_request_ends_that_request_alone():
             engine.check_integrity()
         assert faulty.finish_reason == "error"
         assert isinstance(faulty.failure, ZeroDivisionError)
+        assert faulty.num_answer <= at
+        assert engine.pool.num_free == engine.pool.num_pages
         assert all(request.num_answer == 12 for request in innocent)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_weights_for_a_gpu_are_read_in_the_type_that_was_asked_for(dtype, monkeypatch, tmp_path):
+    """Not by way of bfloat16, which would round them."""
+    from fledge.engine import build, config
+
+    class Asked(Exception):
+        pass
+
+    def load_decoder(folder, asked, device):
+        raise Asked(str(asked))
+
+    for module in (build, config):
+        monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(build.sources, "find", lambda model: tmp_path)
+    monkeypatch.setattr(build.sources, "resolve", lambda model: tmp_path)
+    monkeypatch.setattr(build, "load_config", lambda folder: tiny_decoder().config)
+    monkeypatch.setattr(build, "load_decoder", load_decoder)
+    with pytest.raises(Asked, match=f"torch.{dtype}"):
+        build_engine("a model", Speculation("none"), EngineConfig(device="cuda", dtype=dtype), tokenizer=object())

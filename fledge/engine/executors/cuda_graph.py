@@ -166,23 +166,29 @@ class CudaGraphExecutor:
         for row, request in halted.masked.items():
             if request.finished:
                 continue
-            try:
-                masks[row] = self._masks(request, drafts[row] if drafts is not None else [])
-            except Exception as failure:  # of its grammar: the others go on
-                self.reader.failures[request] = failure
+            found = self._masks(request, drafts[row] if drafts is not None else [])
+            if found is not None:
+                masks[row] = found
         if masks:
             self.batch.state.set_masks(masks)
         self._choose(halted.rows, halted.shape, halted.drafted)
         self._prefill(self.deferred)
         self.deferred = []
 
-    def _masks(self, request: Request, drafts: list[int]) -> np.ndarray:
-        """Tokens that the request's grammar allows after its answer and after each drafted token; int32 [T, W]."""
+    def _masks(self, request: Request, drafts: list[int]) -> np.ndarray | None:
+        """Tokens that the request's grammar allows after its answer and after each drafted token; int32 [T, W].
+
+        None: the grammar failed. The request ends when its output is collected; the others go on.
+        """
         answer, width = request.answer, num_words(self.decoder.config.vocab_size)
         masks = torch.full((len(drafts) + 1, width), -1, dtype=torch.int32)
-        for position in range(len(drafts) + 1):
-            for mask in request.params.token_masks:
-                mask.fill(answer + drafts[:position], masks[position])
+        try:
+            for position in range(len(drafts) + 1):
+                for mask in request.params.token_masks:
+                    mask.fill(answer + drafts[:position], masks[position])
+        except Exception as failure:
+            self.reader.failures[request] = failure
+            return None
         return masks.numpy()
 
     def _shape(self, decoding: Sequence[Request]) -> tuple[int, ...]:
@@ -304,6 +310,7 @@ class CudaGraphExecutor:
                 params.logit_bias or {},
                 params.bad_word_ids,
             )
+        masks = self._masks(request, []) if params.token_masks else None
         init = RowInit(
             row,
             list(request.tokens),
@@ -320,7 +327,7 @@ class CudaGraphExecutor:
             params.min_p,
             params.min_tokens,
             options,
-            self._masks(request, [])[0] if params.token_masks else None,
+            None if masks is None else masks[0],
             params.logprobs is not None,
         )
         self.mode_of[request] = init.mode

@@ -111,7 +111,7 @@ def invariant_attention_triton(
     if apart is None:
         apart = batch * blocks * num_kv_heads < attention_programs(qkv_NX.device)
     apart = apart and shares > 1
-    # Rows between sequences and after the last are nobody's, and stay 0.
+    # Rows between sequences and after the last belong to no sequence, and stay 0.
     make = torch.zeros if first_rows_B is not None else torch.empty
     out = make((num_tokens, num_heads * size), dtype=qkv_NX.dtype, device=qkv_NX.device)
     if not num_tokens:

@@ -64,7 +64,7 @@ class AttentionMetadata:
 
     @classmethod
     def decode(cls, page_table_BP: Tensor, starts_B: Tensor, counts_B: Tensor) -> AttentionMetadata:
-        """A chain of T new tokens of each of B sequences, from position `starts` on; the last T - count are nobody's."""
+        """A chain of T new tokens of each of B sequences, from position `starts` on; the last T - count are padding."""
         return cls(Form.DECODE, page_table_BP, starts_B, counts_B)
 
     @classmethod
