@@ -1,10 +1,12 @@
-"""Other engines on the same prompts: transformers' own generation, and vLLM where it is installed.
+"""Other engines on the same prompts: transformers' own generation, and vLLM and llama.cpp where they are installed.
 
-Each runs in a process of its own, so that memory, threads and libraries do not meet; vLLM may live in another environment.
+Each runs in a process of its own, so that memory, threads and libraries do not meet; vLLM and llama.cpp may live in other
+environments.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,7 +18,9 @@ from typing import Any
 
 from fledge.errors import UserError
 
-SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py"}
+SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py", "llama_cpp": "llamacpp_script.py"}
+# Where `benchmarks/cpu_vs_llamacpp.py` installs llama-cpp-python, and so where others look for it.
+LLAMACPP_VENV = Path(__file__).resolve().parents[2] / ".venv-llamacpp"
 
 
 def check_baselines(names: Sequence[str], *, greedy: bool = True, assistant: str = "") -> None:
@@ -86,6 +90,25 @@ def run_baseline(
             failed = done.returncode or not out.exists()
             ended = {"skipped": f"it ended with code {done.returncode}: {lines[-1]}"} if failed else {}
         return {"baseline": name, **(json.loads(out.read_text()) if out.exists() else {}), **ended}
+
+
+def llamacpp_python() -> str | None:
+    """A Python that has llama-cpp-python: this one, or that of the benchmark's own environment."""
+    if importlib.util.find_spec("llama_cpp") is not None:
+        return sys.executable
+    own = LLAMACPP_VENV / "bin" / "python"
+    return str(own) if own.exists() and not _missing(str(own), "llama_cpp", dict(os.environ)) else None
+
+
+def run_llamacpp(
+    file: Path, prompts: Sequence[Sequence[int]], max_tokens: int, *, threads: int, context: int, **more: Any
+) -> dict[str, Any] | None:
+    """llama.cpp with a GGUF file, as `run_baseline` reports it; None where it is not installed."""
+    python = llamacpp_python()
+    if python is None:
+        return None
+    asked = {"model": file, "drafter": None, "depths": (), "concurrencies": (1,), "max_tokens": max_tokens, "device": "cpu"}
+    return run_baseline("llama_cpp", prompts, python=python, threads=threads, context=context, **asked, **more)
 
 
 def _missing(python: str, name: str, environment: dict[str, str]) -> str:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from fledge import sources
+from fledge.bench.baselines import run_llamacpp
 from fledge.bench.prompts import Prompt
 from fledge.llm import LLM, Completion
 from fledge.sampling import SamplingParams
@@ -90,3 +95,39 @@ def summarise(results: Sequence[Comparison]) -> Summary:
         total.unconditional_rates,
         all(result.identical for result in results),
     )
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """llama.cpp on the same file and prompts, in the same run."""
+
+    baseline: dict[str, Any]
+    summary: Summary
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.baseline["runs"][0]["tokens_per_second_per_user"] if self.baseline.get("runs") else 0.0
+
+    def describe(self) -> str:
+        """One line."""
+        rate = self.tokens_per_second
+        if not rate:
+            return f"llama.cpp: {self.baseline.get('skipped', 'no figures')}"
+        plain, drafted = self.summary.plain_tokens_per_second / rate, self.summary.speculative_tokens_per_second / rate
+        name = f"llama.cpp (llama-cpp-python {self.baseline['version']})"
+        return f"{name}, same file and prompts: {rate:.1f} tok/s; plain {plain:.2f}× that, speculative {drafted:.2f}×"
+
+    def to_dict(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.baseline.items() if key != "runs"}
+        return kept | {"tokens_per_second": self.tokens_per_second}
+
+
+def against_llamacpp(llm: LLM, model: str, results: Sequence[Comparison], max_tokens: int) -> LlamaCpp | None:
+    """None on a GPU, for models that are no GGUF file, and where llama-cpp-python is not installed."""
+    file = sources.find(model)
+    if llm.engine.config.device != "cpu" or not file.is_file():
+        return None
+    prompts = [result.plain.prompt_token_ids for result in results]
+    context = max(map(len, prompts)) + max_tokens
+    found = run_llamacpp(file, prompts, max_tokens, threads=torch.get_num_threads(), context=context)
+    return None if found is None else LlamaCpp(found, summarise(results))

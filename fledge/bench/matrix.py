@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fledge import sources
-from fledge.bench.baselines import check_baselines, run_baseline
+from fledge.bench.baselines import check_baselines, run_baseline, run_llamacpp
 from fledge.bench.datasets import Item
 from fledge.bench.provenance import provenance
 from fledge.bench.runs import IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
@@ -147,6 +149,7 @@ def run_bench(
         "device": bench.config.device,
         "dtype": bench.config.dtype,
         "quantization": bench.config.quantization,
+        "kv_cache_dtype": bench.config.kv_cache_dtype,
         "copy_bandwidth_bytes_per_second": bandwidth,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -178,24 +181,36 @@ def baselines(
     results = []
     for name in names:
         on_progress(f"running {name}")
-        result = run_baseline(
-            name,
-            prompts,
-            model=sources.resolve(bench.model),
-            drafter=_eagle_drafters(bench.model, cases),
-            depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [DEFAULT_DEPTH],
-            concurrencies=concurrencies,
-            max_tokens=params.max_tokens,
-            device=bench.config.device,
-            dtype=bench.config.dtype,
-            python=vllm_python if name == "vllm" else "",
-            assistant=assistant,
-        )
+        if name == "llama_cpp":
+            result = _llamacpp(bench, prompts, params.max_tokens)
+        else:
+            result = run_baseline(
+                name,
+                prompts,
+                model=sources.resolve(bench.model),
+                drafter=_eagle_drafters(bench.model, cases),
+                depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [DEFAULT_DEPTH],
+                concurrencies=concurrencies,
+                max_tokens=params.max_tokens,
+                device=bench.config.device,
+                dtype=bench.config.dtype,
+                python=vllm_python if name == "vllm" else "",
+                assistant=assistant,
+            )
         for run in result.get("runs", ()):
             same = sum(a == b.tokens for a, b in zip(run.pop("answers"), expected.turns, strict=True))
             run["identical"] = {"same": same, "of": len(expected.turns)}
         results.append(result)
     return results
+
+
+def _llamacpp(bench: Bench, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    file = sources.find(bench.model)
+    if bench.config.device != "cpu" or not file.is_file():
+        return {"baseline": "llama_cpp", "skipped": "it is run on a CPU, with a GGUF file"}
+    context = max(map(len, prompts)) + max_tokens
+    found = run_llamacpp(file, prompts, max_tokens, threads=torch.get_num_threads(), context=context)
+    return found or {"baseline": "llama_cpp", "skipped": "llama-cpp-python is not installed"}
 
 
 def _eagle_drafters(model: str, cases: Sequence[Case]) -> dict[str, Path]:

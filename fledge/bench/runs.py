@@ -178,7 +178,7 @@ def _module_bytes(module: torch.nn.Module) -> int:
 
 def _kv_bytes(engine: Engine) -> int:
     model = engine.model
-    return PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, engine.config.activation_dtype)
+    return PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, engine.config.kv_dtype)
 
 
 def copy_bandwidth(device: str, num_bytes: int = 0, repeats: int = 5) -> float:

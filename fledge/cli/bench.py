@@ -29,13 +29,16 @@ def bench(
     seed: options.Seed = 0,
     repeats: Annotated[int, typer.Option(help="Rounds; the fastest run of each counts.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
-    baseline: Annotated[str, typer.Option(help="Other engines to run: transformers, vllm, or both with a comma.")] = "",
+    baseline: Annotated[
+        str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")
+    ] = "",
     assistant: Annotated[str, typer.Option(help="A small model for transformers' assisted generation.")] = "",
     vllm_python: Annotated[str, typer.Option(help="Python of the environment that has vLLM. Default: this one.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and plots.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     deterministic: options.Deterministic = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Print which kernel each linear takes, and measure nothing.")
@@ -83,6 +86,7 @@ def bench(
             device=device,
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             max_num_seqs=max(at_once),
             prefix_caching=False,  # the prompts come again in every run
             deterministic=deterministic,

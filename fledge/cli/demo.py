@@ -18,6 +18,7 @@ def demo(
     max_tokens: options.MaxTokens = 128,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
@@ -25,7 +26,7 @@ def demo(
     from rich.console import Console
     from rich.table import Table
 
-    from fledge.bench.comparison import compare, summarise
+    from fledge.bench.comparison import against_llamacpp, compare, summarise
     from fledge.bench.prompts import DEMO
     from fledge.bench.provenance import provenance, write_json
     from fledge.cli.render import figures, print_delta
@@ -34,6 +35,7 @@ def demo(
     console = Console()
     # Each prompt is decoded twice: the second time should be as much work as the first.
     settings = {"dtype": dtype, "quantization": quantization, "device": device, "prefix_caching": False}
+    settings["kv_cache_dtype"] = kv_cache_dtype
     llm = options.load(model, drafter, depth, tree=tree, **settings)
     described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
     console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}\n")
@@ -72,6 +74,10 @@ def demo(
     )
     console.print(table)
     console.print(f"identical output: {'yes' if whole.identical else 'no'}")
+    with console.status("llama.cpp decodes the same prompts …"):
+        llamacpp = against_llamacpp(llm, model, results, max_tokens)
+    if llamacpp is not None:
+        console.print(llamacpp.describe(), highlight=False)
     if json_file is not None:
         write_json(
             json_file,
@@ -83,6 +89,7 @@ def demo(
                 "dtype": llm.engine.config.dtype,
                 "quantization": quantization,
                 "summary": whole.to_dict(),
+                "llama_cpp": None if llamacpp is None else llamacpp.to_dict(),
                 "prompts": [result.to_dict() for result in results],
                 "provenance": provenance([prompt.text for prompt in DEMO]),
             },

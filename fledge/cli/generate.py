@@ -34,6 +34,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -69,6 +70,7 @@ def generate(
         drift_guard=drift_guard,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         device=device,
         deterministic=deterministic,
     )

@@ -23,6 +23,7 @@ TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expand
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
 Quantization = Annotated[str, typer.Option(help="The target's weights: none, int8, int4, or gguf (as a GGUF file has them).")]
+KvCacheDtype = Annotated[str, typer.Option(help="Keys and values in the cache: auto, float32, float16 or q8_0 (CPU).")]
 Deterministic = Annotated[
     bool,
     typer.Option(

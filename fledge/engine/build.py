@@ -20,7 +20,7 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
 from fledge.engine.admission import AdmissionPolicy
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import EngineConfig, check_head_size
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
@@ -87,6 +87,8 @@ def build_engine(
     is_eager = is_cpu if capture is None else False
     if not is_cpu and config.page_size == EngineConfig.page_size:
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
+    if is_cpu and not is_eager:
+        config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
     if isinstance(model, Decoder):
         name, decoder = "", model
         config = config.resolve(decoder.config)
@@ -190,12 +192,13 @@ def _drafter(
     if not isinstance(network, EagleDrafter):
         return NgramSpeculator(depth)
     shape = network.config
+    check_head_size(config.kv_cache_dtype, shape.head_dim)
     cache = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
     return EagleSpeculator(network, cache, depth, speculation.tree, coverage)
 
 
 def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
-    return PagedKV(num_layers, num_kv_heads, head_dim, pool.num_pages, pool.page_size, config.activation_dtype, config.device)
+    return PagedKV(num_layers, num_kv_heads, head_dim, pool.num_pages, pool.page_size, config.kv_dtype, config.device)
 
 
 def _is_cpu(config: EngineConfig) -> bool:

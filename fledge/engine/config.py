@@ -12,6 +12,7 @@ from fledge.devices import resolve_device
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.formats import kv_cache
 from fledge.kernels.linear.packed import packing_supported
 from fledge.kernels.quantization import check_name
 
@@ -19,6 +20,15 @@ from fledge.kernels.quantization import check_name
 CACHE_SHARE = 0.85
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+CPU_CACHE_DTYPES = ("float32", "float16", "q8_0")
+
+
+def check_head_size(kv_cache_dtype: str, head_dim: int) -> None:
+    if kv_cache_dtype == "q8_0" and head_dim % kv_cache.BLOCK:
+        raise UserError(
+            f"--kv-cache-dtype q8_0 takes heads whose size is a multiple of {kv_cache.BLOCK}, not {head_dim}; use float16"
+        )
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class EngineConfig:
     max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
     max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
+    kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU the activations' type alone
     page_size: int = 16
     prefix_caching: bool = True  # texts that begin alike share pages
     deterministic: bool = False  # answers that do not depend on the batch, on how prompts are cut, or on speculation
@@ -62,10 +73,32 @@ class EngineConfig:
             self,
             device=str(device),
             dtype=dtype,
+            kv_cache_dtype=self._cache_dtype(kind, dtype, model.head_dim),
             max_model_len=longest,
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
             max_batched_tokens=self.max_batched_tokens or (512 if kind == "cpu" else 8192),
         )
+
+    def _cache_dtype(self, device: str, dtype: str, head_dim: int) -> str:
+        name = self.kv_cache_dtype
+        if device == "cuda":
+            if name not in ("auto", dtype):
+                raise UserError(
+                    f"--kv-cache-dtype {name} is not possible on a GPU: the cache has the activations' type, {dtype}; leave it "
+                    "out, or use --engine vllm"
+                )
+            return dtype
+        if name == "auto":  # with weights of 16 bits or fewer, 16 bits of the cache change less than they do, and are faster
+            return "float16" if dtype == "float16" and native.library() is not None else "float32"
+        if name not in CPU_CACHE_DTYPES:
+            raise UserError(f"--kv-cache-dtype {name} is not supported on CPU; use auto, {', '.join(CPU_CACHE_DTYPES)}")
+        if name != "float32" and native.library() is None:
+            raise UserError(
+                f"--kv-cache-dtype {name} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); install one, or "
+                "leave it out"
+            )
+        check_head_size(name, head_dim)
+        return name
 
     def with_cache(self, model: ModelConfig, drafter: DrafterConfig | None = None) -> EngineConfig:
         """Sizes the KV cache from the memory that is free now: call it when the weights are on the device."""
@@ -85,11 +118,16 @@ class EngineConfig:
         """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
         return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the cache's tensors; bytes: Q8_0 blocks."""
+        return kv_cache.KV_DTYPES[self.kv_cache_dtype]
+
     def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
         shapes = [(model.num_layers, model.num_kv_heads, model.head_dim)]
         if drafter is not None:
             shapes.append((drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
-        per_token = sum(PagedKV.bytes_per_token(*shape, self.activation_dtype) for shape in shapes)
+        per_token = sum(PagedKV.bytes_per_token(*shape, self.kv_dtype) for shape in shapes)
         if torch.device(self.device).type == "cpu":
             # Untouched pages cost nothing: the memory is taken from the system as it is first written.
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

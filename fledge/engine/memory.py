@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
 from fledge.kernels.linear.packed import PackedLinear
 from fledge.speculation.drafting import EagleSpeculator
@@ -53,14 +54,13 @@ class MemoryPlan:
 
 def memory_plan(engine: Engine) -> MemoryPlan:
     model, config, drafter = engine.model, engine.config, engine.drafter
-    number = config.activation_dtype.itemsize
     seen: set[int] = set()  # storages: the drafter often shares the target's embedding and head
     weights = weight_bytes(engine.decoder, seen)
     drafter_weights = drafter_per_token = 0
     head_dims = [model.head_dim]
     if isinstance(drafter, EagleSpeculator):
         drafter_weights = weight_bytes(drafter.network, seen)
-        drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys, number)
+        drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys)
         head_dims.append(drafter.network.config.rotary_dim)
     tables = rows = 0
     if isinstance(engine.executor, CudaGraphExecutor):
@@ -71,7 +71,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     return MemoryPlan(
         weights,
         drafter_weights,
-        model.num_layers * 2 * model.num_kv_heads * model.head_dim * number,
+        PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, config.kv_dtype),
         drafter_per_token,
         engine.pool.num_pages * engine.pool.page_size,
         tables,
@@ -79,9 +79,9 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     )
 
 
-def cache_bytes(keys: Tensor, number: int) -> int:
+def cache_bytes(keys: Tensor) -> int:
     """Of one token in one layer: a drafter's cache may have its own shape (latent attention)."""
-    return 2 * keys.shape[1] * keys.shape[3] * number
+    return 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
 
 
 def weight_bytes(network: nn.Module, seen: set[int]) -> int:

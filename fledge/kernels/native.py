@@ -26,6 +26,10 @@ GROUP_FORMATS = {8: 108, 4: 104}
 TENSOR_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
 PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
 MAX_PARTS = 3
+# Of a KV cache; a cache of bytes holds blocks.
+CACHE_FORMATS = {
+    dtype: FORMATS[name].number for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.uint8, "Q8_0"))
+}
 # Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
 QUICK_ROWS = 16
 
@@ -68,7 +72,7 @@ class CacheArguments(Structure):
     _fields_ = [
         *((name, c_long) for name in ("heads", "kv_heads", "head_size", "window")),
         *((name, c_void_p) for name in ("keys", "values")),
-        ("head_stride", c_long),
+        *((name, c_long) for name in ("format", "slot_bytes", "head_bytes")),
     ]
 
 
@@ -332,15 +336,18 @@ class NativeLayer:
             post_norm.eps,
             *(linear.native.arguments for linear in linears),
         )
-        num_kv_heads, slots, head_dim = keys_KSE.shape
+        num_kv_heads, slots, width = keys_KSE.shape
+        slot_bytes = width * keys_KSE.element_size()
         self.cache = CacheArguments(
             attention.num_heads,
             num_kv_heads,
-            head_dim,
+            attention.head_dim,
             attention.window or 0,
             keys_KSE.data_ptr(),
             values_KSE.data_ptr(),
-            slots * head_dim,
+            CACHE_FORMATS[keys_KSE.dtype],
+            slot_bytes,
+            slots * slot_bytes,
         )
 
     def __call__(self, batch: NativeBatch, x_ND: Tensor, normed: Tensor | None = None) -> None:
@@ -351,7 +358,7 @@ class NativeLayer:
 
     @staticmethod
     def serves(attention: nn.Module, mlp: nn.Module, keys_KSE: Tensor) -> bool:
-        """Packed linears throughout, an fp32 cache, and gates in whole panels."""
+        """Packed linears throughout, a cache of a known type, and gates in whole panels."""
         linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
         packed = all(getattr(linear, "native", None) is not None for linear in linears)
-        return packed and keys_KSE.dtype == torch.float32 and mlp.down_proj.in_features % PANEL == 0
+        return packed and keys_KSE.dtype in CACHE_FORMATS and mlp.down_proj.in_features % PANEL == 0

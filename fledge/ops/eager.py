@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
 from fledge.ops.base import NetworkModule, Ops
 from fledge.ops.cpu_ops import CpuOps
@@ -16,6 +19,8 @@ def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = F
     """
     if CpuOps.serves(network, cache):
         return CpuOps(network, cache, deterministic=deterministic)
+    if cache.keys.dtype == torch.uint8 and deterministic:
+        raise UserError("--kv-cache-dtype q8_0 with --deterministic takes a model that the C kernels run; use float16")
     if deterministic:
         return DeterministicOps(cache, network.rotary.device_table(num_positions, cache.keys.device))
     return TorchOps(cache, network.rotary)

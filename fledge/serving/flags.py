@@ -176,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--speculative-config", "-sc", metavar="JSON", help="method, model, num_speculative_tokens, …")
     engine.add_argument("--dtype", choices=("auto", "half", "float16", "bfloat16", "float", "float32"), default="auto")
     engine.add_argument("--quantization", "-q", default="none", help="int8, int4, or gguf (as a GGUF file has them)")
+    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, float16 or q8_0 (CPU)")
     engine.add_argument("--max-model-len", type=human_int, default=0)
     engine.add_argument("--max-num-seqs", type=int, default=0)
     engine.add_argument("--max-num-batched-tokens", type=human_int, default=0)
@@ -255,6 +256,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         max_num_seqs=given.max_num_seqs,
         max_batched_tokens=given.max_num_batched_tokens,
         kv_cache_tokens=given.kv_cache_tokens,
+        kv_cache_dtype=DTYPES.get(given.kv_cache_dtype, given.kv_cache_dtype),
         page_size=given.block_size,
         prefix_caching=given.enable_prefix_caching,
         deterministic=given.deterministic,

@@ -23,7 +23,6 @@ MAY_BE = {
     "--data-parallel-size": _PARALLEL,
     "-dp": _PARALLEL,
     "--api-server-count": _PARALLEL,
-    "--kv-cache-dtype": Allowed(("auto",), "the cache has the activations' type; leave it out, or use --engine vllm"),
     "--load-format": Allowed(("auto", "safetensors", "gguf"), "weights are read from safetensors or GGUF files"),
     "--tokenizer-mode": Allowed(("auto", "hf"), "the model's fast tokenizer is used"),
     "--runner": Allowed(("auto", "generate"), "only text generation is served; use --engine vllm for embeddings"),

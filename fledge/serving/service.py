@@ -320,7 +320,7 @@ def _with_gpu_share(config: EngineConfig, share: float, folder: Path) -> EngineC
     resolved = config.resolve(model)
     # The drafter's layer lies beside the target's layers.
     layers = model.num_layers + 1
-    per_token = PagedKV.bytes_per_token(layers, model.num_kv_heads, model.head_dim, resolved.activation_dtype)
+    per_token = PagedKV.bytes_per_token(layers, model.num_kv_heads, model.head_dim, resolved.kv_dtype)
     tokens = int(total * share - weights - (1 << 30)) // per_token
     if tokens < resolved.max_model_len:
         raise UserError(

@@ -8,17 +8,6 @@ static uint64_t state = 1;
 static uint32_t draw(void) { return (uint32_t)((state = state * 6364136223846793005ULL + 1442695040888963407ULL) >> 33); }
 static float uniform(void) { return (float)draw() / 1073741824.0f - 1.0f; }
 
-static half half_of(float value) {
-#if defined(__x86_64__)
-    return _cvtss_sh(value, 0);
-#else
-    _Float16 one = (_Float16)value;
-    half bits;
-    memcpy(&bits, &one, sizeof bits);
-    return bits;
-#endif
-}
-
 /* Random codes and scales; the fp16 numbers are set to what weights have. */
 static uint8_t *random_rows(int format, long inputs, long outputs) {
     long blocks = inputs / file_block_inputs(format) * outputs, bytes = file_block_bytes(format);

@@ -109,7 +109,7 @@ def test_best_of():
     torch.testing.assert_close(torch.tensor(shares), logits.softmax(-1).max(-1).values, rtol=1e-4, atol=1e-6)
 
 
-class _Heads:
+class Heads:
     """A layer that is all attention: the other linears are made so that their part can be read off."""
 
     def __init__(self, H: int, K: int, E: int, window: int | None, qk_norm: bool) -> None:
@@ -136,7 +136,7 @@ class _Heads:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     H, K, page, first_page = 6, 2, 8, 2
-    heads = _Heads(H, K, E, window, qk_norm)
+    heads = Heads(H, K, E, window, qk_norm)
     mask = None
     if tree:
         mask = torch.rand(T, tree) < 0.5
@@ -170,7 +170,7 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
 @pytest.mark.parametrize("page", [16, 8, 5])
 def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
     H, K, num_pages = 6, 2, 60
-    heads = _Heads(H, K, E, window, False)
+    heads = Heads(H, K, E, window, False)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
     mask = torch.ones(T, tree, dtype=torch.bool).tril(tree - T) if tree else None

@@ -20,9 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.formats import kv_cache
+
 
 class PagedKV:
-    """Keys and values of all layers, [layers, kv heads, slots, head size]; slot = page * page_size + offset."""
+    """Keys and values of all layers, [layers, kv heads, slots, head size]; slot = page * page_size + offset.
+
+    Bytes as `dtype` mean Q8_0 blocks, in which a head has another width (`kernels.formats.kv_cache`).
+    """
 
     def __init__(
         self,
@@ -34,7 +39,7 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (num_layers, num_kv_heads, num_pages * page_size, head_dim)
+        shape = (num_layers, num_kv_heads, num_pages * page_size, kv_cache.width(head_dim, dtype))
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.page_size = page_size
@@ -46,7 +51,7 @@ class PagedKV:
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        return 2 * num_layers * num_kv_heads * kv_cache.width(head_dim, dtype) * dtype.itemsize
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots, for accepted tree nodes that must lie one after the other."""
@@ -120,13 +125,14 @@ def paged_attention(
     q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, keys_KSE: Tensor, values_KSE: Tensor, host: HostLayouts, window: int | None
 ) -> Tensor:
     """Writes the new keys and values into the cache, then attends, sequence by sequence: the reference of all kernels here."""
-    keys_KSE[:, host.new_slots] = k_NKE.transpose(0, 1).to(keys_KSE.dtype)
-    values_KSE[:, host.new_slots] = v_NKE.transpose(0, 1).to(values_KSE.dtype)
+    keys_KSE[:, host.new_slots] = kv_cache.encode(k_NKE.transpose(0, 1), keys_KSE.dtype)
+    values_KSE[:, host.new_slots] = kv_cache.encode(v_NKE.transpose(0, 1), values_KSE.dtype)
     outputs, row = [], 0
     for index, (layout, region) in enumerate(zip(host.sequences, host.regions, strict=True)):
         q_s = q_NHE[row : row + layout.query_len]
         row += layout.query_len
-        outputs.append(attention_reference(q_s, keys_KSE[:, region], values_KSE[:, region], host.mask(index, window)))
+        k_s, v_s = (kv_cache.decode(stored[:, region], q_NHE.dtype) for stored in (keys_KSE, values_KSE))
+        outputs.append(attention_reference(q_s, k_s, v_s, host.mask(index, window)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

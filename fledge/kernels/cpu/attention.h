@@ -19,9 +19,47 @@ typedef struct {
 
 typedef struct {
     long heads, kv_heads, head_size, window;  /* window 0: none */
-    float *keys, *values;                     /* slot 0 of kv head 0 */
-    long head_stride;
+    uint8_t *keys, *values;                   /* slot 0 of kv head 0 */
+    long format;                              /* F32, F16 or Q8_0 */
+    long slot_bytes, head_bytes;              /* from one slot, and from one kv head, to the next */
 } Cache;
+
+/* `count` floats as the cache holds them. */
+static void narrow(long format, const float *x, long count, uint8_t *stored) {
+    if (format == F32) {
+        memcpy(stored, x, sizeof(float) * count);
+    } else if (format == F16) {
+        for (long i = 0; i < count; i++) {
+            half bits = half_of(x[i]);
+            memcpy(stored + 2 * i, &bits, sizeof bits);
+        }
+    } else {
+        for (long first = 0; first < count; first += UNIT, stored += 2 + UNIT) {
+            float most = 0.0f;
+            for (int i = 0; i < UNIT; i++) most = fmaxf(most, fabsf(x[first + i]));
+            half scale = half_of(most / 127.0f);
+            float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+            memcpy(stored, &scale, sizeof scale);
+            for (int i = 0; i < UNIT; i++) ((int8_t *)stored)[2 + i] = (int8_t)rintf(x[first + i] * inverse);
+        }
+    }
+}
+
+/* And back. */
+static void widen(long format, const uint8_t *stored, long count, float *out) {
+    if (format == F32) {
+        memcpy(out, stored, sizeof(float) * count);
+    } else if (format == F16) {
+        long i = 0;
+        for (; i + WIDTH <= count; i += WIDTH) *(vector *)(out + i) = widen_halves((const half *)stored + i);
+        for (; i < count; i++) out[i] = float_of(half_at(stored + 2 * i));
+    } else {
+        for (long first = 0; first < count; first += UNIT, stored += 2 + UNIT) {
+            float scale = float_of(half_at(stored));
+            for (int i = 0; i < UNIT; i++) out[first + i] = scale * (float)((const int8_t *)stored)[2 + i];
+        }
+    }
+}
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -52,6 +90,21 @@ static void turn_keys(const float *keys, long count, long size, float *tile) {
         for (long i = 0; i < LANES; i++) tile[e * LANES + i] = i < count ? keys[i * size + e] : 0.0f;
 }
 
+/* Keys or values s … s + count - 1 as floats, one after the other: where they lie, or in `out`. `run` holds s. */
+static const float *gather(const Cache *cache, const uint8_t *stored, const Run *run, long s, long count, float *out) {
+    const uint8_t *first = stored + (s + run->shift) * cache->slot_bytes;
+    if (run->end < s + count) {  /* a run ends among them */
+        for (long i = 0; i < count; i++) {
+            while (run->end <= s + i) run++;
+            widen(cache->format, stored + (s + i + run->shift) * cache->slot_bytes, cache->head_size, out + i * cache->head_size);
+        }
+        return out;
+    }
+    if (cache->format == F32) return (const float *)first;
+    widen(cache->format, first, count * cache->head_size, out);
+    return out;
+}
+
 static inline long slot_of(const Sequence *sequence, long s) {
     const Run *run = sequence->runs;
     while (run->end <= s) run++;
@@ -71,34 +124,25 @@ static inline lanes score(const float *q, const float *tile, long size) {
     return (a + b) + (c + d);
 }
 
-/* out[0 … size) = Σ weights[s] · values[s], 64, 16 or fewer columns at a time, always in the keys' order */
-static void mix(const float *weights, const float *values, const Run *runs, long first, long last, long size, float *out) {
+/* out[0 … size) += Σ weights[i] · values[i], 64, 16 or fewer columns at a time, always in the values' order */
+static void mix(const float *weights, const float *values, long count, long size, float *out) {
     long e = 0;
-    while (runs->end <= first) runs++;
-#define FOR_KEYS(row, ...)                                                           \
-    for (long s = first, part = 0; s <= last; part++) {                              \
-        long end = runs[part].end <= last ? runs[part].end : last + 1;               \
-        const float *row = values + (s + runs[part].shift) * size + e;               \
-        for (; s < end; s++, row += size) { __VA_ARGS__; }                           \
-    }
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
-        lanes a = {0}, b = {0}, c = {0}, d = {0};
-        FOR_KEYS(row, a += weights[s] * load(row), b += weights[s] * load(row + LANES), c += weights[s] * load(row + 2 * LANES),
-                 d += weights[s] * load(row + 3 * LANES))
+        lanes a = load(out + e), b = load(out + e + LANES), c = load(out + e + 2 * LANES), d = load(out + e + 3 * LANES);
+        const float *row = values + e;
+        for (long i = 0; i < count; i++, row += size) {
+            a += weights[i] * load(row), b += weights[i] * load(row + LANES);
+            c += weights[i] * load(row + 2 * LANES), d += weights[i] * load(row + 3 * LANES);
+        }
         store(out + e, a), store(out + e + LANES, b), store(out + e + 2 * LANES, c), store(out + e + 3 * LANES, d);
     }
     for (; e + LANES <= size; e += LANES) {
-        lanes a = {0};
-        FOR_KEYS(row, a += weights[s] * load(row))
+        lanes a = load(out + e);
+        for (long i = 0; i < count; i++) a += weights[i] * load(values + i * size + e);
         store(out + e, a);
     }
-    if (e < size) {
-        float sums[LANES] = {0};
-        long rest = size - e;
-        FOR_KEYS(row, for (long i = 0; i < rest; i++) sums[i] += weights[s] * row[i])
-        memcpy(out + e, sums, sizeof(float) * rest);
-    }
-#undef FOR_KEYS
+    for (long i = 0; e < size && i < count; i++)
+        for (long column = e; column < size; column++) out[column] += weights[i] * values[i * size + column];
 }
 
 /* The keys that new token t sees: all from *first to *last but those its tail mask hides. */
@@ -133,41 +177,49 @@ static void weigh(const Sequence *sequence, long t, long first, long last, float
     for (long s = first; s <= last; s++) scores[s] *= share;
 }
 
-/* New tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0; `width` floats between tokens of q.
-   scores: room for rows · group · padded floats, padded = kv_len rounded up to LANES; tile: head_size · LANES. */
-static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, const float *q, long width,
-                        float *out, float *scores, float *tile) {
-    long size = cache->head_size, group = cache->heads / cache->kv_heads;
+enum { TILE_KEYS = 32 };  /* values that are widened at a time: they stay in the first-level cache for all queries */
+
+/* Floats that attend_rows works with. */
+static long attention_floats(const Cache *cache, const Sequence *sequence, long rows) {
     long padded = (sequence->kv_len + LANES - 1) / LANES * LANES;
-    const float *keys = cache->keys + kv_head * cache->head_stride, *values = cache->values + kv_head * cache->head_stride;
-    float scattered[LANES * size];
+    return rows * (cache->heads / cache->kv_heads) * padded + (LANES + TILE_KEYS) * cache->head_size;
+}
+
+/* New tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0; `width` floats between tokens of q.
+   memory: attention_floats. */
+static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, const float *q, long width,
+                        float *out, float *memory) {
+    long size = cache->head_size, group = cache->heads / cache->kv_heads, out_width = cache->heads * size;
+    long padded = (sequence->kv_len + LANES - 1) / LANES * LANES;
+    const uint8_t *keys = cache->keys + kv_head * cache->head_bytes, *values = cache->values + kv_head * cache->head_bytes;
+    float *tile = memory, *widened = tile + LANES * size, *scores = widened + TILE_KEYS * size;
     const Run *run = sequence->runs;
-    long from = sequence->kv_len, to = 0;
+    long first[rows], last[rows], from = sequence->kv_len, to = 0;
+    q += kv_head * group * size, out += kv_head * group * size;
     for (long r = 0; r < rows; r++) {
-        long first, last;
-        seen_keys(sequence, t + r, cache->window, &first, &last);
-        from = first < from ? first : from, to = last > to ? last : to;
+        seen_keys(sequence, t + r, cache->window, first + r, last + r);
+        from = first[r] < from ? first[r] : from, to = last[r] > to ? last[r] : to;
+        memset(out + r * out_width, 0, sizeof(float) * group * size);
     }
     for (long s = from / LANES * LANES; s <= to; s += LANES) {
         while (run->end <= s) run++;
         long count = sequence->kv_len - s < LANES ? sequence->kv_len - s : LANES;
-        const float *first = keys + (s + run->shift) * size;
-        if (run->end < s + count) {  /* a run ends among the sixteen */
-            for (long i = 0; i < count; i++) memcpy(scattered + i * size, keys + slot_of(sequence, s + i) * size, sizeof(float) * size);
-            first = scattered;
-        }
-        turn_keys(first, count, size, tile);
+        turn_keys(gather(cache, keys, run, s, count, widened), count, size, tile);
         for (long r = 0; r < rows; r++)
             for (long g = 0; g < group; g++)
-                store(scores + (r * group + g) * padded + s, score(q + r * width + (kv_head * group + g) * size, tile, size));
+                store(scores + (r * group + g) * padded + s, score(q + r * width + g * size, tile, size));
     }
-    for (long r = 0; r < rows; r++) {
-        long first, last;
-        seen_keys(sequence, t + r, cache->window, &first, &last);
-        for (long g = 0; g < group; g++) {
-            float *weights = scores + (r * group + g) * padded;
-            weigh(sequence, t + r, first, last, weights);
-            mix(weights, values, sequence->runs, first, last, size, out + r * cache->heads * size + (kv_head * group + g) * size);
+    for (long r = 0; r < rows; r++)
+        for (long g = 0; g < group; g++) weigh(sequence, t + r, first[r], last[r], scores + (r * group + g) * padded);
+    run = sequence->runs;
+    for (long s = from / TILE_KEYS * TILE_KEYS; s <= to; s += TILE_KEYS) {
+        while (run->end <= s) run++;
+        long count = to + 1 - s < TILE_KEYS ? to + 1 - s : TILE_KEYS;
+        const float *some = gather(cache, values, run, s, count, widened);
+        for (long r = 0; r < rows; r++) {
+            long begin = first[r] > s ? first[r] - s : 0, end = last[r] + 1 - s < count ? last[r] + 1 - s : count;
+            for (long g = 0; g < group && begin < end; g++)
+                mix(scores + (r * group + g) * padded + s + begin, some + begin * size, end - begin, size, out + r * out_width + g * size);
         }
     }
 }

@@ -50,6 +50,18 @@ static inline vector widen_halves(const half *halves) {
 #endif
 }
 
+/* To the nearest; ties to even. */
+static inline half half_of(float value) {
+#if defined(__x86_64__)
+    return _cvtss_sh(value, 0);
+#else
+    _Float16 one = (_Float16)value;
+    half bits;
+    memcpy(&bits, &one, sizeof bits);
+    return bits;
+#endif
+}
+
 static inline vector widen_bfloats(const bfloat *bfloats) {
     typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2)));
     return (vector)(__builtin_convertvector(*(const halves *)bfloats, words) << 16);

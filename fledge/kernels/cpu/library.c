@@ -42,7 +42,7 @@ typedef struct {
     const Layer *layer;
     const Batch *batch;
     const Cache *cache;
-    float *heads;     /* [rows, (H + 2K) E]: queries are rotated in place */
+    float *heads;     /* [rows, (H + 2K) E]: queries and keys are rotated in place */
     float *attended;  /* [rows, H E] */
     const long *block_sequence, *block_start, *block_row;  /* blocks of at most block_rows tokens of one sequence */
     long block_rows;
@@ -63,7 +63,7 @@ static void rotate(float *x, const float *cosine, const float *sine, const float
     }
 }
 
-/* Queries are rotated and scaled in place; keys rotated into the cache, values copied there. One item: one block of tokens. */
+/* Queries and keys are rotated in place, queries scaled; keys and values stored. One item: one block of tokens. */
 static void place_block(const void *task, long block) {
     const Attending *a = task;
     const Cache *cache = a->cache;
@@ -75,12 +75,14 @@ static void place_block(const void *task, long block) {
         long row = a->block_row[block] + r;
         float *heads = a->heads + row * (H + 2 * K) * E;
         const float *cosine = a->batch->cosine + row * E, *sine = a->batch->sine + row * E;
-        long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * E;
+        long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * cache->slot_bytes;
         for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
         for (long h = 0; h < K; h++) {
-            long at = h * cache->head_stride + slot;
-            rotate(heads + (H + h) * E, cosine, sine, a->layer->k_norm, a->layer->eps, 1.0f, E, cache->keys + at);
-            memcpy(cache->values + at, heads + (H + K + h) * E, sizeof(float) * E);
+            long at = h * cache->head_bytes + slot;
+            float *key = heads + (H + h) * E;
+            rotate(key, cosine, sine, a->layer->k_norm, a->layer->eps, 1.0f, E, key);
+            narrow(cache->format, key, E, cache->keys + at);
+            narrow(cache->format, heads + (H + K + h) * E, E, cache->values + at);
         }
     }
 }
@@ -108,10 +110,8 @@ static void attend_block(const void *task, long item) {
     const Sequence *sequence = a->batch->sequences + a->block_sequence[block];
     long E = cache->head_size, H = cache->heads, K = cache->kv_heads, start = a->block_start[block], row = a->block_row[block];
     long rows = sequence->query_len - start < a->block_rows ? sequence->query_len - start : a->block_rows;
-    long padded = (sequence->kv_len + LANES - 1) / LANES * LANES, scores = rows * (H / K) * padded;
-    float *memory = own_memory(scores + E * LANES);
     attend_rows(cache, sequence, kv_head, start, rows, a->heads + row * (H + 2 * K) * E, (H + 2 * K) * E,
-                a->attended + row * H * E, memory, memory + scores);
+                a->attended + row * H * E, own_memory(attention_floats(cache, sequence, rows)));
 }
 
 /* The callers' working memory; whoever holds the pool's lock has it. */

@@ -1,0 +1,37 @@
+"""Types of a KV cache's numbers. A tensor's own type says which: floats are themselves, bytes are Q8_0 blocks as in GGUF files
+(32 numbers: an fp16 scale and 32 signed bytes), of the head's size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK, BLOCK_BYTES = 32, 34
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "q8_0": torch.uint8}
+
+
+def width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of the cache that hold one head of one token."""
+    if dtype != torch.uint8:
+        return head_dim
+    assert head_dim % BLOCK == 0, "refused before"
+    return head_dim // BLOCK * BLOCK_BYTES
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., head size] -> [..., width]. Each head of each token on its own: what is stored does not depend on the batch."""
+    if dtype != torch.uint8:
+        return x.to(dtype)
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    most = blocks.abs().amax(-1, keepdim=True)
+    codes = (blocks * torch.where(most > 0, 127 / most, 0)).round().to(torch.int8)
+    return torch.cat([(most / 127).half().view(torch.uint8), codes.view(torch.uint8)], -1).flatten(-2)
+
+
+def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., width] -> [..., head size], as `dtype`."""
+    if stored.dtype != torch.uint8:
+        return stored.to(dtype)
+    blocks = stored.unflatten(-1, (-1, BLOCK_BYTES))
+    scales = blocks[..., :2].contiguous().view(torch.float16).float()
+    return (scales * blocks[..., 2:].view(torch.int8)).flatten(-2).to(dtype)
