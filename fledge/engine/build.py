@@ -41,8 +41,9 @@ from fledge.tokenizer import Tokenizer
 
 DEFAULT_DEPTH = 5
 Network = TypeVar("Network", Decoder, EagleDrafter)
-# On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes.
-DRAFTER_BITS = 8
+# On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes. The head is two
+# thirds of them.
+DRAFTER_BITS, DRAFT_HEAD_BITS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,10 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
     # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
     embedding = network.embed_tokens
     if config.dtype == "float16":
-        pack_linears(network, DRAFTER_BITS if isinstance(network, EagleDrafter) else 16)
+        if isinstance(network, EagleDrafter):
+            pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
+        else:
+            pack_linears(network, 16)
     elif native.library() is not None:
         pack_linears(network, 32)
     network = network.float()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fledge.kernels import native
 from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks, quantised_activations
-from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear
+from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear, quantised_blocks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
@@ -114,3 +114,16 @@ def test_zeros_and_threads() -> None:
             assert torch.equal(linear(x), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("bits", "format", "steps"), [(8, "Q8_0", 254), (4, "Q4_1", 15)])
+def test_weights_are_rounded_to_the_nearest(bits: int, format: str, steps: int) -> None:
+    """More rows than are rounded at once. The largest error is half a step of a group's own range."""
+    weight = torch.randn(1100, 96) * torch.rand(1100, 1)
+    blocks = quantised_blocks(weight, bits)
+    assert (blocks.format, blocks.outputs, blocks.inputs) == (format, 1100, 96)
+    groups = weight.unflatten(1, (-1, 32))
+    extent = 2 * groups.abs().amax(-1) if bits == 8 else groups.amax(-1) - groups.amin(-1)
+    error = (blocks.dequantised().unflatten(1, (-1, 32)) - groups).abs().amax(-1)
+    assert (error <= 0.5 * extent / steps + 2e-3 * groups.abs().amax(-1)).all()
+    assert (error > 0.2 * extent / steps).float().mean() > 0.9

@@ -22,7 +22,7 @@ QUANTISED_ROWS = 1024
 
 
 class PackedLinear(nn.Module):
-    """From a plain linear in 32, 16 or 8 bits, or from a quantised one as it is. Without C code 16 bits is all there is."""
+    """From a plain linear in 32, 16, 8 or 4 bits, or from a quantised one as it is. Without C code 16 bits is all there is."""
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, bits: int = 16) -> None:
         super().__init__()
@@ -77,19 +77,26 @@ class GgufEmbedding(nn.Module):
         return native.look_up(self.blocks, torch.arange(self.num_embeddings))
 
 
-def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | QuantizedWeight:
+def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | QuantizedWeight | list[Blocks]:
     if isinstance(linear, QuantizedLinear):
         return linear.quantized
-    if bits == 8 and linear.in_features % GROUP_SIZE == 0:
-        return _quantised(linear.weight)
+    if bits <= 8 and linear.in_features % GROUP_SIZE == 0:
+        return [quantised_blocks(linear.weight, bits)]
     return linear.weight.detach().to(torch.float32 if bits == 32 else torch.float16)
 
 
-def _quantised(weight_OI: Tensor) -> QuantizedWeight:
-    """8 bits, some rows at a time: rounding takes several times the memory of what it rounds."""
-    parts = [quantize(rows, 8) for rows in weight_OI.split(QUANTISED_ROWS)]
-    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return QuantizedWeight(codes, scales, None, 8, GROUP_SIZE)
+def quantised_blocks(weight_OI: Tensor, bits: int) -> Blocks:
+    """Rounded to Q8_0 or Q4_1, some rows at a time: rounding takes several times the memory of what it rounds."""
+    parts = []
+    for rows in weight_OI.split(QUANTISED_ROWS):
+        rounded = quantize(rows, bits)
+        codes = rounded.codes.view(torch.uint8).unflatten(1, (-1, GROUP_SIZE * bits // 8))
+        if bits == 4:  # a block's second sixteen are its high nibbles
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+            codes = codes[..., :16] | codes[..., 16:] << 4
+        headers = [half[..., None].view(torch.uint8) for half in (rounded.scales, rounded.offsets) if half is not None]
+        parts.append(torch.cat([*headers, codes], -1).flatten(1))
+    return Blocks("Q8_0" if bits == 8 else "Q4_1", weight_OI.shape[1], torch.cat(parts).numpy())
 
 
 def packing_supported() -> bool:
@@ -102,13 +109,16 @@ def packing_supported() -> bool:
 FP16_MAX = 65504.0
 
 
-def pack_linears(module: nn.Module, bits: int = 16) -> None:
-    """Replaces every linear that fits so many bits by a packed one, in place; quantised ones keep theirs."""
+def pack_linears(module: nn.Module, bits: int = 16, head_bits: int | None = None) -> None:
+    """Replaces every linear that fits so many bits by a packed one, in place; quantised ones keep theirs.
+
+    `head_bits`: of `lm_head`, if not as many.
+    """
     for name, child in list(module.named_children()):
         if isinstance(child, QuantizedLinear):
             setattr(module, name, PackedLinear(child))
         elif isinstance(child, nn.Linear):
             if bits == 32 or max(map(abs, map(float, child.weight.aminmax()))) <= FP16_MAX:
-                setattr(module, name, PackedLinear(child, bits))
+                setattr(module, name, PackedLinear(child, head_bits or bits if name == "lm_head" else bits))
         else:
             pack_linears(child, bits)
