@@ -1,4 +1,7 @@
-"""Decoder layers and linears in C for the CPU (`cpu/`), called through ctypes; without a C compiler the torch path serves."""
+"""The C kernels of the CPU (`cpu/`), called through ctypes: linears, norms, the likeliest token. Layers: `native_layers`.
+
+Without a C compiler the torch path serves.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ import ctypes
 import mmap
 import os
 import subprocess
-from array import array
 from contextlib import suppress
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
+from ctypes import Structure, c_float, c_int, c_long, c_void_p
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fledge.kernels.attention.paged import HostLayouts
 from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks
-from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.quantization import QuantizedWeight
 
@@ -26,10 +26,6 @@ GROUP_FORMATS = {8: 108, 4: 104}
 TENSOR_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
 PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
 MAX_PARTS = 3
-# Of a KV cache; a cache of bytes holds blocks.
-CACHE_FORMATS = {
-    dtype: FORMATS[name].number for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.uint8, "Q8_0"))
-}
 # Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
 QUICK_ROWS = 16
 
@@ -47,46 +43,6 @@ class LinearArguments(Structure):
     ]
 
 
-class LayerArguments(Structure):
-    _fields_ = [
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-        *((name, LinearArguments) for name in ("qkv", "o", "gate_up", "down")),
-    ]
-
-
-class SequenceArguments(Structure):
-    _fields_ = [
-        ("query_len", c_long),
-        ("kv_len", c_long),
-        ("runs", c_void_p),
-        ("tail_mask", c_void_p),
-        ("tail", c_long),
-    ]
-
-
-class CacheArguments(Structure):
-    _fields_ = [
-        *((name, c_long) for name in ("heads", "kv_heads", "head_size", "window")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_long) for name in ("format", "slot_bytes", "head_bytes")),
-    ]
-
-
-class BatchArguments(Structure):
-    _fields_ = [
-        ("sequences", POINTER(SequenceArguments)),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
-        ("num_sequences", c_long),
-        ("rows", c_long),
-        ("threads", c_int),
-    ]
-
-
 class Library:
     def __init__(self, path: str) -> None:
         self.quick = self._declared(ctypes.PyDLL(path))
@@ -94,7 +50,8 @@ class Library:
 
     @staticmethod
     def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-        loaded.run_layer.argtypes = [c_void_p] * 5
+        loaded.run_layers.argtypes = [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_void_p]
+        loaded.run_drafter.argtypes = [c_void_p] * 6
         loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
         loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
         loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]
@@ -122,7 +79,7 @@ def library() -> Library | None:
         return None
 
 
-def _address(x: Tensor | None) -> int | None:
+def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
@@ -248,7 +205,7 @@ class NativeLinear:
         pointers = (PartArguments * MAX_PARTS)(
             *((panels.data_ptr(), *part) for panels, part in zip(self.panels, parts, strict=True))
         )
-        self.arguments = LinearArguments(pointers, len(parts), _address(self.bias), inputs, outputs, group)
+        self.arguments = LinearArguments(pointers, len(parts), address(self.bias), inputs, outputs, group)
         self.pointer = ctypes.addressof(self.arguments)
 
     @property
@@ -293,72 +250,3 @@ def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int],
     index, shares = (c_long * rows)(), (c_float * rows)() if probability else None
     library().quick.best_of(logits_NV.data_ptr(), rows, size, index, shares)
     return list(index), list(shares) if shares is not None else None
-
-
-class NativeBatch:
-    """The sequences of one pass, for all its layers."""
-
-    def __init__(self, host: HostLayouts, cos_N1E: Tensor, sin_N1E: Tensor) -> None:
-        self.rows = cos_N1E.shape[0]
-        layouts = host.sequences
-        self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
-        runs = [layout.runs(host.page_size) for layout in layouts]
-        self.runs = [array("l", [number for run in some for number in run]) for some in runs]
-        self.sequences = (SequenceArguments * len(layouts))(
-            *(
-                (layout.query_len, layout.kv_len, some.buffer_info()[0], _address(mask), 0 if mask is None else mask.shape[1])
-                for layout, some, mask in zip(layouts, self.runs, self.masks, strict=True)
-            )
-        )
-        self.angles = (cos_N1E, sin_N1E)
-        self.arguments = BatchArguments(
-            self.sequences, cos_N1E.data_ptr(), sin_N1E.data_ptr(), len(layouts), self.rows, torch.get_num_threads()
-        )
-
-
-class NativeLayer:
-    """One layer, weights and cache; changes the residual stream in place."""
-
-    def __init__(
-        self,
-        attention: nn.Module,
-        mlp: nn.Module,
-        input_norm: NormLike | None,
-        post_norm: NormLike,
-        keys_KSE: Tensor,
-        values_KSE: Tensor,
-    ) -> None:
-        linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm]
-        self.kept = (linears, norms, keys_KSE, values_KSE)  # their memory is pointed to
-        self.layer = LayerArguments(
-            *(_address(None if norm is None else norm.weight) for norm in norms),
-            post_norm.eps,
-            *(linear.native.arguments for linear in linears),
-        )
-        num_kv_heads, slots, width = keys_KSE.shape
-        slot_bytes = width * keys_KSE.element_size()
-        self.cache = CacheArguments(
-            attention.num_heads,
-            num_kv_heads,
-            attention.head_dim,
-            attention.window or 0,
-            keys_KSE.data_ptr(),
-            values_KSE.data_ptr(),
-            CACHE_FORMATS[keys_KSE.dtype],
-            slot_bytes,
-            slots * slot_bytes,
-        )
-
-    def __call__(self, batch: NativeBatch, x_ND: Tensor, normed: Tensor | None = None) -> None:
-        """`normed`: the attention's input, for a layer without an input norm."""
-        run = library().for_rows(batch.rows).run_layer
-        if run(byref(self.layer), byref(self.cache), byref(batch.arguments), x_ND.data_ptr(), _address(normed)):
-            raise MemoryError("no memory for a decoder layer")
-
-    @staticmethod
-    def serves(attention: nn.Module, mlp: nn.Module, keys_KSE: Tensor) -> bool:
-        """Packed linears throughout, a cache of a known type, and gates in whole panels."""
-        linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        packed = all(getattr(linear, "native", None) is not None for linear in linears)
-        return packed and keys_KSE.dtype in CACHE_FORMATS and mlp.down_proj.in_features % PANEL == 0

@@ -23,7 +23,7 @@ HOLDING_LAYERS = 1
 
 class DecoderOutput(NamedTuple):
     hidden_ND: Tensor  # after the final norm: what the head reads
-    taps: list[Tensor]  # one [N, D] per tapped layer, in the order asked for
+    taps: Sequence[Tensor]  # one [N, D] per tapped layer, in the order asked for
 
 
 class DecoderLayer(Layer):
@@ -77,15 +77,9 @@ class Decoder(nn.Module):
 
     def run(
         self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """The layers, from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
-        captured: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in taps:
-                captured[index] = ops.keep(x_ND)
-            x_ND = ops.layer(layer, x_ND, meta, in_place=index not in taps, before_attention=index < HOLDING_LAYERS)
-        captured[len(self.layers)] = x_ND
-        return x_ND, [captured[index] for index in taps]
+        return ops.layers(self.layers, x_ND, meta, taps, num_holding=HOLDING_LAYERS)
 
     def embed(self, tokens: Tensor) -> Tensor:
         # Activations follow the norms' type: packed CPU weights are fp16 while everything between them is fp32.

@@ -126,8 +126,7 @@ class EagleDrafter(nn.Module):
         return self.step(tokens_N, h_ND, None, AttendOps(attend, self.rotary(positions_N, highest_position)))
 
     def step(self, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None, ops: Ops) -> DrafterOutput:
-        x = self.run(self.inputs(tokens_N, h_ND, ops), meta, ops)
-        post = ops.norm(self.norm, x)
+        x, post = ops.draft_step(self, tokens_N, h_ND, meta)
         return DrafterOutput(post, post if self.config.norm_output else x)
 
     def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
@@ -136,11 +135,7 @@ class EagleDrafter(nn.Module):
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
         """The layers, to the states before the final norm."""
-        x = inputs.residual_ND
-        for layer in self.layers:
-            read = inputs.x_N2D if layer.first else None
-            x = ops.layer(layer, x, meta, read, in_place=True, before_attention=True)
-        return x
+        return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_holding=len(self.layers))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary."""

@@ -81,6 +81,10 @@ class DrafterLayerModule(LayerModule, Protocol):
 class RotaryModule(Protocol):
     """`models.layers.Rotary`: cosines and sines by position."""
 
+    table: Tensor
+
+    def reserve(self, num_positions: int) -> None: ...
+
     def __call__(self, positions_N: Tensor, highest: int | None = None) -> tuple[Tensor, Tensor]: ...
 
     def device_table(self, num_positions: int, device: torch.device) -> Tensor: ...
@@ -94,6 +98,23 @@ class NetworkModule(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerModule]: ...
+
+
+class DrafterModule(NetworkModule, Protocol):
+    """`models.drafter.EagleDrafter`."""
+
+    @property
+    def layers(self) -> Sequence[DrafterLayerModule]: ...
+
+    @property
+    def norm(self) -> NormModule: ...
+
+    @property
+    def embedding(self) -> nn.Module: ...
+
+    def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs: ...
+
+    def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor: ...
 
 
 class Ops(ABC):
@@ -173,6 +194,34 @@ class Ops(ABC):
         hints = {"in_place": in_place, "before_attention": before_attention}
         return layer(x_ND, meta, self, attention_input, **hints)
 
-    def keep(self, x_ND: Tensor) -> Tensor:
-        """The residual stream as it is now, whatever later layers do to it in place."""
-        return x_ND
+    def layers(
+        self,
+        layers: Sequence[LayerModule],
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        taps: Sequence[int] = (),
+        attention_input: Tensor | None = None,
+        *,
+        num_holding: int,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """All layers of a network: from embeddings (they may be overwritten) to the states before the final norm, and taps.
+
+        Tap i is the residual stream after i layers. `attention_input`: of the first layer.
+
+        `num_holding`: the layers that let their attention start only after everything before them (a PDL barrier).
+        """
+        captured: dict[int, Tensor] = {}
+        for index, layer in enumerate(layers):
+            if index in taps:
+                captured[index] = x_ND
+            read = None if index else attention_input
+            x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, before_attention=index < num_holding)
+        captured[len(layers)] = x_ND
+        return x_ND, [captured[index] for index in taps]
+
+    def draft_step(
+        self, network: DrafterModule, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None
+    ) -> tuple[Tensor, Tensor]:
+        """One step of a drafter: the states before and after its final norm."""
+        x_ND = network.run(network.inputs(tokens_N, h_ND, self), meta, self)
+        return x_ND, self.norm(network.norm, x_ND)

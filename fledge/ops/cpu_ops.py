@@ -1,4 +1,4 @@
-"""The CPU's backend: whole layers in C (`kernels.native`), one call each, with packed weights between fp32 activations."""
+"""The CPU's backend: all layers of a pass in one call of C (`kernels.native_layers`), fp32 between packed linears."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.linear.fixed_order import rows_apart
-from fledge.kernels.row_copy import copy
-from fledge.kernels.sample import Choice
-from fledge.kernels.step_inputs import DraftInputs
-from fledge.ops.base import DrafterLayerModule, LayerModule, NetworkModule, NormModule
+from fledge.kernels.native_layers import NativeBatch, NativeDrafter, NativeLayer, NativeLayers
+from fledge.ops.base import DrafterModule, LayerModule, NetworkModule, NormModule
 from fledge.ops.torch_ops import TorchOps
 
 
@@ -26,8 +24,8 @@ class CpuOps(TorchOps):
         """`deterministic`: linears outside of layers that are not packed (a head with weights past fp16) go row by row."""
         super().__init__(cache, network.rotary)
         self.deterministic = deterministic
-        self.layers = [
-            native.NativeLayer(
+        native_layers = [
+            NativeLayer(
                 layer.self_attn,
                 layer.mlp,
                 None if getattr(layer, "first", False) else layer.input_layernorm,
@@ -37,23 +35,37 @@ class CpuOps(TorchOps):
             )
             for layer, keys, values in zip(network.layers, cache.keys, cache.values, strict=True)
         ]
+        self.native_layers = NativeLayers(native_layers)
+        self.native_drafter: NativeDrafter | None = None
 
     @staticmethod
     def serves(network: NetworkModule, cache: PagedKV) -> bool:
-        return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
+        return all(NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
-    def layer(
-        self, layer: LayerModule, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None = None, **_: bool
-    ) -> Tensor:
-        assert meta is not None
-        batch = meta.kept.get(self)  # `meta.once` costs a microsecond more, in every layer
-        if batch is None:
-            batch = meta.kept[self] = native.NativeBatch(given(meta.host), *self.angles(meta, len(x_ND)))
-        self.layers[layer.index](batch, x_ND, attention_input)
-        return x_ND
+    def batch(self, meta: AttentionMetadata | None) -> NativeBatch:
+        meta = given(meta)
+        positions, highest = given(meta.positions_N), meta.highest_position
+        self.rotary.reserve(1 + (int(positions.max()) if highest is None else highest))
+        cos_PE, sin_PE = self.rotary.table.unbind(0)
+        return NativeBatch(given(meta.host), cos_PE, sin_PE, positions)
 
-    def keep(self, x_ND: Tensor) -> Tensor:
-        return copy(x_ND)
+    def layers(
+        self,
+        layers: Sequence[LayerModule],
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        taps: Sequence[int] = (),
+        attention_input: Tensor | None = None,
+        **_: int,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        return x_ND, self.native_layers(self.batch(meta), x_ND, attention_input, taps)
+
+    def draft_step(
+        self, network: DrafterModule, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.native_drafter is None:  # not before: the target's embedding is lent to a drafter after it was packed
+            self.native_drafter = NativeDrafter(network, self.native_layers)
+        return self.native_drafter(self.batch(meta), tokens_N, h_ND)
 
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
         if self.deterministic and getattr(module, "native", None) is None:
@@ -73,15 +85,3 @@ class CpuOps(TorchOps):
         for index, (norm, tap) in enumerate(zip(each, taps, strict=True)):
             native.rms_norm(tap.contiguous(), norm.weight, norm.eps, fused[:, index * size : (index + 1) * size])
         return fused
-
-    def draft_inputs(
-        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
-    ) -> DraftInputs:
-        assert not drafting, "captured cycles alone draft from choices"
-        assert layer.hidden_norm is not None, "the first layer's"
-        embedded, size = embedding(tokens).to(h_ND.dtype), h_ND.shape[1]
-        pair = h_ND.new_empty(len(h_ND), 2 * size)
-        native.rms_norm(embedded, layer.input_layernorm.weight, layer.input_layernorm.eps, pair[:, :size])
-        native.rms_norm(h_ND.contiguous(), layer.hidden_norm.weight, layer.hidden_norm.eps, pair[:, size:])
-        # A copy: the layers change it in place.
-        return DraftInputs(pair, copy(pair[:, size:] if layer.norm_before_residual else h_ND), None, None)

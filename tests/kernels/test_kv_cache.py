@@ -19,6 +19,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import HostLayouts, PagedKV, SequenceLayout
 from fledge.kernels.formats.kv_cache import KV_DTYPES, decode, encode
 from fledge.kernels.linear.packed import pack_linears
+from fledge.kernels.native_layers import NativeBatch, NativeLayer, NativeLayers
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
@@ -66,8 +67,8 @@ def test_layer(name, T, kv_len, tree, window, E):
     expected = heads.layer(x, meta, TorchOps(caches[0], lambda *_: (cos, sin)), attention_input=normed)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
-    layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
-    layer(native.NativeBatch(meta.host, cos, sin), x, normed)
+    layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
+    NativeLayers([layer])(NativeBatch(meta.host, cos, sin, torch.arange(len(x))), x, normed)
     for stored in ("keys", "values"):
         ours, theirs = (decode(getattr(cache, stored), torch.float32) for cache in reversed(caches))
         # A number on the edge between two codes may come out as either.
@@ -101,13 +102,14 @@ def test_a_row_does_not_depend_on_the_others_or_on_where_pages_lie(name, window,
             cache.values.fill_(empty)
             slots = torch.tensor([pages[place // page] * page + place % page for place in range(start + num_rows)])
             cache.keys[0, :, slots[:start]], cache.values[0, :, slots[:start]] = before[:, :, :start]
-            layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
+            layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
             out = x.clone()
             for first in range(0, num_rows, step):
                 rows = slice(first, min(first + step, num_rows))
                 layout = SequenceLayout(pages, rows.stop - first, start + rows.stop)
                 host, part = HostLayouts([layout], page, torch.device("cpu")), out[rows].clone()
-                layer(native.NativeBatch(host, cos[rows].contiguous(), sin[rows].contiguous()), part, normed[rows].contiguous())
+                batch = NativeBatch(host, cos, sin, torch.arange(len(x))[rows])
+                NativeLayers([layer])(batch, part, normed[rows].contiguous())
                 out[rows] = part
             results.append((out, cache.keys[0, :, slots], cache.values[0, :, slots]))
     finally:

@@ -13,6 +13,7 @@ from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import HostLayouts, PagedKV, SequenceLayout
 from fledge.kernels.linear.packed import pack_linears
+from fledge.kernels.native_layers import NativeBatch, NativeLayer, NativeLayers
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.models.layers import MLP, Attention, Layer, RMSNorm
 from fledge.ops.cpu_ops import CpuOps
@@ -152,11 +153,11 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     expected = heads.layer(x, meta, TorchOps(caches[0], lambda *_: (cos, sin)), attention_input=normed)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
-    layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
+    layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        layer(native.NativeBatch(meta.host, cos, sin), x, normed)
+        NativeLayers([layer])(NativeBatch(meta.host, cos, sin, torch.arange(T)), x, normed)
     finally:
         torch.set_num_threads(before)
     assert_near(caches[1].keys, caches[0].keys, 1e-4)
@@ -187,9 +188,9 @@ def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
         cache.values.fill_(torch.nan)
         slots = torch.tensor([pages[place // page] * page + place % page for place in range(used * page)])
         cache.keys[0, :, slots], cache.values[0, :, slots] = keys, values
-        layer = native.NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
+        layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
         host, out = HostLayouts([SequenceLayout(pages, T, kv_len, mask)], page, torch.device("cpu")), x.clone()
-        layer(native.NativeBatch(host, cos, sin), out, normed)
+        NativeLayers([layer])(NativeBatch(host, cos, sin, torch.arange(T)), out, normed)
         results.append((out, cache.keys[0, :, slots], cache.values[0, :, slots]))
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, results[0], strict=True))
@@ -232,6 +233,16 @@ def test_a_native_drafter_equals_the_network(flags, num_layers):
         )
     assert_near(quick.hidden_ND, plain.hidden_ND)
     assert_near(quick.feedback_ND, plain.feedback_ND)
+
+
+def test_a_token_that_does_not_exist_is_refused():
+    network = fit(tiny_drafter(tiny_drafter_config()), replace(CPU, dtype="float16"))
+    config = network.config
+    network.share(torch.nn.Embedding(config.vocab_size, config.hidden_size), None)
+    ops = CpuOps(network, PagedKV(1, config.num_kv_heads, config.head_dim, 8, 8, torch.float32, "cpu"))
+    meta = AttentionMetadata.from_layouts([SequenceLayout([0], 1, 1)], torch.arange(1), 8, 0)
+    with pytest.raises(IndexError, match="beyond the vocabulary"):
+        network.step(torch.tensor([config.vocab_size]), torch.randn(1, config.hidden_size), meta, ops)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

@@ -79,7 +79,7 @@ class Verified(NamedTuple):
     """A target pass over pending tokens and drafts."""
 
     x_ND: Tensor  # before the final norm
-    aux_hidden_states: list[Tensor]
+    aux_hidden_states: Sequence[Tensor]
     starts_B: Tensor  # position of each row's pending token
     active_B: Tensor
     tree: TreeDraft | None

@@ -60,7 +60,7 @@ class TargetPass:
     logits: Tensor  # [rows that need them, V]: the last token of each completed text and its draft
     logits_start: list[int | None]  # per item: its first row in `logits`; None: its prompt is not complete
     rows_start: list[int]  # per item: its first row in the auxiliary hidden states
-    aux_hidden_states: list[Tensor]
+    aux_hidden_states: Sequence[Tensor]
 
 
 class EagerExecutor:
@@ -92,7 +92,7 @@ class EagerExecutor:
         if self.queue is not None:
             controller.pending_tokens = self.queue.num_tokens
         self.spans: list[AcceptedSpan] = []  # of the last pass, and
-        self.aux_hidden_states: list[Tensor] = []  # its states: not seen by the drafter yet
+        self.aux_hidden_states: Sequence[Tensor] = []  # its states: not seen by the drafter yet
         self.outputs: list[Output] = []
 
     def check(self, params: SamplingParams) -> None:

@@ -18,7 +18,8 @@ typedef struct {
 
 typedef struct {
     const Sequence *sequences;
-    const float *cosine, *sine;  /* [rows, head size]; the rotation's sign is in the sine */
+    const float *cosine, *sine;  /* by position: [positions, head size]; the rotation's sign is in the sine */
+    const int64_t *positions;    /* of the rows */
     long num_sequences, rows;
     int threads;
 } Batch;
@@ -74,7 +75,7 @@ static void place_block(const void *task, long block) {
     for (long r = 0; r < rows; r++) {
         long row = a->block_row[block] + r;
         float *heads = a->heads + row * (H + 2 * K) * E;
-        const float *cosine = a->batch->cosine + row * E, *sine = a->batch->sine + row * E;
+        const float *cosine = a->batch->cosine + a->batch->positions[row] * E, *sine = a->batch->sine + a->batch->positions[row] * E;
         long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * cache->slot_bytes;
         for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
         for (long h = 0; h < K; h++) {
@@ -157,11 +158,23 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     return 0;
 }
 
-/* x [rows, hidden], in place: the residual stream before and after the layer. `normed`: the attention's input where the layer has
-   no input norm (a drafter's first layer). Returns 1 if there was no memory. */
-int run_layer(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed) {
+/* `taps`, ascending: how many layers have run when x is copied to the next of `tapped` [taps, rows, hidden]. */
+static int layers_locked(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
+                         const long *taps, long num_taps, float *tapped) {
+    long size = batch->rows * layers->o.outputs, tap = 0;
+    for (long i = 0; i <= num_layers; i++) {
+        for (; tap < num_taps && taps[tap] == i; tap++) memcpy(tapped + tap * size, x, size * sizeof(float));
+        if (i < num_layers && layer_locked(layers + i, caches + i, batch, x, i ? NULL : normed)) return 1;
+    }
+    return 0;
+}
+
+/* x [rows, hidden], in place: the residual stream before and after the layers. `normed`: the first attention's input where the first
+   layer has no input norm (a drafter's). Returns 1 if there was no memory. */
+int run_layers(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
+               const long *taps, long num_taps, float *tapped) {
     pthread_mutex_lock(&pool.caller);
-    int failed = layer_locked(layer, cache, batch, x, normed);
+    int failed = layers_locked(layers, caches, num_layers, batch, x, normed, taps, num_taps, tapped);
     pthread_mutex_unlock(&pool.caller);
     return failed;
 }
@@ -192,6 +205,36 @@ int look_up(int format, const void *table, long row_bytes, long inputs, long out
         if (rows[i] < 0 || rows[i] >= outputs) return 1;
     for (long i = 0; i < count; i++) row_weights(format, (const uint8_t *)table + rows[i] * row_bytes, inputs, out + i * inputs);
     return 0;
+}
+
+typedef struct {
+    const void *table;  /* of embeddings, as `look_up` takes it */
+    long format, row_bytes, vocab, size;
+    const float *embedding_norm, *hidden_norm, *norm;
+    float eps;
+    long norm_before_residual;
+    const Layer *layers;
+    const Cache *caches;
+    long num_layers;
+} Drafter;
+
+/* A draft step: tokens with the states h [rows, size] that they are paired with. x [rows, size]: the residual stream after the
+   layers; out: its norm. Returns 1 if there was no memory, 2 if there is no such token. */
+int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *tokens, const float *h, float *x, float *out) {
+    long size = drafter->size, rows = batch->rows, numbers = rows * size;
+    float *pairs = malloc(3 * numbers * sizeof(float)), *embedded = pairs + 2 * numbers;
+    if (!pairs) return 1;
+    int failed = 2 * look_up((int)drafter->format, drafter->table, drafter->row_bytes, size, drafter->vocab, tokens, rows, embedded);
+    if (!failed) {
+        rms_norm(embedded, drafter->embedding_norm, pairs, rows, size, 2 * size, drafter->eps);
+        rms_norm(h, drafter->hidden_norm, pairs + size, rows, size, 2 * size, drafter->eps);
+        for (long r = 0; r < rows; r++)
+            memcpy(x + r * size, drafter->norm_before_residual ? pairs + (2 * r + 1) * size : h + r * size, size * sizeof(float));
+        failed = run_layers(drafter->layers, drafter->caches, drafter->num_layers, batch, x, pairs, NULL, 0, NULL);
+        rms_norm(x, drafter->norm, out, rows, size, size, drafter->eps);
+    }
+    free(pairs);
+    return failed;
 }
 
 /* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
