@@ -72,7 +72,7 @@ class LiveProbe:
 
     # `DraftObserver`
 
-    def begin(self, spans: Sequence[AcceptedSpan]) -> None:
+    def begin(self, spans: Sequence[AcceptedSpan]) -> bool:
         self.step_index = None
         self.wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]
         drafts = self.speculator.tree is None and bool(self.wanted)
@@ -81,6 +81,7 @@ class LiveProbe:
             self.step_index = 0
             self.figures = [{name: [] for name in NAMES} for _ in self.wanted]
             self.place_of = {id(spans[index].request.pages): place for place, index in enumerate(self.wanted)}
+        return self.step_index is not None
 
     def end(self, spans: Sequence[AcceptedSpan]) -> None:
         if self.step_index is not None:

@@ -10,7 +10,7 @@ import mmap
 import os
 import subprocess
 from contextlib import suppress
-from ctypes import Structure, c_float, c_int, c_long, c_void_p
+from ctypes import Structure, c_double, c_float, c_int, c_long, c_void_p
 from functools import cache
 
 import torch
@@ -52,6 +52,8 @@ class Library:
     def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         loaded.run_layers.argtypes = [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_void_p]
         loaded.run_drafter.argtypes = [c_void_p] * 6
+        loaded.draft_chain.argtypes = [*[c_void_p] * 4, c_long, c_double, c_double, c_void_p, c_void_p]
+        loaded.draft_chain.restype = c_long
         loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
         loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
         loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]

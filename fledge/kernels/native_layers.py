@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_long, c_void_p
 from typing import Any
 
 import torch
@@ -70,21 +70,25 @@ class DrafterArguments(Structure):
         *((name, c_long) for name in ("format", "row_bytes", "vocab", "size")),
         *((name, c_void_p) for name in ("embedding_norm", "hidden_norm", "norm")),
         ("eps", c_float),
-        ("norm_before_residual", c_long),
+        *((name, c_int) for name in ("norm_before_residual", "norm_output")),
         ("layers", c_void_p),
         ("caches", c_void_p),
-        ("num_layers", c_long),
+        *((name, c_long) for name in ("num_layers", "num_taps", "tap_size")),
+        ("whole_norm", c_void_p),
+        ("tap_norms", c_void_p),
+        *((name, LinearArguments) for name in ("fc", "head")),
+        ("target_ids", c_void_p),
     ]
 
 
 class NativeBatch:
-    """The sequences of one pass, for all its layers. `cos`, `sin`: by position."""
+    """The sequences of one pass, for all its layers. `cos`, `sin`: by position. `num_more`: see `CpuOps.batch`."""
 
-    def __init__(self, host: HostLayouts, cos_PE: Tensor, sin_PE: Tensor, positions_N: Tensor) -> None:
+    def __init__(self, host: HostLayouts, cos_PE: Tensor, sin_PE: Tensor, positions_N: Tensor, num_more: int = 0) -> None:
         self.rows = len(positions_N)
         layouts = host.sequences
         self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
-        runs = [layout.runs(host.page_size) for layout in layouts]
+        runs = [layout.runs(host.page_size, num_more) for layout in layouts]
         self.runs = [array("l", [number for run in some for number in run]) for some in runs]
         self.sequences = (SequenceArguments * len(layouts))(
             *(
@@ -163,11 +167,11 @@ class NativeLayers:
 
 
 class NativeDrafter:
-    """A draft step of an EAGLE network in one call, from tokens and states to the final norm."""
+    """An EAGLE network in C: a draft step, or a whole chain of one sequence, in one call."""
 
     def __init__(self, network: Any, layers: NativeLayers) -> None:
         """`network`: a `models.drafter.EagleDrafter`."""
-        first, embedding = network.layers[0], network.embedding
+        first, config, embedding = network.layers[0], network.config, network.embedding
         if isinstance(embedding, GgufEmbedding):
             blocks = embedding.blocks
             table = (blocks.address, FORMATS[blocks.format].number, blocks.row_bytes, blocks.outputs, blocks.inputs)
@@ -176,13 +180,28 @@ class NativeDrafter:
             row_bytes = weight.stride(0) * weight.element_size()
             table = (weight.data_ptr(), FORMATS[TENSOR_FORMATS[weight.dtype]].number, row_bytes, *weight.shape)
         norms = (first.input_layernorm, first.hidden_norm, network.norm)
-        self.kept = (embedding, norms, layers)  # their memory is pointed to
+        linears = [getattr(linear, "native", None) for linear in (network.fc, network.head)]
+        self.drafts_chains = None not in linears
+        tap_norms = network.fc_norm and (c_void_p * len(network.fc_norm))(*(norm.weight.data_ptr() for norm in network.fc_norm))
+        target_ids = network.target_ids(torch.arange(config.draft_vocab_size))
+        self.kept = (network, norms, layers, tap_norms, target_ids)  # their memory is pointed to
         self.arguments = DrafterArguments(
-            *table, *(norm.weight.data_ptr() for norm in norms), network.norm.eps, first.norm_before_residual, *layers.pointers
+            *table,
+            *(norm.weight.data_ptr() for norm in norms),
+            network.norm.eps,
+            first.norm_before_residual,
+            config.norm_output,
+            *layers.pointers,
+            len(config.aux_layer_ids),
+            config.target_hidden_size,
+            network.input_norm and network.input_norm.weight.data_ptr(),
+            tap_norms and ctypes.addressof(tap_norms),
+            *(LinearArguments() if linear is None else linear.arguments for linear in linears),
+            target_ids.data_ptr(),
         )
         self.pointer = ctypes.addressof(self.arguments)
 
-    def __call__(self, batch: NativeBatch, tokens_N: Tensor, h_ND: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, batch: NativeBatch, tokens_N: Tensor, h_ND: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream after the layers, and its norm."""
         h_ND = h_ND.contiguous()
         x, post = torch.empty_like(h_ND), torch.empty_like(h_ND)
@@ -191,3 +210,25 @@ class NativeDrafter:
         if failed:
             raise MemoryError("no memory for a draft step") if failed == 1 else IndexError("a token beyond the vocabulary")
         return x, post
+
+    def chain(
+        self,
+        batch: NativeBatch,
+        tokens_N: Tensor,
+        taps: Sequence[Tensor],
+        first_row: int,
+        limit: int,
+        threshold: float,
+        covered: float,
+    ) -> tuple[list[int], list[float]]:
+        """Synchronises one sequence, from `first_row` of the taps on, and drafts greedily: tokens and their probabilities.
+
+        See `draft_chain` in `cpu/library.c`.
+        """
+        starts = (c_void_p * len(taps))(*(tap.data_ptr() + first_row * tap.stride(0) * tap.element_size() for tap in taps))
+        tokens, confidences = (c_int64 * limit)(), (c_double * limit)()
+        draft = library().for_rows(batch.rows).draft_chain
+        count = draft(self.pointer, batch.pointer, tokens_N.data_ptr(), starts, limit, threshold, covered, tokens, confidences)
+        if count <= 0:
+            raise IndexError("a token beyond the vocabulary") if count else MemoryError("no memory for a draft")
+        return tokens[:count], confidences[:count]

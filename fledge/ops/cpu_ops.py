@@ -42,12 +42,13 @@ class CpuOps(TorchOps):
     def serves(network: NetworkModule, cache: PagedKV) -> bool:
         return all(NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
 
-    def batch(self, meta: AttentionMetadata | None) -> NativeBatch:
+    def batch(self, meta: AttentionMetadata | None, num_more: int = 0) -> NativeBatch:
+        """`num_more`: tokens that C adds to each sequence by itself; `meta` knows their highest position."""
         meta = given(meta)
         positions, highest = given(meta.positions_N), meta.highest_position
         self.rotary.reserve(1 + (int(positions.max()) if highest is None else highest))
         cos_PE, sin_PE = self.rotary.table.unbind(0)
-        return NativeBatch(given(meta.host), cos_PE, sin_PE, positions)
+        return NativeBatch(given(meta.host), cos_PE, sin_PE, positions, num_more)
 
     def layers(
         self,
@@ -60,12 +61,16 @@ class CpuOps(TorchOps):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return x_ND, self.native_layers(self.batch(meta), x_ND, attention_input, taps)
 
+    def drafter(self, network: DrafterModule) -> NativeDrafter:
+        """Made when it is first asked for: a target's embedding and head are lent to a drafter after it was packed."""
+        if self.native_drafter is None:
+            self.native_drafter = NativeDrafter(network, self.native_layers)
+        return self.native_drafter
+
     def draft_step(
         self, network: DrafterModule, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None
     ) -> tuple[Tensor, Tensor]:
-        if self.native_drafter is None:  # not before: the target's embedding is lent to a drafter after it was packed
-            self.native_drafter = NativeDrafter(network, self.native_layers)
-        return self.native_drafter(self.batch(meta), tokens_N, h_ND)
+        return self.drafter(network).step(self.batch(meta), tokens_N, h_ND)
 
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
         if self.deterministic and getattr(module, "native", None) is None:

@@ -10,6 +10,7 @@ COMPARED_DEPTHS = (1, 2, 3, 4, 5)
 # A plain captured cycle leaves the drafter stale, so speculation is given up only where it clearly loses.
 MARGIN = 1.02
 PRIOR_RATE, PRIOR_TRIALS = 0.7, 50.0
+PRIOR_STEPS = 5.0  # of how often a draft goes on
 DECAY = 0.999  # of the counts, per step of one request
 
 
@@ -22,8 +23,8 @@ class AcceptanceModel:
         self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps accepted up to this position
         self.accepted = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and at it
-        self.offered = [PRIOR_TRIALS] * limit  # steps that might have drafted this deep
-        self.drafted = [PRIOR_TRIALS] * limit  # … and did
+        self.offered = [0.0] * limit  # drafts that came this far and might have gone on
+        self.drafted = [0.0] * limit  # … and did
 
     def record(self, depth: int, accepted: int, times: int = 1, drafted: int | None = None) -> None:
         """`depth`: how deep it might have been drafted; `drafted`: how deep it was, if the drafter stopped earlier."""
@@ -32,7 +33,7 @@ class AcceptanceModel:
             self.tried[place] = self.tried[place] * kept + times
             self.accepted[place] = self.accepted[place] * kept + times * (accepted > place)
         if drafted is not None:
-            for place in range(depth):
+            for place in range(min(depth, drafted + 1)):
                 self.offered[place] = self.offered[place] * kept + times
                 self.drafted[place] = self.drafted[place] * kept + times * (drafted > place)
 
@@ -52,8 +53,16 @@ class AcceptanceModel:
         return total
 
     def nodes(self, depth: int) -> float:
-        """Expected draft tokens of a draft that may be so deep."""
-        return sum(self.drafted[place] / self.offered[place] for place in range(depth))
+        """Expected draft tokens of a draft that may be so deep.
+
+        Where little is known, a draft is taken to go on as often as it did one token earlier.
+        """
+        total, reached, rate = 0.0, 1.0, 1.0
+        for drafted, offered in zip(self.drafted[:depth], self.offered, strict=False):
+            rate = (drafted + PRIOR_STEPS * rate) / (offered + PRIOR_STEPS)
+            reached *= rate
+            total += reached
+        return total
 
     def mean_tokens(self, depth: int, share: float, allowed: Sequence[int] = ()) -> float:
         """Expected tokens a cycle for any request; `share` and `allowed` as in `choose`."""

@@ -27,7 +27,7 @@ EXPLORE_EVERY = 256
 PLAIN_EVERY = 48
 # Steps after which costs that were not measured meanwhile count as half as well known.
 DECAY_EVERY = 256
-# Steps for which the choice of depth 0 is kept while the same number of requests runs: choosing takes 1 % of a small step.
+# Steps for which a choice is kept while the same number of requests runs: choosing takes 3 % of a small step.
 KEEP_CHOICE = 8
 # When drafting resumes the drafter first processes its pending hidden states, at this share of the target's prefill cost. It
 # must be expected to gain that back within so many steps.
@@ -137,7 +137,7 @@ class SpeculationController:
         if self.num_steps % DECAY_EVERY == 0:
             costs.decay()
         counts = len(running), len(eligible)
-        if self.depth or counts != self._kept or self.num_steps % KEEP_CHOICE == 0:
+        if counts != self._kept or self.num_steps % KEEP_CHOICE == 0:
             # What a plain step costs is learnt first: that takes nothing from anyone.
             self.depth = self._best(len(running), eligible) if costs.is_known else 0
             self._kept = counts if costs.is_known else None

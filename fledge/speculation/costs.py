@@ -146,14 +146,25 @@ class RowCosts:
         return max(seconds, self.prefill.seconds(rows) or 0.0)
 
     def draft_seconds(self, num_drafted: int, depth: int) -> float:
-        """From the nearest depth that was measured; for more requests than that it grows as the target's pass does."""
-        for known in sorted(self.draft, key=lambda other: abs(other - depth)):
-            table = self.draft[known]
-            if table.costs:
-                tried = min(num_drafted, table.most_rows)
-                growth = (self.verify_seconds(num_drafted) or 0.0) / (self.verify_seconds(tried) or 1.0)
-                return (table.seconds(tried) or 0.0) * max(growth, 1.0) * depth / known
-        return (self.verify_seconds(num_drafted) or 0.0) * USUAL_DRAFT_SHARE * depth
+        """Interpolated linearly between depths that were measured; for more requests it grows as the target's pass does.
+
+        Outside of them it errs towards cheap, so that a depth is rather tried: less deep costs in proportion, deeper continues
+        the slope. In proportion both ways would keep the controller at a depth of 1, where syncing is most of the cost.
+        """
+        points = [(known, self._measured(table, num_drafted)) for known, table in self.draft.items() if table.costs]
+        if not points:
+            return (self.verify_seconds(num_drafted) or 0.0) * USUAL_DRAFT_SHARE * depth
+        after = bisect_left(points, (depth,))
+        if after == 0:
+            return points[0][1] * depth / points[0][0]
+        # Beyond the deepest: the slope of all.
+        (low, cost), (high, higher) = (points[after - 1], points[after]) if after < len(points) else (points[0], points[-1])
+        return higher + max(higher - cost, 0.0) * (depth - high) / max(high - low, 1)
+
+    def _measured(self, table: CostTable, num_drafted: int) -> float:
+        tried = min(num_drafted, table.most_rows)
+        growth = (self.verify_seconds(num_drafted) or 0.0) / (self.verify_seconds(tried) or 1.0)
+        return (table.seconds(tried) or 0.0) * max(growth, 1.0)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         return self.prefill.seconds(num_tokens) or 0.0

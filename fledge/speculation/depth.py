@@ -33,9 +33,9 @@ class DepthPolicy:
 
 
 AUTO_LIMIT = 6
-# On CPU a draft step costs a fourteenth of a target step and a further verified row a sixth, so a token pays when
-# it is accepted in one of four cases; what lies around that makes little difference (depth 5 to 8, 0.2 to 0.3).
-AUTO_THRESHOLD = 0.3
+# On CPU a draft step costs a twentieth of a target step and a further verified row a thirteenth, so a token pays when it is
+# accepted in one of five cases; what lies around that makes little difference (depth 5 to 8, 0.15 to 0.25).
+AUTO_THRESHOLD = 0.2
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fledge.kernels.native import best_of
 from fledge.kernels.row_copy import take
 from fledge.kernels.sample import Draws, choose, picked
 from fledge.models.drafter import EagleDrafter
+from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.eager import eager_ops
 from fledge.sampling import SamplingParams
 from fledge.speculation.coverage import VocabularyCoverage
@@ -72,8 +73,8 @@ class Drafter(Protocol):
 class DraftObserver(Protocol):
     """Looks at drafts as they are made; they stay what they are."""
 
-    def begin(self, spans: Sequence[AcceptedSpan]) -> None:
-        """A sync pass for these spans, and then draft steps for those that are drafted for, are about to run."""
+    def begin(self, spans: Sequence[AcceptedSpan]) -> bool:
+        """A sync pass for these spans, and then draft steps for those that are drafted for, are about to run: does it look?"""
         ...
 
     def step(
@@ -116,9 +117,10 @@ class EagleSpeculator:
         """All state lies in the request's pages."""
 
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
-        if self.observer is not None:
-            self.observer.begin(spans)
-        drafts = self._draft(spans, taps)
+        is_watched = self.observer is not None and self.observer.begin(spans)
+        drafts = None if is_watched else self._draft_in_one_call(spans, taps)
+        if drafts is None:
+            drafts = self._draft(spans, taps)
         if self.observer is not None:
             self.observer.end(spans)
         return drafts
@@ -135,6 +137,28 @@ class EagleSpeculator:
             for index, draft in zip(wanted, grow(items, logits, take(feedback, last)), strict=True):
                 drafts[index] = draft
         return drafts
+
+    def _draft_in_one_call(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft] | None:
+        """What `_draft` gives for a single greedy chain, by the CPU's kernels; None where they do not serve.
+
+        Step by step from here it takes 0.3 ms more a draft of three tokens, of 1.4.
+        """
+        span = spans[0]
+        rows, limit = span.rows, min(span.max_draft_tokens, self.depth.limit)
+        is_chain = len(spans) == 1 and limit > 0 and self.tree is None and span.request.params.greedy
+        if not is_chain or not isinstance(self.ops, CpuOps) or rows[-1] - rows[0] >= len(rows):
+            return None
+        drafter = self.ops.drafter(self.network)
+        if not drafter.drafts_chains:
+            return None
+        end = span.start + len(rows)
+        tensors = torch.tensor([span.request.tokens[span.start + 1 : end + 1], range(span.start, end)])
+        layout = SequenceLayout(span.request.pages, len(rows), end)
+        meta = AttentionMetadata.from_layouts([layout], tensors[1], self.cache.page_size, end + limit - 1)
+        batch = self.ops.batch(meta, num_more=limit)
+        return [
+            Draft.chain(*drafter.chain(batch, tensors[0], taps, rows[0], limit, self.depth.threshold, self.coverage.covered))
+        ]
 
     def sync(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Rebuilds the drafter's cache for the accepted tokens from the target's hidden states."""

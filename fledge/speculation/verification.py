@@ -21,6 +21,10 @@ class Draft:
     parents: list[int] = field(default_factory=list)  # index of the node before; -1: follows the settled text
     confidences: list[float] = field(default_factory=list)  # the drafter's own probability for each token
 
+    @classmethod
+    def chain(cls, tokens: list[int], confidences: list[float]) -> Draft:
+        return cls(tokens, list(range(-1, len(tokens) - 1)), confidences)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

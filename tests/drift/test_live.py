@@ -20,7 +20,8 @@ DEPTH = 4
 
 
 def serve(decoder, drafter, every, tree=None):
-    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree).fixed_depth())
+    # In fp32: a packed drafter rounds activations to 8 bits, which makes other roundings visible.
+    engine = build_engine(decoder, Speculation(drafter, DEPTH, tree).fixed_depth(), EngineConfig(dtype="float32"))
     probe = LiveProbe(engine.drafter, every=every, sink=1) if every else None
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]

@@ -189,8 +189,23 @@ def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
     request = Request("one", [1, 2, 3], LONG, frozenset())
     for pending, drafts in ((0, True), (100, True), (10_000, False)):
         control.pending_tokens = lambda _, pending=pending: pending
-        control.depth = 1  # chooses anew
+        control._kept = None  # chooses anew
         assert bool(control.choose([request])) == drafts
+
+
+def test_what_drafting_costs_at_depths_that_were_not_measured():
+    """Syncing is a fixed part of it: in proportion to a depth of 1 the deeper ones would never be tried."""
+    costs = RowCosts(AcceptanceModel(6))
+    costs.verify.record(1, 10.0)
+    for _ in range(1000):
+        costs.draft[1].record(1, 4.0)
+        costs.draft[3].record(1, 6.0)
+    assert costs.draft_seconds(1, 2) == pytest.approx(5.0, rel=1e-2)
+    assert costs.draft_seconds(1, 5) == pytest.approx(8.0, rel=1e-2)
+    deep = RowCosts(AcceptanceModel(6))
+    deep.verify.record(1, 10.0)
+    deep.draft[4].record(1, 8.0)
+    assert deep.draft_seconds(1, 6) == deep.draft_seconds(1, 4) > 2 * deep.draft_seconds(1, 1)
 
 
 def adaptive_controller(limit: int = 4) -> tuple[SpeculationController, RowCosts]:

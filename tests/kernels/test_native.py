@@ -19,6 +19,7 @@ from fledge.models.layers import MLP, Attention, Layer, RMSNorm
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
+from fledge.speculation.drafting import EagleSpeculator
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -233,6 +234,35 @@ def test_a_native_drafter_equals_the_network(flags, num_layers):
         )
     assert_near(quick.hidden_ND, plain.hidden_ND)
     assert_near(quick.feedback_ND, plain.feedback_ND)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}, {"norm_before_residual": True}]
+)
+@pytest.mark.parametrize("depth", [4, "auto"])
+def test_a_chain_in_one_call_is_the_chain_step_by_step(flags, depth, monkeypatch):
+    seen = []
+    in_one_call = EagleSpeculator._draft_in_one_call
+
+    def both_ways(self, spans, taps):
+        found = in_one_call(self, spans, taps)
+        if found is not None:
+            expected = self._draft(spans, taps)
+            assert (found[0].tokens, found[0].parents) == (expected[0].tokens, expected[0].parents)
+            assert found[0].confidences == pytest.approx(expected[0].confidences, rel=1e-5)
+            seen.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(EagleSpeculator, "_draft_in_one_call", both_ways)
+    config = replace(CPU, dtype="float16", page_size=8)
+    network = tiny_drafter(tiny_drafter_config(num_layers=2, **dict.fromkeys(flags, True)))
+    engine = engine_with(tiny_decoder(), Speculation(network, depth).fixed_depth(), config)
+    run(engine, [list(range(40))], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    assert len(seen) > 10
+    assert max(seen) <= 6
+    before = len(seen)
+    run(engine, [[3, 7], [9, 11]], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))  # two at once: not by it
+    assert len(seen) == before
 
 
 def test_a_token_that_does_not_exist_is_refused():

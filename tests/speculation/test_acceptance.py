@@ -77,6 +77,16 @@ def test_drafts_that_stop_early_are_expected_to():
     assert depths.tokens(4) == pytest.approx(1.5, abs=0.1)
 
 
+def test_deeper_drafts_than_were_tried_are_expected_to_stop_as_early():
+    """Otherwise they look too dear, are never tried, and the depth stays where it is."""
+    depths = AcceptanceModel(6)
+    for _ in range(300):
+        depths.record(2, 1, drafted=1)
+        depths.record(2, 1, drafted=2)
+    assert depths.nodes(2) == pytest.approx(1.5, abs=0.02)
+    assert depths.nodes(6) == pytest.approx(sum(0.5**place for place in range(6)), abs=0.05)
+
+
 # What passes cost, as learnt from those that are run
 
 

@@ -70,13 +70,14 @@ class SequenceLayout:
     kv_len: int  # keys visible to the last new token, the new ones included
     tail_mask: Tensor | None = None  # bool [query_len, tail]
 
-    def runs(self, page_size: int) -> list[tuple[int, int]]:
-        """Where its keys lie: (end, shift) means that those up to `end` have the slots `place + shift`."""
-        used = self.pages[: -(-self.kv_len // page_size)]
+    def runs(self, page_size: int, num_more: int = 0) -> list[tuple[int, int]]:
+        """Where its keys, and `num_more`, lie: (end, shift) means that those up to `end` have the slots `place + shift`."""
+        kv_len = self.kv_len + num_more
+        used = self.pages[: -(-kv_len // page_size)]
         if used == list(range(used[0], used[0] + len(used))):
-            return [(self.kv_len, used[0] * page_size)]
+            return [(kv_len, used[0] * page_size)]
         firsts = [0, *(index for index in range(1, len(used)) if used[index] != used[index - 1] + 1)]
-        ends = [*(first * page_size for first in firsts[1:]), self.kv_len]
+        ends = [*(first * page_size for first in firsts[1:]), kv_len]
         return [(end, (used[first] - first) * page_size) for end, first in zip(ends, firsts, strict=True)]
 
 

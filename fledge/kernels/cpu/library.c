@@ -207,15 +207,43 @@ int look_up(int format, const void *table, long row_bytes, long inputs, long out
     return 0;
 }
 
+/* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
+void best_of(const float *logits, long rows, long size, long *index, float *probability) {
+    enum { BLOCK = 1024 };  /* only the block that has it is searched */
+    for (long r = 0; r < rows; r++) {
+        const float *row = logits + r * size;
+        float highest = row[0], total = 0.0f;
+        long at = 0;
+        for (long first = 0; first < size; first += BLOCK) {
+            long end = first + BLOCK < size ? first + BLOCK : size;
+            float most = row[first];
+            for (long i = first; i < end; i++) most = row[i] > most ? row[i] : most;
+            if (most > highest) highest = most, at = first;
+        }
+        while (at < size - 1 && row[at] != highest) at++;
+        index[r] = at;
+        if (probability) {
+            for (long i = 0; i < size; i++) total += quick_exp(row[i] - highest);
+            probability[r] = 1.0f / total;
+        }
+    }
+}
+
 typedef struct {
     const void *table;  /* of embeddings, as `look_up` takes it */
     long format, row_bytes, vocab, size;
     const float *embedding_norm, *hidden_norm, *norm;
     float eps;
-    long norm_before_residual;
+    int norm_before_residual, norm_output;
     const Layer *layers;
     const Cache *caches;
     long num_layers;
+    /* For chains: */
+    long num_taps, tap_size;
+    const float *whole_norm;   /* of the taps side by side, or NULL */
+    const float **tap_norms;   /* of each, or NULL */
+    Linear fc, head;
+    const int64_t *target_ids; /* of the head's outputs */
 } Drafter;
 
 /* A draft step: tokens with the states h [rows, size] that they are paired with. x [rows, size]: the residual stream after the
@@ -237,18 +265,47 @@ int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *token
     return failed;
 }
 
-/* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
-void best_of(const float *logits, long rows, long size, long *index, float *probability) {
-    for (long r = 0; r < rows; r++) {
-        const float *row = logits + r * size;
-        float highest = row[0], total = 0.0f;
-        for (long i = 1; i < size; i++) highest = row[i] > highest ? row[i] : highest;
-        long at = 0;
-        while (at < size - 1 && row[at] != highest) at++;
-        index[r] = at;
-        if (probability) {
-            for (long i = 0; i < size; i++) total += quick_exp(row[i] - highest);
-            probability[r] = 1.0f / total;
-        }
+/* What `fc` reads: the taps of each row side by side, normed together or one by one. */
+static void join_taps(const Drafter *drafter, const float **taps, long rows, float *out) {
+    long size = drafter->tap_size, width = drafter->num_taps * size;
+    for (long t = 0; t < drafter->num_taps; t++) {
+        if (drafter->tap_norms) rms_norm(taps[t], drafter->tap_norms[t], out + t * size, rows, size, width, drafter->eps);
+        else for (long r = 0; r < rows; r++) memcpy(out + r * width + t * size, taps[t] + r * size, size * sizeof(float));
     }
+    if (drafter->whole_norm) rms_norm(out, drafter->whole_norm, out, rows, width, width, drafter->eps);
+}
+
+/* Synchronises one sequence with the target's states (`taps`, [rows, tap_size] each) and drafts a chain: up to `limit` tokens, while
+   the product of their probabilities, each times `covered`, stays at or above `threshold`. The sequence's last run reaches past what
+   is drafted. Returns how many tokens there are; 0 if there was no memory, -1 if there is no such token. */
+long draft_chain(const Drafter *drafter, const Batch *synced, const int64_t *tokens, const float **taps, long limit, double threshold,
+                 double covered, int64_t *drafted, double *confidences) {
+    long size = drafter->size, rows = synced->rows, width = drafter->num_taps * drafter->tap_size, outputs = drafter->head.outputs;
+    float *memory = malloc((rows * (width + 3 * size) + outputs) * sizeof(float)), probability;
+    if (!memory) return 0;
+    float *joined = memory, *h = joined + rows * width, *x = h + rows * size, *post = x + rows * size, *logits = post + rows * size;
+    const float *last = post + (rows - 1) * size, *fed_back = (drafter->norm_output ? post : x) + (rows - 1) * size;
+    Sequence sequence = *synced->sequences;
+    Batch batch = *synced;
+    int64_t position = sequence.kv_len - 1;
+    double joint = 1.0;
+    join_taps(drafter, taps, rows, joined);
+    run_linear(&drafter->fc, joined, h, rows, batch.threads);
+    int failed = run_drafter(drafter, synced, tokens, h, x, post);
+    batch.sequences = &sequence, batch.positions = &position, batch.rows = sequence.query_len = 1;
+    long depth = 0;
+    while (!failed && depth < limit) {
+        long best;
+        run_linear(&drafter->head, last, logits, 1, batch.threads);
+        best_of(logits, 1, outputs, &best, &probability);
+        drafted[depth] = drafter->target_ids[best];
+        joint *= confidences[depth++] = covered * probability;
+        if (depth == limit || joint < threshold) break;
+        sequence.kv_len++, position++;
+        memcpy(h, fed_back, size * sizeof(float));
+        failed = run_drafter(drafter, &batch, drafted + depth - 1, h, x, post);
+        last = post, fed_back = drafter->norm_output ? post : x;
+    }
+    free(memory);
+    return failed ? 1 - failed : depth;
 }

@@ -242,7 +242,7 @@ static void quantise_row_of(const void *task, long row) {
 /* Activations in 8 bits, for blocks. */
 static void quantise(Product *product, int threads) {
     product->in_bytes = activation_memory(product->rows * (product->linear->inputs / UNIT) * sizeof(Activations));
-    parallel(quantise_row_of, product, product->rows, product->rows < 2 * CHUNK ? 1 : threads);
+    parallel(quantise_row_of, product, product->rows, threads);
 }
 
 static void prepare(Product *product, int threads) {
