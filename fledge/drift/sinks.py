@@ -18,10 +18,8 @@ TOKENS = 256
 # A column is called a sink when it draws this many times what it would if attention were uniform.
 CLEAR_RATIO = 5.0
 # What is asked where there are no texts at hand: where a target parks its attention hardly depends on what it reads.
-ASKED = (
-    "Describe a walk along a river in autumn: the light on the water, the leaves, the people one meets, what they carry.",
-    "My sister bakes bread every Saturday. Last week it did not rise, though the flour and the oven were as always. Why?",
-)
+# One question: an engine asks it when it starts, which takes 0.15 s of a CPU's 2.
+ASKED = ("My sister bakes bread every Saturday. Last week it did not rise, though the flour and the oven were as always. Why?",)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Sink:
 
 
 def find_own_sink(decoder: Decoder, tokenizer: Tokenizer) -> Sink:
-    """From short questions in the target's own chat template: for use before there are texts of it."""
+    """From a short question in the target's own chat template: for use before there are texts of it."""
     return find_sink(decoder, [templates.own(tokenizer, [{"role": "user", "content": text}]) for text in ASKED])
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +20,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.config import ModelConfig
 from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
 from fledge.engine.admission import AdmissionPolicy
@@ -26,6 +30,7 @@ from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.kv_pool import PagePool
+from fledge.engine.resident import give_back_code, give_back_heap
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
@@ -70,6 +75,19 @@ class Speculation:
         return name if name == "ngram" or isinstance(name, EagleDrafter) else find_drafter(name)
 
 
+@contextmanager
+def _garbage_collected_later() -> Iterator[None]:
+    """Loading makes much that stays: looking through it again and again takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_garbage_collected_later()
 def build_engine(
     model: str | Decoder,
     speculation: Speculation | None = None,
@@ -85,14 +103,16 @@ def build_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     is_cpu = resolve_device(config.device).type == "cpu"
+    if is_cpu and not isinstance(model, Decoder):
+        give_back_code()
     is_eager = is_cpu if capture is None else False
     if not is_cpu and config.page_size == EngineConfig.page_size:
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if is_cpu and not is_eager:
         config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
     if isinstance(model, Decoder):
-        name, decoder = "", model
-        config = config.resolve(decoder.config)
+        name, target, load = "", model.config, partial(_given, model)
+        config = config.resolve(target)
     else:
         name, found = model, sources.find(model)
         if found.is_file() and is_eager and keeps_blocks(config):
@@ -103,24 +123,30 @@ def build_engine(
                     "a draft tree is not lossless with a GGUF file's own blocks; add --dtype float16, or leave out --tree"
                 )
             file = GgufFile(found)
-            tokenizer = tokenizer or GgufTokenizer(file)
-            config = replace(config, quantization="gguf").resolve(gguf.read_config(file))
-            decoder = gguf.load_decoder(file)
+            tokenizer, target = tokenizer or GgufTokenizer(file), gguf.read_config(file)
+            file.forget_lists()
+            config = replace(config, quantization="gguf").resolve(target)
+            load = partial(gguf.load_decoder, file)
         else:
             folder = sources.resolve(model)
-            tokenizer = tokenizer or Tokenizer(folder)
-            config = config.resolve(load_config(folder))
+            tokenizer, target = tokenizer or Tokenizer(folder), load_config(folder)
+            config = config.resolve(target)
             # What was quantised in a file is found again only in exact weights.
             exact = is_cpu or config.quantization != "none"
-            decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
-    decoder = fit(decoder, config, pack=is_eager)
-    network, coverage = _load_network(speculation, name, decoder, config, pack=is_eager)
+            place = (torch.float32, "cpu") if exact else (config.weight_dtype, config.device)
+            load = partial(load_decoder, folder, *place)
+    # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
+    network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
+    decoder = fit(load(), config, pack=is_eager)
+    if isinstance(network, EagleDrafter):
+        decoder.check_taps(network.config.aux_layer_ids)
+        network.share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
     config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
     pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
     drafter = _drafter(speculation, network, coverage, config, pool)
     if name:
-        native.give_back_memory()
+        give_back_heap()
         gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
     controller = SpeculationController(
         drafter.depth.limit if drafter is not None else 0,
@@ -132,6 +158,10 @@ def build_engine(
     parts = (decoder, config, pool, cache, controller, drafter)
     executor = EagerExecutor(*parts) if is_eager else CudaGraphExecutor(*parts, capture=capture is None)
     return Engine(config, executor, pool, controller, drafter=drafter, tokenizer=tokenizer, admission=admission)
+
+
+def _given(decoder: Decoder) -> Decoder:
+    return decoder
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
@@ -168,7 +198,7 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
 
 
 def _load_network(
-    speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig, *, pack: bool
+    speculation: Speculation, model: str, target: ModelConfig, config: EngineConfig, *, pack: bool
 ) -> tuple[EagleDrafter | str | None, float | None]:
     """The drafter's network on its device, `ngram`, or None; and the recorded coverage of its vocabulary."""
     if config.deterministic and speculation.tree is not None:
@@ -181,10 +211,9 @@ def _load_network(
         raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
         return found, None
-    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config, dtype=None)
-    decoder.check_taps(network.config.aux_layer_ids)
+    network = found if isinstance(found, EagleDrafter) else load_drafter(found, target, dtype=None)
     coverage = recorded_coverage(found) if isinstance(found, Path) else None
-    return fit(network, config, pack=pack).share(decoder.embed_tokens, decoder.lm_head), coverage
+    return fit(network, config, pack=pack), coverage
 
 
 def _drafter(

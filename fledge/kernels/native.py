@@ -157,13 +157,6 @@ def _plain_panels(weight_OI: Tensor) -> Tensor:
     return _panels(weight_OI).transpose(1, 2).contiguous()
 
 
-def give_back_memory() -> None:
-    """What loading has left free in the C library's heap goes back to the system: 40 of 440 MB after SmolLM2 with drafter."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-    if trim is not None:
-        trim(0)
-
-
 def look_up(blocks: Blocks, rows: Tensor) -> Tensor:
     """Rows of a GGUF tensor in fp32, read where they lie in the file."""
     rows = rows.to(torch.int64).contiguous()
