@@ -111,39 +111,77 @@ static inline long slot_of(const Sequence *sequence, long s) {
     return s + run->shift;
 }
 
-static inline lanes score(const float *q, const float *tile, long size) {
-    lanes a = {0}, b = {0}, c = {0}, d = {0};
-    long e = 0;
-    for (; e + 4 <= size; e += 4, tile += 4 * LANES) {
-        a += q[e] * load(tile);
-        b += q[e + 1] * load(tile + LANES);
-        c += q[e + 2] * load(tile + 2 * LANES);
-        d += q[e + 3] * load(tile + 3 * LANES);
-    }
-    for (; e < size; e++, tile += LANES) a += q[e] * load(tile);
-    return (a + b) + (c + d);
+/* Query heads of a row that go through keys and values together, so that these are loaded once; as many sums fit the registers. */
+#if defined(__AVX512BW__)
+enum { HEADS = 4 };
+#else
+enum { HEADS = 1 };
+#endif
+
+/* A register, not a place in memory that each product would load from again. */
+INLINE lanes loaded(const float *x) {
+    lanes value = load(x);
+#if defined(__AVX512BW__)
+    __asm__("" : "+v"(value));
+#endif
+    return value;
 }
 
-/* out[0 … size) += Σ weights[i] · values[i], 64, 16 or fewer columns at a time, always in the values' order */
-static void mix(const float *weights, const float *values, long count, long size, float *out) {
+/* out[n][0 … LANES) = q[n] · tile, for N heads; `stride`: from one of out to the next */
+INLINE void score(const int N, const float *q, const float *tile, long size, float *out, long stride) {
+    lanes sums[HEADS][4] = {0};
+    long e = 0;
+    for (; e + 4 <= size; e += 4)
+        UNROLL for (int c = 0; c < 4; c++, tile += LANES) {
+            lanes keys = loaded(tile);
+            UNROLL for (int n = 0; n < N; n++) sums[n][c] += q[n * size + e + c] * keys;
+        }
+    for (; e < size; e++, tile += LANES)
+        for (int n = 0; n < N; n++) sums[n][0] += q[n * size + e] * load(tile);
+    UNROLL for (int n = 0; n < N; n++) store(out + n * stride, (sums[n][0] + sums[n][1]) + (sums[n][2] + sums[n][3]));
+}
+
+/* out[n][0 … size) += Σ weights[n][i] · values[i] for N heads, 64, 16 or fewer columns at a time, always in the values' order;
+   `stride`: from one of weights to the next */
+INLINE void mix(const int N, const float *weights, long stride, const float *values, long count, long size, float *out) {
     long e = 0;
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
-        lanes a = load(out + e), b = load(out + e + LANES), c = load(out + e + 2 * LANES), d = load(out + e + 3 * LANES);
+        lanes sums[HEADS][4];
+        UNROLL for (int n = 0; n < N; n++)
+            UNROLL for (int c = 0; c < 4; c++) sums[n][c] = load(out + n * size + e + c * LANES);
         const float *row = values + e;
-        for (long i = 0; i < count; i++, row += size) {
-            a += weights[i] * load(row), b += weights[i] * load(row + LANES);
-            c += weights[i] * load(row + 2 * LANES), d += weights[i] * load(row + 3 * LANES);
+        for (long i = 0; i < count; i++, row += size)
+            UNROLL for (int c = 0; c < 4; c++) {
+                lanes some = loaded(row + c * LANES);
+                UNROLL for (int n = 0; n < N; n++) sums[n][c] += weights[n * stride + i] * some;
+            }
+        UNROLL for (int n = 0; n < N; n++)
+            UNROLL for (int c = 0; c < 4; c++) store(out + n * size + e + c * LANES, sums[n][c]);
+    }
+    for (int n = 0; n < N; n++, weights += stride, out += size) {
+        long rest = e;
+        for (; rest + LANES <= size; rest += LANES) {
+            lanes sum = load(out + rest);
+            for (long i = 0; i < count; i++) sum += weights[i] * load(values + i * size + rest);
+            store(out + rest, sum);
         }
-        store(out + e, a), store(out + e + LANES, b), store(out + e + 2 * LANES, c), store(out + e + 3 * LANES, d);
+        for (long i = 0; rest < size && i < count; i++)
+            for (long column = rest; column < size; column++) out[column] += weights[i] * values[i * size + column];
     }
-    for (; e + LANES <= size; e += LANES) {
-        lanes a = load(out + e);
-        for (long i = 0; i < count; i++) a += weights[i] * load(values + i * size + e);
-        store(out + e, a);
-    }
-    for (long i = 0; e < size && i < count; i++)
-        for (long column = e; column < size; column++) out[column] += weights[i] * values[i * size + column];
 }
+
+/* DO(N, …) with the number of heads known at compile time */
+#if defined(__AVX512BW__)
+#define FOR_HEADS(N, DO, ...)                                                                                             \
+    switch (N) {                                                                                                          \
+    case 1: DO(1, __VA_ARGS__); break;                                                                                    \
+    case 2: DO(2, __VA_ARGS__); break;                                                                                    \
+    case 3: DO(3, __VA_ARGS__); break;                                                                                    \
+    default: DO(4, __VA_ARGS__);                                                                                          \
+    }
+#else
+#define FOR_HEADS(N, DO, ...) DO(1, __VA_ARGS__)
+#endif
 
 /* The keys that new token t sees: all from *first to *last but those its tail mask hides. */
 static void seen_keys(const Sequence *sequence, long t, long window, long *first, long *last) {
@@ -206,8 +244,8 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
         long count = sequence->kv_len - s < LANES ? sequence->kv_len - s : LANES;
         turn_keys(gather(cache, keys, run, s, count, widened), count, size, tile);
         for (long r = 0; r < rows; r++)
-            for (long g = 0; g < group; g++)
-                store(scores + (r * group + g) * padded + s, score(q + r * width + g * size, tile, size));
+            for (long g = 0; g < group; g += HEADS)
+                FOR_HEADS(group - g, score, q + r * width + g * size, tile, size, scores + (r * group + g) * padded + s, padded);
     }
     for (long r = 0; r < rows; r++)
         for (long g = 0; g < group; g++) weigh(sequence, t + r, first[r], last[r], scores + (r * group + g) * padded);
@@ -218,8 +256,10 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
         const float *some = gather(cache, values, run, s, count, widened);
         for (long r = 0; r < rows; r++) {
             long begin = first[r] > s ? first[r] - s : 0, end = last[r] + 1 - s < count ? last[r] + 1 - s : count;
-            for (long g = 0; g < group && begin < end; g++)
-                mix(scores + (r * group + g) * padded + s + begin, some + begin * size, end - begin, size, out + r * out_width + g * size);
+            for (long g = 0; g < group && begin < end; g += HEADS) {
+                const float *weights = scores + (r * group + g) * padded + s + begin;
+                FOR_HEADS(group - g, mix, weights, padded, some + begin * size, end - begin, size, out + r * out_width + g * size);
+            }
         }
     }
 }
