@@ -20,6 +20,7 @@ class AcceptanceModel:
     def __init__(self, limit: int, margin: float = MARGIN) -> None:
         """`limit`: the deepest that was asked for; 0: speculation is off."""
         self.limit, self.margin = limit, margin
+        self.tolerance = 0.0  # the deepest depth is chosen whose speed is within this share of the highest
         self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps accepted up to this position
         self.accepted = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and at it
@@ -85,5 +86,6 @@ class AcceptanceModel:
         if plain is None or not costs:
             return depths[-1]
         speeds = {depth: self.mean_tokens(depth, share, allowed) / cost for depth, cost in costs.items()}
-        best = max(speeds, key=speeds.__getitem__)
-        return best if speeds[best] * self.margin >= 1 / plain else 0
+        highest = max(speeds.values())
+        best = max(depth for depth, speed in speeds.items() if speed >= highest * (1 - self.tolerance))
+        return best if highest * self.margin >= 1 / plain else 0

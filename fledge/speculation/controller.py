@@ -20,6 +20,8 @@ from fledge.speculation.verification import VerifiedPass
 # With learnt costs, speculation must be expected to gain this much: less is lost to what is not known well enough and to the
 # drafter's share of the prefills that come meanwhile.
 LEAST_GAIN = 1.08
+# Learnt costs are this uncertain. Too deep costs less than too shallow: a drafter that is not sure stops by itself.
+LEARNT_ERROR = 0.06
 # Steps after which one request is drafted for to the limit although the load speaks against it: an acceptance that was poor
 # once would otherwise never be seen to improve. Costs less than 1 % of the time.
 EXPLORE_EVERY = 256
@@ -94,6 +96,7 @@ class SpeculationController:
         self.costs = costs
         if isinstance(costs, RowCosts):
             self.acceptance.margin = 1 / LEAST_GAIN
+            self.acceptance.tolerance = LEARNT_ERROR
 
     # Before a step
 

@@ -87,6 +87,14 @@ def test_deeper_drafts_than_were_tried_are_expected_to_stop_as_early():
     assert depths.nodes(6) == pytest.approx(sum(0.5**place for place in range(6)), abs=0.05)
 
 
+def test_of_depths_that_are_as_good_as_each_other_the_deepest():
+    depths, cost = AcceptanceModel(6), costs(1.0, 0.3)
+    best = depths.choose(1.0, cost)
+    assert best < 6
+    depths.tolerance = 0.5
+    assert depths.choose(1.0, cost) == 6
+
+
 # What passes cost, as learnt from those that are run
 
 
