@@ -29,10 +29,9 @@ static void narrow(long format, const float *x, long count, uint8_t *stored) {
     if (format == F32) {
         memcpy(stored, x, sizeof(float) * count);
     } else if (format == F16) {
-        for (long i = 0; i < count; i++) {
-            half bits = half_of(x[i]);
-            memcpy(stored + 2 * i, &bits, sizeof bits);
-        }
+        long i = 0;
+        for (; i + WIDTH <= count; i += WIDTH) narrow_floats(x + i, (half *)stored + i);
+        for (; i < count; i++) ((half *)stored)[i] = half_of(x[i]);
     } else {
         for (long first = 0; first < count; first += UNIT, stored += 2 + UNIT) {
             float most = 0.0f;

@@ -62,6 +62,17 @@ static inline half half_of(float value) {
 #endif
 }
 
+/* The same for as many as a register holds. */
+static inline void narrow_floats(const float *floats, half *halves) {
+#if defined(__AVX512BW__)
+    _mm256_storeu_si256((__m256i *)halves, _mm512_cvtps_ph(_mm512_loadu_ps(floats), 0));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i *)halves, _mm256_cvtps_ph(_mm256_loadu_ps(floats), 0));
+#else
+    for (int i = 0; i < WIDTH; i++) halves[i] = half_of(floats[i]);
+#endif
+}
+
 static inline vector widen_bfloats(const bfloat *bfloats) {
     typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2)));
     return (vector)(__builtin_convertvector(*(const halves *)bfloats, words) << 16);

@@ -40,6 +40,23 @@ void rms_norm(const float *x, const float *weight, float *out, long rows, long s
 }
 
 typedef struct {
+    const float *x, *weight;
+    float *out;
+    long size;
+    float eps;
+} Norm;
+
+static void norm_row(const void *task, long row) {
+    const Norm *n = task;
+    rms_norm(n->x + row * n->size, n->weight, n->out + row * n->size, 1, n->size, n->size, n->eps);
+}
+
+static void norm_rows(const float *x, const float *weight, float *out, long rows, long size, float eps, int threads) {
+    Norm norm = {x, weight, out, size, eps};
+    parallel(norm_row, &norm, rows, threads);
+}
+
+typedef struct {
     const Layer *layer;
     const Batch *batch;
     const Cache *cache;
@@ -145,14 +162,14 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     Attending a = {layer, batch, cache, heads, attended, blocks, blocks + num_blocks, blocks + 2 * num_blocks, block_rows};
 
     if (layer->input_norm) {
-        rms_norm(x, layer->input_norm, input, rows, hidden, hidden, layer->eps);
+        norm_rows(x, layer->input_norm, input, rows, hidden, layer->eps, batch->threads);
         normed = input;
     }
     multiply(&layer->qkv, normed, heads, rows, 0, batch->threads);
     parallel(place_block, &a, num_blocks, batch->threads);
     parallel(attend_block, &a, num_blocks * cache->kv_heads, batch->threads);
     multiply(&layer->o, attended, x, rows, 1, batch->threads);
-    rms_norm(x, layer->post_norm, input, rows, hidden, hidden, layer->eps);
+    norm_rows(x, layer->post_norm, input, rows, hidden, layer->eps, batch->threads);
     multiply_gated(&layer->gate_up, input, gated, rows, batch->threads);
     multiply(&layer->down, gated, x, rows, 1, batch->threads);
     return 0;
