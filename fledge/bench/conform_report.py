@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from fledge.bench.conform import CHECKS, FAIL, NOT_SUPPORTED, PASS, SPECULATION, ConformReport, Row
 from fledge.bench.provenance import write_json
 from fledge.errors import UserError
+from fledge.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def print_report(report: ConformReport, console: Console) -> None:
     from rich.markup import escape as literal
     from rich.table import Table
 
-    table = Table(title=printable(f"{report.url}, {report.model} {report.version}".strip()))
+    table = Table(title=literal(printable(f"{report.url}, {report.model} {report.version}".strip())))
     table.add_column("scenario")
     for check in CHECKS:
         table.add_column(check, justify="center")
@@ -83,10 +83,8 @@ def write_report(report: ConformReport, path: Path) -> None:
     if path.suffix == ".json":
         write_json(path, report.to_dict())
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(html(report) if path.suffix == ".html" else markdown(report), encoding="utf-8")
-    os.replace(partial, path)
+    text = html(report) if path.suffix == ".html" else markdown(report)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def check_suffix(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import subprocess
@@ -14,11 +15,14 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from fledge.errors import printable
 from fledge.kernels.attention.paged import HostLayouts
 from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.quantization import QuantizedWeight
+
+log = logging.getLogger("fledge.kernels")
 
 PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Numbers of the formats that no GGUF file has; cpu/blocks.h.
@@ -114,7 +118,10 @@ def library() -> Library | None:
         return None
     try:
         return Library(str(built(command)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        lines = said.decode(errors="replace").strip().splitlines() or [str(error)]
+        log.warning("the CPU kernels could not be built, so torch serves, several times slower: %s", printable(lines[-1], 300))
         return None
 
 
