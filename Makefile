@@ -41,14 +41,15 @@ test-arm: $(VENV)/.installed-test
 # The C kernels with checks of every memory access and of undefined behaviour. Leaks are not looked for: Python has its own.
 SANITIZE := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
 SANITIZE_CC ?= gcc
+SANITIZED := CC=$(SANITIZE_CC) FLEDGE_CACHE=$(abspath build/sanitize-cache) FLEDGE_NATIVE_FLAGS="$(SANITIZE)"
 test-sanitize: $(VENV)/.installed-test
 	mkdir -p build
 	$(SANITIZE_CC) -std=gnu11 -march=native -ffast-math $(SANITIZE) -Ifledge/kernels/cpu tests/kernels/blocks_test.c -o build/blocks-sanitize -lm -lpthread
 	build/blocks-sanitize
-	CC=$(SANITIZE_CC) FLEDGE_CACHE=$(abspath build/sanitize-cache) FLEDGE_NATIVE_FLAGS="$(SANITIZE)" \
-		LD_PRELOAD="$$($(SANITIZE_CC) -print-file-name=libasan.so) $$($(SANITIZE_CC) -print-file-name=libubsan.so)" \
+	$(SANITIZED) $(BIN)/python -c 'from fledge.kernels import native_build as n; n.built(n.compiler())'
+	$(SANITIZED) LD_PRELOAD="$$($(SANITIZE_CC) -print-file-name=libasan.so) $$($(SANITIZE_CC) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		$(BIN)/python -m pytest -q -m "not real" tests/kernels/test_sanitized.py tests/kernels/test_native.py \
+		$(BIN)/python -m pytest -q -m "not real" -k "not imports" tests/kernels/test_sanitized.py tests/kernels/test_native.py \
 		tests/kernels/test_gguf_blocks.py tests/engine/test_gguf_engine.py tests/engine/test_quantized.py
 
 # An hour under load, some of it rude: memory and open files stay bounded.
