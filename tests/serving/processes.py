@@ -30,7 +30,11 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         if self.wait:
-            self.wait_until_ready()
+            try:
+                self.wait_until_ready()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def wait_until_ready(self) -> None:
