@@ -96,9 +96,9 @@ def markdown(report: ConformReport) -> str:
     lines = [
         f"**{headline(report)}**",
         "",
-        f"- server: `{report.url}`, model `{report.model}`, version {report.version or '?'}",
+        f"- server: {_code(report.url)}, model {_code(report.model)}, version {_code(report.version) or '?'}",
     ]
-    lines += [f"- without speculation: {report.reference}", f"- speculation at work: {speculation(report)}", ""]
+    lines += [f"- without speculation: {_code(report.reference)}", f"- speculation at work: {speculation(report)}", ""]
     lines += ["| scenario | " + " | ".join(CHECKS) + " |", "|:---|" + ":---:|" * len(CHECKS)]
     lines += [
         f"| {name} | " + " | ".join(MARKS[row.status] if row else " " for row in rows) + " |" for name, rows in matrix(report)
@@ -107,8 +107,13 @@ def markdown(report: ConformReport) -> str:
         found = details(report, status)
         if found:
             lines += ["", f"{title}:", ""]
-            lines += [f"- *{place}*: {reason}" for place, reason in found]
+            lines += [f"- *{place}*: {_code(reason)}" for place, reason in found]
     return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    """A server's words in Markdown, where nothing in them is read as markup."""
+    return "`" + printable(text).replace("`", "'").strip() + "`" if text.strip() else ""
 
 
 def html(report: ConformReport) -> str:

@@ -194,6 +194,18 @@ def test_conform_prints_a_servers_words_as_they_are(capsys):
     check_shown(capsys.readouterr().out, 4)
 
 
+def test_a_servers_words_are_no_markup_in_a_report():
+    from fledge.bench.conform import FAIL, VALID, ConformReport, Row
+    from fledge.bench.conform_report import html, markdown
+
+    evil = "`<script>alert(1)</script>`\n# heading"
+    report = ConformReport("http://x", evil, evil, evil, {}, [Row("chat, greedy", VALID, FAIL, evil)])
+    written = markdown(report)
+    assert "\n# heading" not in written
+    assert written.count("`'<script>alert(1)</script>'\\n# heading`") == 4
+    assert "<script>" not in html(report)
+
+
 def test_demo_prints_the_models_name_as_it_is(monkeypatch, capsys, model):
     folder = model.rename(model.with_name("[bold]x[")).parent / "[bold]x["
     chat = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
