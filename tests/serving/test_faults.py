@@ -40,7 +40,7 @@ class FaultyServer(ServerProcess):
         self.fault_file.write_text(f"{num_steps} {fault}")
 
     def ask(self, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + CHAT, json=BODY | more, timeout=60)
+        return httpx.post(self.url + CHAT, json=BODY | more, timeout=300)
 
     def descendants(self) -> list[int]:
         found, todo = [], [self.process.pid]
@@ -81,7 +81,7 @@ def test_a_step_that_fails_costs_its_own_requests(lasting: FaultyServer, fault: 
 
 
 def test_a_stream_is_told_that_its_step_failed(lasting: FaultyServer) -> None:
-    with httpx.stream("POST", lasting.url + CHAT, json=BODY | {"stream": True, "max_tokens": 400}, timeout=60) as response:
+    with httpx.stream("POST", lasting.url + CHAT, json=BODY | {"stream": True, "max_tokens": 400}, timeout=300) as response:
         lines = response.iter_lines()
         first = next(lines)
         lasting.fail("error")
@@ -147,16 +147,17 @@ def test_liveness_and_readiness_while_a_model_is_loaded(tiny_folder: Path) -> No
     """`/health` says what the engine does, `/ready` whether a request would be taken; neither waits, and a request is told."""
     with ServerProcess([str(tiny_folder), *TINY_FLAGS], wait=False) as server:
         seen = set()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while "ready" not in {status for _, status, _ in seen}:
             assert time.monotonic() < deadline, server.output()
             try:
-                health, ready = (httpx.get(server.url + path, timeout=5) for path in ("/health", "/ready"))
+                health, ready = (httpx.get(server.url + path, timeout=60) for path in ("/health", "/ready"))
             except httpx.TransportError:
+                time.sleep(0.05)
                 continue
             seen.add((health.status_code, health.json()["status"], ready.status_code))
             if health.json()["status"] == "loading":
-                refused = httpx.post(server.url + CHAT, json=BODY, timeout=5)
+                refused = httpx.post(server.url + CHAT, json=BODY, timeout=60)
                 assert refused.status_code in (200, 503)
                 if refused.status_code == 503:
                     assert int(refused.headers["Retry-After"]) > 0
