@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from fledge.engine.build import Speculation
+from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
-from tests.oracle import engine_with, run
+from tests.oracle import CPU, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 PROMPTS = [[1, 2, 3], [7, 8], [3, 1, 4, 1, 5, 9], [2]]
@@ -49,6 +49,19 @@ def test_weights_that_are_not_finite(plain, caplog, kind: str, tree: TreeShape |
         assert [record.message for record in caplog.records] == [
             "the drafter's hidden states are not finite: such requests are decoded without drafts"
         ]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("spoil", ["fc.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite_in_captured_cycles(plain, kind: str, tree: TreeShape | None, spoil: str) -> None:
+    """What a GPU runs, here without graphs: ids that such a drafter drafts are in the vocabulary, and are not accepted."""
+    drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64))
+    with torch.no_grad():
+        drafter.get_parameter(spoil).view(-1)[3] = math.nan
+    spoiled = build_engine(tiny_decoder(), Speculation(drafter, 3, tree), CPU, capture=False)
+    assert run(spoiled, PROMPTS, PARAMS[kind]) == plain[kind]
+    spoiled.check_integrity()
 
 
 @pytest.mark.parametrize("kind", PARAMS)
