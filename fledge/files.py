@@ -42,7 +42,9 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> Non
 
 def write_json(path: str | Path, content: object, indent: int = 1) -> None:
     text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode("utf-8", "surrogatepass")))
+    write_atomically(
+        path, lambda file: file.write(text.encode(errors="backslashreplace"))
+    )  # half a surrogate: as JSON spells it
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

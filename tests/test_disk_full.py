@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -80,6 +81,11 @@ def test_a_report_stays(tmp_path: Path) -> None:
         write_json(tmp_path / "bench.json", ["x" * 100_000])
     assert (tmp_path / "bench.json").read_text() == '{\n "a": 1\n}\n'
     assert all_files(tmp_path) == ["bench.json"]
+
+
+def test_half_a_surrogate_can_be_read_again(tmp_path: Path) -> None:
+    write_json(tmp_path / "report.json", {"said": "a\ud800b", "and": "ä"})
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == {"said": "a\ud800b", "and": "ä"}
 
 
 def test_a_copy_says_which_error_it_was(tmp_path: Path) -> None:
