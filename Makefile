@@ -12,7 +12,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test test-vllm test-browser test-arm soak lint install clean
+.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -38,9 +38,24 @@ test-arm: $(VENV)/.installed-test
 	done
 	$(ZIG) -target aarch64-macos -mcpu=apple_m1 -o build/blocks-macos
 
-# An hour under load, some of it rude: memory and open files stay bounded.
+# The C kernels with checks of every memory access and of undefined behaviour. Leaks are not looked for: Python has its own.
+SANITIZE := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
+SANITIZE_CC ?= gcc
+SANITIZED := CC=$(SANITIZE_CC) FLEDGE_CACHE=$(abspath build/sanitize-cache) FLEDGE_NATIVE_FLAGS="$(SANITIZE)"
+test-sanitize: $(VENV)/.installed-test
+	mkdir -p build
+	$(SANITIZE_CC) -std=gnu11 -march=native -ffast-math $(SANITIZE) -Ifledge/kernels/cpu tests/kernels/blocks_test.c -o build/blocks-sanitize -lm -lpthread
+	build/blocks-sanitize
+	$(SANITIZED) $(BIN)/python -c 'from fledge.kernels import native_build as n; n.built(n.compiler())'
+	$(SANITIZED) LD_PRELOAD="$$($(SANITIZE_CC) -print-file-name=libasan.so) $$($(SANITIZE_CC) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/python -m pytest -q -m "not real" -k "not imports" tests/kernels/test_sanitized.py tests/kernels/test_native.py \
+		tests/kernels/test_gguf_blocks.py tests/engine/test_gguf_engine.py tests/engine/test_quantized.py
+
+# An hour of ordinary, rude and hostile callers: memory, open files, threads and the event loop's lag stay bounded.
+SOAK_MINUTES ?= 60
 soak: $(VENV)/.installed-test
-	FLEDGE_LOAD_SECONDS=3600 $(BIN)/python -m pytest -q --timeout 7200 tests/serving/test_load.py
+	$(BIN)/python -m tests.serving.soak --minutes $(SOAK_MINUTES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -7,6 +7,13 @@ def printable(text: str, most: int = 4000) -> str:
     return line if len(line) <= most else line[:most] + "…"
 
 
+def literal(text: str) -> str:
+    """`printable`, for a place where Rich reads markup: names from files and servers are shown as they are written."""
+    from rich.markup import escape
+
+    return escape(printable(text))
+
+
 class UserError(ValueError):
     """A mistake in what the user gave: printed as one line, without a traceback.
 

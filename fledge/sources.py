@@ -27,7 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fledge.errors import ModelError, printable
+from fledge.errors import ModelError, literal
 
 # Raise when the same GGUF would convert to something else: older conversions are then left aside.
 CONVERTER_VERSION = 1
@@ -292,9 +292,8 @@ def _size(folder: Path) -> int:
 def _spinner(text: str) -> Iterator[None]:
     """On standard error: standard output belongs to what a command prints."""
     from rich.console import Console
-    from rich.markup import escape
 
-    with Console(stderr=True).status(escape(printable(text))):
+    with Console(stderr=True).status(literal(text)):
         yield
 
 

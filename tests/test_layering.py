@@ -27,6 +27,7 @@ BELOW_ALL = {
     "config_checks",
     "devices",
     "errors",
+    "files",
     "sampling",
     "tokenizer",
     "sources",

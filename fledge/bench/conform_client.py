@@ -182,7 +182,7 @@ def _error(status: int, text: str) -> Refused | Broken:
         error = json.loads(text)
         error = error.get("error", error)
         message = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         message = text
     message = f"status {status}: {' '.join(message.split())[:240]}"
     return Refused(message) if status in REFUSALS else Broken(message)
@@ -193,7 +193,7 @@ def _whole(data: Any) -> Answer:
     try:
         for position, choice in enumerate(data["choices"]):
             answer.choice(choice.get("index", position)).add(choice)
-        answer.usage = data.get("usage") or {}
+        answer.usage = dict(data.get("usage") or {})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Broken(f"the answer has not the API's shape ({type(error).__name__}: {error})") from None
     if not answer.choices:
@@ -218,8 +218,8 @@ def _streamed(lines: list[str]) -> Answer:
                 if ended and before != (choice.text, str(choice.calls)):
                     answer.problems.append("text comes after the finish_reason")
             if chunk.get("usage"):
-                answer.usage, usage_at = chunk["usage"], last
-        except (ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+                answer.usage, usage_at = dict(chunk["usage"]), last
+        except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError) as error:
             raise Broken(f"an event has not the API's shape ({type(error).__name__}: {data[:80]!r})") from None
     if not answer.choices:
         raise Broken("the stream has no choices")
@@ -254,9 +254,19 @@ def _logprobs(given: Any) -> list[TokenLogprob]:
         return []
     if "content" in given:
         return [
-            TokenLogprob(one["token"], one["logprob"], {top["token"]: top["logprob"] for top in one.get("top_logprobs") or ()})
+            _logprob(one["token"], one["logprob"], {top["token"]: top["logprob"] for top in one.get("top_logprobs") or ()})
             for one in given["content"] or ()
         ]
     tops = given.get("top_logprobs") or [None] * len(given["tokens"])
     together = zip(given["tokens"], given["token_logprobs"], tops, strict=True)
-    return [TokenLogprob(token, logprob, top or {}) for token, logprob, top in together]
+    return [_logprob(token, logprob, top or {}) for token, logprob, top in together]
+
+
+def _logprob(token: Any, logprob: Any, top: Any) -> TokenLogprob:
+    return TokenLogprob(_text(token), float(logprob), {_text(other): float(value) for other, value in top.items()})
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is wanted, not {value!r:.40}")
+    return value

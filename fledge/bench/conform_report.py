@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from fledge.bench.conform import CHECKS, FAIL, NOT_SUPPORTED, PASS, SPECULATION, ConformReport, Row
 from fledge.bench.provenance import write_json
 from fledge.errors import UserError
+from fledge.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def print_report(report: ConformReport, console: Console) -> None:
     from rich.markup import escape as literal
     from rich.table import Table
 
-    table = Table(title=printable(f"{report.url}, {report.model} {report.version}".strip()))
+    table = Table(title=literal(printable(f"{report.url}, {report.model} {report.version}".strip())))
     table.add_column("scenario")
     for check in CHECKS:
         table.add_column(check, justify="center")
@@ -83,10 +83,8 @@ def write_report(report: ConformReport, path: Path) -> None:
     if path.suffix == ".json":
         write_json(path, report.to_dict())
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(html(report) if path.suffix == ".html" else markdown(report), encoding="utf-8")
-    os.replace(partial, path)
+    text = html(report) if path.suffix == ".html" else markdown(report)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def check_suffix(path: Path) -> None:
@@ -98,9 +96,9 @@ def markdown(report: ConformReport) -> str:
     lines = [
         f"**{headline(report)}**",
         "",
-        f"- server: `{report.url}`, model `{report.model}`, version {report.version or '?'}",
+        f"- server: {_code(report.url)}, model {_code(report.model)}, version {_code(report.version) or '?'}",
     ]
-    lines += [f"- without speculation: {report.reference}", f"- speculation at work: {speculation(report)}", ""]
+    lines += [f"- without speculation: {_code(report.reference)}", f"- speculation at work: {speculation(report)}", ""]
     lines += ["| scenario | " + " | ".join(CHECKS) + " |", "|:---|" + ":---:|" * len(CHECKS)]
     lines += [
         f"| {name} | " + " | ".join(MARKS[row.status] if row else " " for row in rows) + " |" for name, rows in matrix(report)
@@ -109,8 +107,13 @@ def markdown(report: ConformReport) -> str:
         found = details(report, status)
         if found:
             lines += ["", f"{title}:", ""]
-            lines += [f"- *{place}*: {reason}" for place, reason in found]
+            lines += [f"- *{place}*: {_code(reason)}" for place, reason in found]
     return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    """A server's words in Markdown, where nothing in them is read as markup."""
+    return "`" + printable(text).replace("`", "'").strip() + "`" if text.strip() else ""
 
 
 def html(report: ConformReport) -> str:

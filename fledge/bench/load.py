@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 import time
@@ -104,14 +105,23 @@ class Acceptance:
             found = SAMPLE.match(line)
             if found is None:
                 continue
-            name, labels, value = found[1], found[2] or "", float(found[3])
-            position = re.search(r'position="(\d+)"', labels)
+            name, labels, value = found[1], found[2] or "", _number(found[3])
+            position = re.search(r'position="(\d{1,3})"', labels)  # a thousand would be more than anybody drafts
             if name == ACCEPTED_AT and position is not None:
                 at[int(position[1])] = at.get(int(position[1]), 0.0) + value
             elif name in (DRAFTS, DRAFTED, ACCEPTED):
                 totals[name] = totals.get(name, 0.0) + value
         by_position = tuple(at.get(position, 0.0) for position in range(max(at, default=-1) + 1))
         return cls(totals.get(DRAFTS, 0.0), totals.get(DRAFTED, 0.0), totals.get(ACCEPTED, 0.0), by_position)
+
+
+def _number(text: str) -> float:
+    """0 for what is no number, or not a finite one."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 @dataclass(frozen=True)

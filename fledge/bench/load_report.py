@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.bench.datasets import load_items
 from fledge.bench.load import LoadReport, LoadSettings, Sample, run_level
-from fledge.errors import UserError
+from fledge.errors import UserError, literal
+from fledge.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,7 +140,9 @@ def load_rows(runs: Runs) -> list[list[str]]:
 def load_table(url: str, runs: Runs) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"load on {url}", caption="tok/s per user: median; times in milliseconds: median / 99th percentile")
+    table = Table(
+        title=literal(f"load on {url}"), caption="tok/s per user: median; times in milliseconds: median / 99th percentile"
+    )
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for row in load_rows(runs):
@@ -176,8 +178,5 @@ def plot(runs: Runs, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=150, format="png")
+    write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
     pyplot.close(figure)
-    os.replace(partial, path)

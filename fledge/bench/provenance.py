@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fledge.files import write_json
+
+__all__ = ["provenance", "write_json"]  # what every benchmark writes
+
 
 def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
     import torch
@@ -30,15 +34,6 @@ def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
         "prompts_sha256": hashlib.sha256(json.dumps(list(prompts), ensure_ascii=False).encode()).hexdigest(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def write_json(path: str | Path, content: object) -> None:
-    """Atomically: a reader never sees half a file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
 
 
 def _commit() -> str | None:

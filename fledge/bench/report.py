@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ from rich import box
 from rich.table import Table
 
 from fledge.bench.provenance import write_json
+from fledge.errors import literal
+from fledge.files import write_atomically
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
 HEADINGS = ("", "users", "tok/s each", "tok/s", "speed-up", "AL", "o", "bus", "same")
@@ -21,7 +22,7 @@ def table(figures: dict[str, Any]) -> Table:
     if figures.get("quantization", "none") != "none":
         where += f", target {figures['quantization']}"
     title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
-    shown = Table(title=title, caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = Table(title=literal(title), caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         shown.add_column(heading, justify="left" if not heading else "right")
     shown.columns[0].min_width = 18
@@ -29,16 +30,16 @@ def table(figures: dict[str, Any]) -> Table:
         plain, concurrency = result["plain"], str(result["concurrency"])
         shown.add_row("plain", concurrency, *_speeds(plain), "1.00×", "", "", f"{plain['bandwidth_use']:.0%}", "")
         for one in result["speculative"]:
-            shown.add_row(one["label"], concurrency, *_speeds(one), *_speculative_cells(one))
+            shown.add_row(literal(one["label"]), concurrency, *_speeds(one), *_speculative_cells(one))
         shown.add_section()
     for baseline in figures.get("baselines", ()):
         for run in baseline.get("runs", ()):
             label = f"{baseline['baseline']} {baseline['version']}: {run['label']}"
             length = run.get("acceptance_length_micro")
             accepted = f"{length:.2f}" if length else ""
-            shown.add_row(label, str(run["concurrency"]), *_speeds(run), "", accepted, "", "", _same(run))
+            shown.add_row(literal(label), str(run["concurrency"]), *_speeds(run), "", accepted, "", "", _same(run))
         if "skipped" in baseline:
-            shown.add_row(f"{baseline['baseline']}: {_how_it_ended(baseline)}")
+            shown.add_row(literal(f"{baseline['baseline']}: {_how_it_ended(baseline)}"))
     return shown
 
 
@@ -152,8 +153,6 @@ def _pyplot() -> Any:
 
 def _save(figure: Any, path: Path) -> Path:
     figure.tight_layout()
-    partial = path.with_name(f"{path.stem}.partial.png")
-    figure.savefig(partial, dpi=110)
+    write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     _pyplot().close(figure)
-    os.replace(partial, path)
     return path

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fledge.checkpoints.tensors import TensorReader, read_json, write_json
+from fledge.checkpoints.tensors import TensorReader, read_json
 from fledge.errors import ModelError
+from fledge.files import save_tensors, write_json
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
@@ -93,8 +93,8 @@ def write_drafter_files(
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / WEIGHTS, {"format": "pt"})
-        write_json(fresh / "config.json", config)
+        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / WEIGHTS)
+        write_json(fresh / "config.json", config, indent=2)
         for name, text in (texts or {}).items():
             (fresh / name).write_text(text, encoding="utf-8")
         fresh.chmod(0o755)
@@ -103,7 +103,11 @@ def write_drafter_files(
         if folder.is_dir():
             old = fresh.with_name(fresh.name + ".old")
             os.replace(folder, old)
-            os.replace(fresh, folder)
+            try:
+                os.replace(fresh, folder)
+            except OSError:
+                os.replace(old, folder)
+                raise
             shutil.rmtree(old)
         else:
             os.replace(fresh, folder)

@@ -12,9 +12,9 @@ from tokenizers.models import BPE
 
 from fledge.chat_template import render
 from fledge.checkpoints.gguf_file import GgufFile
-from fledge.checkpoints.tensors import write_json
 from fledge.config_checks import shown
 from fledge.errors import ModelError
+from fledge.files import write_json
 from fledge.tokenizer import Tokenizer as ModelTokenizer
 
 MAX_PIECE_CHARACTERS = 64 << 20

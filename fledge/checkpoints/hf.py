@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_json, write_tensors
+from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
 from fledge.config import ModelConfig
 from fledge.config_checks import token_ids
 from fledge.errors import ModelError
+from fledge.files import write_json
 from fledge.models.decoder import Decoder
 from fledge.models.layers import Rotary
 
@@ -114,8 +115,8 @@ def write_folder(
             if (Path(tokenizer_from) / file).exists():
                 shutil.copy2(Path(tokenizer_from) / file, folder / file)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-    write_json(folder / "generation_config.json", generation)
-    write_json(folder / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+    write_json(folder / "generation_config.json", generation, indent=2)
+    write_json(folder / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2)
     return folder
 
 

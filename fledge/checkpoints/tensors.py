@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fledge.errors import ModelError, printable
+from fledge.files import save_tensors, write_json
 
 MAX_JSON_BYTES = 256 << 20
 SHARD_BYTES = 2 << 30  # also what writing needs of memory
@@ -103,12 +103,6 @@ class ShapesOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
@@ -134,7 +128,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     total = 0
 
     def write_shard() -> None:
-        save_file(pending, folder / f"model.{len(shards)}.partial", metadata={"format": "pt"})
+        save_tensors(pending, folder / f"model.{len(shards)}.partial")
         shards.append(list(pending))
         pending.clear()
 
@@ -153,7 +147,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"model.{number}.partial", folder / file)
         weight_map |= dict.fromkeys(names, file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

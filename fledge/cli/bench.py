@@ -54,6 +54,7 @@ def bench(
     from fledge.bench.matrix import Bench, Case, baselines, run_bench
     from fledge.bench.report import acceptance_lines, skipped_lines, table, write
     from fledge.engine.config import EngineConfig
+    from fledge.errors import literal
     from fledge.sampling import SamplingParams
     from fledge.speculation.depth import TreeShape
 
@@ -82,6 +83,10 @@ def bench(
     ]
     console = Console()
     with Console(stderr=True).status("loading the target") as status:
+
+        def show(text: str) -> None:
+            status.update(literal(text))
+
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -100,19 +105,19 @@ def bench(
             params=params,
             is_looping=is_looping,
             repeats=repeats,
-            on_progress=status.update,
+            on_progress=show,
         )
         files = write(figures, out) if out is not None else []  # before other engines run, which may take long or fail
         if names:
             figures["baselines"] = baselines(
-                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=status.update
+                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=show
             )
             files = write(figures, out) if out is not None else []
     console.print(table(figures))
     for line in acceptance_lines(figures):
-        console.print(f"[dim]{line}[/]", highlight=False)
+        console.print(f"[dim]{literal(line)}[/]", highlight=False)
     for line in skipped_lines(figures):
-        console.print(line, style="yellow", markup=False, highlight=False)
+        console.print(f"[yellow]{literal(line)}[/]", highlight=False)
     for file in files:
         print(file)
 

@@ -29,7 +29,7 @@ def bench_serve(
     from fledge.bench.load import LoadSettings
     from fledge.bench.load_report import load_table, plot, read_conversations, run_levels
     from fledge.bench.provenance import provenance, write_json
-    from fledge.errors import UserError
+    from fledge.errors import UserError, literal
 
     try:
         levels = [int(level) for level in concurrency.split(",")]
@@ -56,7 +56,7 @@ def bench_serve(
     console.print(load_table(settings.url, runs))
     errors = [error for _, reports in runs for report in reports for error in report.errors]
     for error in errors[:3]:
-        console.print(f"[red]{error}[/]", highlight=False)
+        console.print(f"[red]{literal(error)}[/]", highlight=False)
     if json_file is not None:
         results = {name: [report.to_dict() for report in reports] for name, reports in runs}
         write_json(json_file, {"url": settings.url, "runs": results, "provenance": provenance(conversations)})

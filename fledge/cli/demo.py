@@ -30,6 +30,7 @@ def demo(
     from fledge.bench.prompts import DEMO
     from fledge.bench.provenance import provenance, write_json
     from fledge.cli.render import figures, print_delta
+    from fledge.errors import literal
     from fledge.sampling import SamplingParams
 
     console = Console()
@@ -38,11 +39,12 @@ def demo(
     settings["kv_cache_dtype"] = kv_cache_dtype
     llm = options.load(model, drafter, depth, tree=tree, **settings)
     described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
-    console.print(f"[bold]{model}[/] on {llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}\n")
+    about = f"{llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}"
+    console.print(f"[bold]{literal(model)}[/] on {literal(about)}\n")
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     console.print(f"[bold]{DEMO[0].text}[/]  [dim](accepted draft tokens in [/][green]green[/][dim])[/]\n")
     completion = llm.chat([{"role": "user", "content": DEMO[0].text}], params, on_delta=print_delta)
-    console.print(f"\n[dim]{figures(completion)}[/]\n", highlight=False)
+    console.print(f"\n[dim]{literal(figures(completion))}[/]\n", highlight=False)
 
     with console.status("decoding each prompt plainly, then speculatively …") as status:
         done = iter(range(1, len(DEMO) + 1))

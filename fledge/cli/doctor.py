@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fledge.cli.options import Device, Dtype, MaxTokens, Model
-from fledge.errors import printable
+from fledge.errors import literal
 
 if TYPE_CHECKING:
     from fledge.bench.doctor import Diagnosis
@@ -50,7 +50,6 @@ def doctor(
 
 def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -58,12 +57,12 @@ def _print(diagnosis: Diagnosis) -> None:
     if diagnosis.as_it_stands is not None:
         table.add_row("as it stands", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
     for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
-        table.add_row(escape(printable(f"{trial.fault}: {trial.remedy}")), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
+        table.add_row(literal(f"{trial.fault}: {trial.remedy}"), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
     console.print(table)
     for problem in diagnosis.problems:
-        console.print("[red]problem:[/red]", escape(printable(problem)))
+        console.print("[red]problem:[/red]", literal(problem))
     if diagnosis.healthy:
-        console.print("[green]healthy:[/green]", escape(printable(diagnosis.explanation)))
+        console.print("[green]healthy:[/green]", literal(diagnosis.explanation))
     else:
-        console.print(f"[red]{diagnosis.fault}:[/red]", escape(printable(diagnosis.explanation)))
-        console.print("[bold]what to do:[/bold]", escape(printable(diagnosis.remedy)))
+        console.print(f"[red]{diagnosis.fault}:[/red]", literal(diagnosis.explanation))
+        console.print("[bold]what to do:[/bold]", literal(diagnosis.remedy))

@@ -36,7 +36,7 @@ def drift(
     from fledge.drift.report import write_report
     from fledge.drift.settings import Settings
     from fledge.drift.words import in_words
-    from fledge.errors import UserError
+    from fledge.errors import UserError, literal, printable
 
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder for the report")
@@ -53,12 +53,12 @@ def drift(
             device=device,
             dtype=dtype,
             max_model_len=max_model_len,
-            on_progress=status.update,
+            on_progress=lambda text: status.update(literal(text)),
         )
         status.update("writing the report")
         page = write_report(figures, out)
     _print(Console(), figures, in_words(figures))
-    print(f"report: {page}")
+    print(printable(f"report: {page}"))
 
 
 def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]]) -> None:
@@ -66,12 +66,14 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
     from rich.table import Table
 
     from fledge.drift.words import shown_depth
+    from fledge.errors import literal
 
     names = [one["name"] for one in figures["drafters"]]
     sink = figures["sink"]
     took = f"; {figures['seconds']:.0f} s" if "seconds" in figures else ""
-    console.print(f"[bold]{figures['model']}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention{took}")
-    table = Table("", *names, box=None)
+    model = literal(figures["model"])
+    console.print(f"[bold]{model}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention{took}")
+    table = Table("", *map(literal, names), box=None)
     step = next(iter(figures["probes"].values())).get("drift_step", 8)
     for label, key, form in (
         (f"fed-back RMS, step {step} / step 1", "rms_ratio", "{:.2f}×"),
@@ -94,4 +96,4 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
     console.print(table)
     for name in words if "together" not in words else ["together"]:
         for line in words[name]:
-            console.print(f"[dim]·[/] {line}", highlight=False)
+            console.print(f"[dim]·[/] {literal(line)}", highlight=False)

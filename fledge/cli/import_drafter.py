@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fledge.checkpoints.export import import_drafter as convert
-from fledge.errors import ModelError
+from fledge.errors import ModelError, printable
 
 
 def import_drafter(
@@ -31,5 +31,5 @@ def import_drafter(
         raise ModelError(f"--layers {layers}: give numbers with commas between, as 2,14,25") from None
     folder, notes = convert(drafter, out, target=target, layer_ids=layer_ids)
     for note in notes:
-        print(note)
-    print(f"written to {folder}")
+        print(printable(note))
+    print(printable(f"written to {folder}"))

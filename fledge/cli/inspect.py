@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fledge.checkpoints.drafter_config import FLAGS
 from fledge.checkpoints.inspect import DrafterReport, inspect_drafter
-from fledge.errors import printable
+from fledge.errors import literal
 
 
 def inspect(
@@ -58,13 +57,13 @@ def _print(report: DrafterReport) -> None:
             f"{', '.join(report.dtypes)}",
         }
         for name, value in rows.items():
-            table.add_row(f"[bold]{name}[/bold]", escape(printable(value)))
+            table.add_row(f"[bold]{name}[/bold]", literal(value))
         console.print(table)
     for note in report.notes:
-        console.print(f"note: {escape(printable(note))}")
+        console.print(f"note: {literal(note)}")
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(printable(warning))}")
+        console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
     for problem in report.problems:
-        console.print(f"[red]problem:[/red] {escape(printable(problem))}")
+        console.print(f"[red]problem:[/red] {literal(problem)}")
     if not report.problems:
         console.print("[green]no problem found[/green]")

@@ -68,6 +68,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 def main() -> None:
     """A user's mistake is one line on standard error and exit code 1; anything else is a bug and shows its traceback."""
     from fledge.errors import UserError, printable
+    from fledge.files import NO_SPACE
 
     # The progress bars and warnings of libraries would drown our own output.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -79,8 +80,14 @@ def main() -> None:
     except UserError as error:
         print(f"fledge: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(141)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"fledge: {printable(where + error.strerror)}; free some space, or write elsewhere", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("fledge: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)

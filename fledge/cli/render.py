@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from fledge.llm import Completion
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+# What moves a terminal's cursor or changes its settings; lines and tabs stay.
+CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def print_delta(delta: Delta) -> None:
-    """Writes what a step added; tokens that the drafter had proposed come in green on a terminal."""
-    colour = sys.stdout.isatty()
+    """Writes what a step added. On a terminal accepted draft tokens come in green, and control characters are not obeyed."""
+    is_terminal = sys.stdout.isatty()
     for text, drafted in delta.spans:
-        sys.stdout.write(f"{GREEN}{text}{PLAIN}" if drafted and colour else text)
+        if is_terminal:
+            text = text.translate(CONTROL)
+        sys.stdout.write(f"{GREEN}{text}{PLAIN}" if drafted and is_terminal else text)
     sys.stdout.flush()
 
 

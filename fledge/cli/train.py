@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fledge.errors import UserError
+from fledge.files import NO_SPACE
 
 
 def _help_recipe(wanted: bool) -> None:
@@ -46,7 +46,7 @@ def train(
     try:
         result = run(settings)
     except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is None and error.errno not in NO_SPACE:
             raise  # no file's fault
         where = f"{error.filename}: " if error.filename is not None else ""
         raise UserError(f"{where}{error.strerror}; the same command goes on from the last checkpoint") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from fledge.bench.provenance import write_json
 from fledge.drift import plots
 from fledge.drift.pairs import kept, percent, plus_minus
 from fledge.drift.words import in_words, shown_depth, suite_notes
+from fledge.files import write_atomically
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
@@ -244,7 +244,4 @@ def _slug(name: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    write_atomically(path, lambda file: file.write(content))

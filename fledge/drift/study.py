@@ -16,6 +16,7 @@ from fledge.drift.pairs import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_ov
 from fledge.drift.system_prompts import NONE_GIVEN
 from fledge.drift.templates import trained_on
 from fledge.drift.words import in_words, share_change, shown_depth, suite_notes
+from fledge.files import write_atomically
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
 BY_DEPTH = {
@@ -351,7 +352,4 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    write_atomically(path, lambda file: file.write(content))

@@ -6,6 +6,7 @@ Without a C compiler the torch path serves.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import subprocess
@@ -16,9 +17,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fledge.errors import printable
 from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks
 from fledge.kernels.native_build import built, compiler
 from fledge.kernels.quantization import QuantizedWeight
+
+log = logging.getLogger("fledge.kernels")
 
 PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Numbers of the formats that no GGUF file has; cpu/blocks.h.
@@ -77,7 +81,10 @@ def library() -> Library | None:
         return None
     try:
         return Library(str(built(command)))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        lines = said.decode(errors="replace").strip().splitlines() or [str(error)]
+        log.warning("the CPU kernels could not be built, so torch serves, several times slower: %s", printable(lines[-1], 300))
         return None
 
 

@@ -22,6 +22,7 @@ SOURCES = Path(__file__).with_name("cpu")
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILE = ("-std=gnu11", "-O3", PROCESSOR, "-ffast-math", "-fPIC", "-c")
 LIBRARIES = ("-lm", "-lpthread")
+FLAGS_VARIABLE = "FLEDGE_NATIVE_FLAGS"  # more flags for both steps, as `make test-sanitize` gives them
 
 
 def compiler() -> list[str] | None:
@@ -38,7 +39,8 @@ def built(command: list[str]) -> Path:
     """The shared library, kept by sources, compiler and processor: code for one does not run on all."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h")]
-    key = hashlib.sha256("\0".join([*texts, version, _processor(), *COMPILE, *LIBRARIES]).encode()).hexdigest()[:16]
+    more = os.environ.get(FLAGS_VARIABLE, "").split()
+    key = hashlib.sha256("\0".join([*texts, version, _processor(), *COMPILE, *LIBRARIES, *more]).encode()).hexdigest()[:16]
     target = cache_folder() / "native" / f"fledge-{key}.so"
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_ours(target.parent):
@@ -54,8 +56,8 @@ def built(command: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             compiled, linked = Path(folder) / "library.o", Path(folder) / "library.so"
             for arguments in (
-                [*COMPILE, SOURCES / "library.c", "-o", compiled],
-                ["-shared", compiled, "-o", linked, *LIBRARIES],
+                [*COMPILE, *more, SOURCES / "library.c", "-o", compiled],
+                ["-shared", *more, compiled, "-o", linked, *LIBRARIES],
             ):
                 subprocess.run([*command, *map(str, arguments)], capture_output=True, timeout=300, check=True)
             linked.chmod(0o755)

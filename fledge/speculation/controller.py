@@ -98,6 +98,11 @@ class SpeculationController:
             self.acceptance.margin = 1 / LEAST_GAIN
             self.acceptance.tolerance = LEARNT_ERROR
 
+    def stop(self) -> None:
+        """Nothing is drafted any more."""
+        self.limit = self.depth = 0
+        self.guard, self.explorer, self.pending_tokens = None, None, lambda request: 0
+
     # Before a step
 
     def choose(self, running: Sequence[Drafted]) -> int:

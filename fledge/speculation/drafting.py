@@ -7,6 +7,7 @@ Worked example. The target has settled x0 … x4 and its pass covered x2 x3 x4 (
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from fledge.speculation.coverage import VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import sampling_tensors
 from fledge.speculation.verification import Draft
+
+log = logging.getLogger("fledge.speculation")
 
 
 class DraftedRequest(Protocol):
@@ -106,6 +109,7 @@ class EagleSpeculator:
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
+        self.seen_not_finite = False
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
@@ -128,9 +132,14 @@ class EagleSpeculator:
     def _draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         hidden, feedback = self.sync(spans, taps)
         drafts = [Draft() for _ in spans]
+        ends = list(accumulate(len(span.rows) for span in spans))
         wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]
         if wanted:
-            ends = list(accumulate(len(span.rows) for span in spans))
+            finite = torch.isfinite(take(feedback, [ends[index] - 1 for index in wanted])).all(-1).tolist()
+            if not all(finite):
+                self._report_not_finite()
+                wanted = [index for index, is_finite in zip(wanted, finite, strict=True) if is_finite]
+        if wanted:
             last = [ends[index] - 1 for index in wanted]
             items, logits = [spans[index] for index in wanted], self.network.logits(take(hidden, last))
             grow = self.grow_chains if self.tree is None else self.grow_trees
@@ -159,6 +168,11 @@ class EagleSpeculator:
         return [
             Draft.chain(*drafter.chain(batch, tensors[0], taps, rows[0], limit, self.depth.threshold, self.coverage.covered))
         ]
+
+    def _report_not_finite(self) -> None:
+        if not self.seen_not_finite:
+            log.warning("the drafter's hidden states are not finite: such requests are decoded without drafts")
+        self.seen_not_finite = True
 
     def sync(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Rebuilds the drafter's cache for the accepted tokens from the target's hidden states."""
@@ -226,8 +240,11 @@ class EagleSpeculator:
                 continue
             tensors = sampling_tensors(params, request.seed, request.num_answer + depth, logits.device)
             row = logits[place : place + 1]
-            chosen[place] = int(picked(choose(row, Draws(*tensors), ids_V=self.target_ids), self.network.config.vocab_size)[0])
-            column = self.column_of[chosen[place]]
+            drawn = int(picked(choose(row, Draws(*tensors), ids_V=self.target_ids), self.network.config.vocab_size)[0])
+            column = self.column_of.get(drawn)
+            if column is None:  # no logit is a number
+                continue
+            chosen[place] = drawn
             confidence[place] = float(torch.softmax(row[0].float() / params.temperature, -1)[column])
         return chosen, confidence
 

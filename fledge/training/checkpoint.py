@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fledge.errors import UserError
-from fledge.training.data.samples import write_atomically
+from fledge.files import write_atomically
 from fledge.training.recipe import Recipe, build_recipe
 
 _NAME = re.compile(r"step-(\d+)\.pt")

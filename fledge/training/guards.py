@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fledge.files import write_atomically
 from fledge.training.data.prefetch import StepInput
-from fledge.training.data.samples import write_atomically
 from fledge.training.targets.target import Target
 
 

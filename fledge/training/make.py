@@ -27,10 +27,10 @@ from fledge.checkpoints.ends import fetch_ends
 from fledge.checkpoints.export import launch_commands
 from fledge.devices import resolve_device
 from fledge.errors import UserError
+from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
 from fledge.training.context import resolve, target_shape
-from fledge.training.data.samples import write_atomically
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
 from fledge.training.distributed import DistributedContext
@@ -252,7 +252,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, say: 
     run, folder = Path(recipe.output), out / "drafter"
     fresh = folder.with_name(".drafter")
     shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(run / "best", fresh)
+    copy_folder(run / "best", fresh)
     questions = _questions(out / "data" / "held-out.jsonl")
     resolved = resolve(recipe, DistributedContext())
     kept = robustness(resolved, fresh, questions[:16], texts=plan.augments)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from fledge.checkpoints.hf import save_decoder
 from fledge.config import ModelConfig
+from fledge.files import write_atomically
 from fledge.models.decoder import Decoder
 from fledge.training.attention import document_starts, packed_attend, packed_mask
-from fledge.training.data.samples import write_atomically
 from fledge.training.targets.continuations import continuations
 
 NUMBERS = [

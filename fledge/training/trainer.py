@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
+from fledge.files import write_atomically
 from fledge.training.checkpoint import (
     check_settings,
     checkpoints,
@@ -26,7 +27,6 @@ from fledge.training.context import TrainingContext, build_context, held_out_tex
 from fledge.training.data.loading import DataError
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.prefetch import Prefetcher, StepInput
-from fledge.training.data.samples import write_atomically
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy

@@ -121,17 +121,109 @@ def test_a_tree_needs_an_eagle_drafter(monkeypatch, capsys, model):
     assert "chains" in refused(monkeypatch, capsys, "generate", "hello", "--model", model, "--drafter", "ngram", "--tree")
 
 
-def test_names_are_printed_as_they_are_and_move_no_cursor(capsys):
-    """A name from a file may hold Rich's markup or a terminal's escapes."""
+EVIL = "[bold]x[/bold] [/nothing] \x1b[2J\x07 [link=http://evil]y[/link] end\\"
+
+
+def check_shown(out: str, times: int) -> None:
+    """A name from a file or a server may hold Rich's markup or a terminal's escapes: both are shown, neither is obeyed."""
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "".join(out.split()).count("[bold]x[/bold][/nothing]") == times, out
+
+
+def test_inspect_prints_names_as_they_are(capsys):
     from fledge.checkpoints.inspect import DrafterReport
     from fledge.cli.inspect import _print
 
-    evil = "[bold]x[/bold] [/nothing] \x1b[2J\x07 [link=http://evil]y[/link]"
-    _print(DrafterReport("folder", "raw", None, 0, 0, (), (evil,), (evil,), (evil,)))
-    out = capsys.readouterr().out
-    assert out.count("[bold]x[/bold]") == 3
-    assert "\x1b" not in out
-    assert "\x07" not in out
+    _print(DrafterReport("folder", "raw", None, 0, 0, (), (EVIL,), (EVIL,), (EVIL,)))
+    check_shown(capsys.readouterr().out, 3)
+
+
+def test_doctor_prints_names_as_they_are(capsys):
+    from fledge.bench.doctor import Diagnosis, Trial
+    from fledge.cli.doctor import _print
+
+    trial = Trial(EVIL, "", 1.0, 0.5)
+    _print(Diagnosis("fault", EVIL, EVIL, None, None, [trial], [EVIL]))
+    check_shown(capsys.readouterr().out, 4)
+
+
+def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
+    from fledge.bench import load_report
+    from fledge.bench.load import Acceptance, LoadReport, Sample
+
+    report = LoadReport(1, 1.0, [Sample(error=EVIL)], Acceptance())
+    monkeypatch.setattr(load_report, "run_levels", lambda *_: [("server", [report])])
+    code, out, _ = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
+    assert code == 1
+    check_shown(out, 2)
+
+
+def test_bench_prints_names_as_they_are(capsys):
+    from rich.console import Console
+
+    from fledge.bench.report import table
+
+    plain = {"tokens_per_second_per_user": 1.0, "tokens_per_second": 1.0, "bandwidth_use": 0.5}
+    results = [{"concurrency": 1, "plain": plain, "speculative": []}]
+    figures = {"model": EVIL, "device": "cpu", "dtype": "float32", "turns": 1, "max_tokens": 1, "results": results}
+    figures["baselines"] = [{"baseline": EVIL, "version": "1", "skipped": "x"}]
+    Console(width=300).print(table(figures))
+    check_shown(capsys.readouterr().out, 2)
+
+
+def test_drift_prints_names_as_they_are(capsys):
+    from rich.console import Console
+
+    from fledge.cli.drift import _print
+
+    sink = {"column": 0, "share": 0.5}
+    figures = {"model": EVIL, "sink": sink, "drafters": [{"name": EVIL}], "probes": {EVIL: {}}, "suites": []}
+    _print(Console(width=300), figures, {EVIL: [EVIL]})
+    check_shown(capsys.readouterr().out, 3)
+
+
+def test_conform_prints_a_servers_words_as_they_are(capsys):
+    from rich.console import Console
+
+    from fledge.bench.conform import FAIL, VALID, ConformReport, Row
+    from fledge.bench.conform_report import print_report
+
+    report = ConformReport("http://x", EVIL, EVIL, EVIL, {}, [Row("chat, greedy", VALID, FAIL, EVIL)])
+    print_report(report, Console(width=300))
+    check_shown(capsys.readouterr().out, 4)
+
+
+def test_a_servers_words_are_no_markup_in_a_report():
+    from fledge.bench.conform import FAIL, VALID, ConformReport, Row
+    from fledge.bench.conform_report import html, markdown
+
+    evil = "`<script>alert(1)</script>`\n# heading"
+    report = ConformReport("http://x", evil, evil, evil, {}, [Row("chat, greedy", VALID, FAIL, evil)])
+    written = markdown(report)
+    assert "\n# heading" not in written
+    assert written.count("`'<script>alert(1)</script>'\\n# heading`") == 4
+    assert "<script>" not in html(report)
+
+
+def test_demo_prints_the_models_name_as_it_is(monkeypatch, capsys, model):
+    folder = model.rename(model.with_name("[bold]x[")).parent / "[bold]x["
+    chat = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | chat))
+    _, out, _ = fledge(monkeypatch, capsys, "demo", "--model", folder, "--max-tokens", 1)
+    assert "[bold]x[" in "".join(out.split())
+
+
+def test_an_answer_moves_no_cursor(monkeypatch, capsys):
+    from types import SimpleNamespace
+
+    from fledge.cli.render import print_delta
+
+    delta = SimpleNamespace(spans=[("a\x1b[2J\x9bb\n", False), ("c\u3000👩\u200d👧\t", True)])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_delta(delta)
+    assert capsys.readouterr().out == "a\ufffd[2J\ufffdb\n\x1b[32mc\u3000👩\u200d👧\t\x1b[0m"
 
 
 def test_an_error_is_one_printable_line():

@@ -12,7 +12,7 @@ from fledge.bench.load import Acceptance
 from tests.interop.runs import vllm_python
 from tests.serving.processes import ServerProcess
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 FLAGS = ["--engine", "vllm", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
 
 
@@ -22,7 +22,7 @@ def server() -> Iterator[ServerProcess]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}.items():
             patch.setenv(name, value)
-        started = ServerProcess(["smollm2-135m", *FLAGS, "--tensor-parallel-size", "1", "--depth", "3"], timeout=400)
+        started = ServerProcess(["smollm2-135m", *FLAGS, "--tensor-parallel-size", "1", "--depth", "3"], timeout=900)
     with started:
         yield started
 

@@ -18,10 +18,10 @@ import httpx
 class ServerProcess:
     """A server on a free port of this machine, ended when the block is left."""
 
-    def __init__(self, arguments: Sequence[str], wait: bool = True, timeout: float = 120) -> None:
+    def __init__(self, arguments: Sequence[str], wait: bool = True, timeout: float = 120, port: int | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            self.port = port or probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when the block is left)
         command = [sys.executable, "-m", "fledge.serving", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -30,7 +30,11 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         if self.wait:
-            self.wait_until_ready()
+            try:
+                self.wait_until_ready()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def wait_until_ready(self) -> None:

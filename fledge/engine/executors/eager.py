@@ -8,6 +8,7 @@ at the beginning of the next step, when it is known which requests go on and how
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from fledge.speculation.depth import TreeShape
 from fledge.speculation.distribution import adjust, draw
 from fledge.speculation.drafting import AcceptedSpan, Drafter
 from fledge.speculation.verification import Draft, LazyChoices, Verification, VerifiedPass, verify
+
+log = logging.getLogger("fledge.engine")
 
 
 @dataclass
@@ -141,11 +144,21 @@ class EagerExecutor:
             due, states = self.queue.due(spans, states, self._may_postpone)
         if not due:
             return {}, 0
-        drafts = self.drafter.draft(due, states)
+        try:
+            drafts = self.drafter.draft(due, states)
+        except Exception:  # drafts only make decoding faster: it goes on without them
+            log.exception("the drafter failed; from here on nothing is drafted")
+            self._stop_drafting()
+            return {}, 0
         if self.taps:
             for span in due:
                 self.publish(span.request, span.start + len(span.rows))
         return {span.request: draft for span, draft in zip(due, drafts, strict=True)}, sum(len(span.rows) for span in due)
+
+    def _stop_drafting(self) -> None:
+        """Pages that hold the drafter's part are not found any more: new requests ask for the target's alone."""
+        self.drafter, self.taps, self.queue = None, (), None
+        self.controller.stop()
 
     def _may_postpone(self, request: Request) -> bool:
         """Whether the drafter may process a prompt later. Others who find its pages rely on the drafter's part of them."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+
+from fledge.files import write_atomically
 
 _ARRAYS = ("tokens", "loss_mask", "offsets", "prompt_keys")
 
@@ -143,19 +143,3 @@ class SampleSet(Sequence[Sample]):
         with np.load(path) as arrays:
             extra = json.loads(arrays["extra"].tobytes())
             return cls(*(arrays[name] for name in _ARRAYS)), extra
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """`write(file)` into a temporary file beside `path`, which then takes its place: never half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fledge.files import write_atomically
 from fledge.training.data.loading import DataError
-from fledge.training.data.samples import SampleSet, write_atomically
+from fledge.training.data.samples import SampleSet
 
 _FORMAT = 1
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from fledge.files import write_atomically
 from fledge.training.data.chat_files import DataError, parse_messages, parse_options, read_lines, user_turns
 from fledge.training.data.rendering import Options
-from fledge.training.data.samples import write_atomically
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from fledge.errors import UserError
+from fledge.files import write_atomically
 from fledge.training.data.packing import PackedLoader
-from fledge.training.data.samples import write_atomically
 from fledge.training.distributed import DistributedContext
 from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch

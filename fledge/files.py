@@ -1,0 +1,82 @@
+"""Files that are written whole or not at all, with an `OSError` where the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# No space, no quota, or larger than a file may be: nobody's mistake in the command, so told in one line (`fledge/cli/main.py`).
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """`write(file)` into a temporary file beside `path`, which then takes its place: never half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        os.unlink(temporary)
+        # torch.save tells of a file that cannot be written by a RuntimeError about positions.
+        cause = error if isinstance(error, OSError) else error.__context__ if isinstance(error, RuntimeError) else None
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise OSError(cause.errno, os.strerror(cause.errno), str(path)) from error
+        raise
+
+
+def write_json(path: str | Path, content: object, indent: int = 1) -> None:
+    text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    write_atomically(
+        path, lambda file: file.write(text.encode(errors="backslashreplace"))
+    )  # half a surrogate: as JSON spells it
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file. Not atomic: callers write a folder that takes its place when it is complete."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        path.unlink(missing_ok=True)
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """`shutil.copytree`, which collects its errors and hides their numbers; the first one is raised here."""
+
+    def copy(one: str, other: str) -> None:
+        try:
+            shutil.copy2(one, other)
+        except OSError as error:
+            raise _CopyFailed(error) from error
+
+    try:
+        shutil.copytree(source, target, copy_function=copy)
+    except _CopyFailed as failed:
+        raise failed.error from None
+
+
+class _CopyFailed(Exception):
+    def __init__(self, error: OSError) -> None:
+        self.error = error
