@@ -105,6 +105,8 @@ class EagleSpeculator:
         self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
+        # Drafts in its place while it has learnt too little; it follows the target meanwhile, to be ready at any step.
+        self.fallback: Drafter | None = None
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
@@ -114,6 +116,8 @@ class EagleSpeculator:
 
     def forget(self, request: DraftedRequest) -> None:
         """All state lies in the request's pages."""
+        if self.fallback is not None:
+            self.fallback.forget(request)
 
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         if self.observer is not None:
@@ -125,6 +129,8 @@ class EagleSpeculator:
 
     def _draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         hidden, feedback = self.sync(spans, taps)
+        if self.fallback is not None:
+            return self.fallback.draft(spans, taps)
         drafts = [Draft() for _ in spans]
         wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]
         if wanted:
