@@ -12,7 +12,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test test-vllm test-browser test-arm soak lint install clean
+.PHONY: demo test test-vllm test-browser test-arm soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -41,6 +41,10 @@ test-arm: $(VENV)/.installed-test
 # An hour under load, some of it rude: memory and open files stay bounded.
 soak: $(VENV)/.installed-test
 	FLEDGE_LOAD_SECONDS=3600 $(BIN)/python -m pytest -q --timeout 7200 tests/serving/test_load.py
+
+# Half an hour of --learn under 16 clients, with swaps: no request fails, memory stays bounded.
+soak-learn: $(VENV)/.installed-test
+	FLEDGE_LEARN_SOAK_SECONDS=1800 $(BIN)/python -m pytest -q --timeout 3600 tests/serving/test_learn_soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

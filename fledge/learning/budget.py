@@ -42,6 +42,10 @@ class Budget:
         self._since = None
 
     @property
+    def is_serving(self) -> bool:
+        return self._since is not None
+
+    @property
     def allows(self) -> bool:
         return self._since is None or self.credit > 0
 

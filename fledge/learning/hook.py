@@ -75,7 +75,7 @@ class Learning:
         self.before: tuple[dict[str, Tensor], int, Live] | None = None  # weights, number and acceptance of the one before
         self.first: dict[int, float] = {}  # acceptance length by domain, before anything was learnt
         self.counts = {"swaps": 0, "rollbacks": 0, "opted_out": 0, "skipped": 0}
-        self.requests = 0
+        self.requests = self.fixed_tokens = 0
         self.curve: deque[dict[str, Any]] = deque(maxlen=CURVE_POINTS)
         self.events: deque[dict[str, Any]] = deque(maxlen=CURVE_POINTS)
         self.generations = Generations(config.folder, config.keep_generations) if config.folder is not None else None
@@ -104,6 +104,7 @@ class Learning:
             return
         guard = self.engine.controller.guard
         if guard is not None and guard.counts.shortened:
+            self._shortened &= self.engine.requests.keys() | {d.request.id for d in deltas}  # not of those that were aborted
             self._shortened |= {d.request.id for d in deltas if guard.depth(d.request) < guard.limit}
         finished = [delta.request for delta in deltas if delta.finished]
         if finished:
@@ -115,19 +116,20 @@ class Learning:
 
     def idle(self) -> bool:
         """A piece of work; False: there is none until more requests were served."""
-        if self.budget._since is not None:
+        if self.budget.is_serving:
             self.budget.rest()
         return self._work()
 
     def warm_up(self) -> list[str]:
         """Answers the prompts of the fixed set, and makes one training step on nothing: a GPU compiles attention for it."""
-        lines = [self.describe()]
+        lines = []
         if self.fixed_prompts:
             texts = answer(self.engine, self.fixed_prompts, self.config.fixed_tokens)
             self.learner.fixed = FixedSet.of(texts)
+            self.fixed_tokens = sum(len(one.tokens) for one in texts)
             lines.append(f"learning: fixed set of {len(texts)} answers, half of them replayed, half for the gate")
         self.learner.warm_up()
-        return lines
+        return [*lines, self.describe()]
 
     def describe(self) -> str:
         """What is kept, where and for how long: said at the start."""
@@ -327,7 +329,7 @@ class Learning:
     @property
     def num_bytes(self) -> int:
         """What learning holds at most, apart from a step's activations."""
-        return self.learner.num_bytes + self.config.memory_mb * 2**20
+        return self.learner.num_bytes + self.config.memory_mb * 2**20 + self.fixed_tokens * self.target.bytes_per_token()
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers, for metrics and the page."""

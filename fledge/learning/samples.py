@@ -45,6 +45,8 @@ class Sample:
 
 
 class SampleRing:
+    """`max_tokens` bounds all of it."""
+
     def __init__(
         self,
         max_tokens: int,
@@ -54,7 +56,9 @@ class SampleRing:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_tokens, self.max_held_out, self.max_age, self.clock = max_tokens, max_held_out, max_age, clock
+        # A quarter of the memory is for held-out texts.
+        self.max_tokens, self.max_held_out_tokens = 3 * max_tokens // 4, max_tokens // 4
+        self.max_held_out, self.max_age, self.clock = max_held_out, max_age, clock
         self.by_client: dict[str, list[Sample]] = {}
         self.tokens_of: Counter[str] = Counter()
         self.held_out: list[Sample] = []
@@ -143,7 +147,9 @@ class SampleRing:
 
     def _shrink_held_out(self) -> None:
         """The oldest go: of a client with more than its share first."""
-        while len(self.held_out) > self.max_held_out:
+        while (
+            len(self.held_out) > self.max_held_out or sum(len(one.tokens) for one in self.held_out) > self.max_held_out_tokens
+        ):
             client, count = Counter(one.client for one in self.held_out).most_common(1)[0]
             clients = len({one.client for one in self.held_out})
             over = clients > 1 and count > CLIENT_SHARE * self.max_held_out

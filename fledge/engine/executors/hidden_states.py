@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fledge.engine.request import Request
 from fledge.kernels.row_copy import take
+from fledge.kernels.state_store import store_states
 
 MAX_REQUESTS = 16  # whose states are kept at the same time
 
@@ -80,21 +81,16 @@ class DeviceStates:
 
     def store_prefill(self, layers: Sequence[Tensor], rows_N: Tensor, positions_N: Tensor, kv_slots_N: Tensor) -> None:
         """`kv_slots_N`: negative where a token is padding."""
-        self._store(layers, self.slot_R[rows_N], positions_N, kv_slots_N >= 0)
+        slots_N = self.slot_R[rows_N]
+        is_kept = (kv_slots_N >= 0) & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
+        places = torch.where(is_kept, slots_N * self.limit + positions_N, MAX_REQUESTS * self.limit)
+        for buffer, states in zip(self.layers, layers, strict=True):
+            buffer.index_copy_(0, places, states.to(buffer.dtype))
 
     def store_cycle(self, layers: Sequence[Tensor], starts_B: Tensor, active_B: Tensor) -> None:
         """All verified rows, accepted or not: the next cycle stores over rejected ones, or they lie past the end."""
-        size, width = len(starts_B), len(layers[0]) // len(starts_B)
-        positions_BT = starts_B[:, None].long() + torch.arange(width, device=self.device)
-        slots_BT = self.slot_R[:size, None].expand(-1, width)
-        self._store(layers, slots_BT.flatten(), positions_BT.flatten(), (active_B[:, None] > 0).expand(-1, width).flatten())
-
-    def _store(self, layers: Sequence[Tensor], slots_N: Tensor, positions_N: Tensor, is_real_N: Tensor) -> None:
-        nowhere = MAX_REQUESTS * self.limit
-        is_kept = is_real_N & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
-        places = torch.where(is_kept, slots_N * self.limit + positions_N, nowhere)
         for buffer, states in zip(self.layers, layers, strict=True):
-            buffer.index_copy_(0, places, states.to(buffer.dtype))
+            store_states(states, buffer, self.slot_R, starts_B, active_B, MAX_REQUESTS, self.limit)
 
     # On the host, between launches
 
