@@ -27,7 +27,7 @@ class LearnConfig:
     fixed_texts: int = 0  # of the fixed set, half for replay and half for the gate; 0: 24 on a CPU, 256 on a GPU
     fixed_tokens: int = 96  # longest answer of the fixed set
     fixed_share: float = 0.2  # of a batch: replay of the fixed set
-    samples_per_second: float = 50.0  # most samples taken in; the others are served and forgotten
+    samples_per_second: float = 30.0  # requests looked at; the others are served and forgotten
     min_gain: float = 0.005  # the gate wants this much more acceptance length on recent traffic, and
     standard_errors: float = 2.0  # so many standard errors
     max_fixed_loss: float = 0.015  # acceptance length that may be lost on the fixed set since the first generation

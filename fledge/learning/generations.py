@@ -30,6 +30,8 @@ class Generations:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
+        for left in self.folder.glob(".generation-*"):  # by one that was killed in a save
+            shutil.rmtree(left, ignore_errors=True)
 
     def path(self, number: int) -> Path:
         return self.folder / f"generation-{number:04d}"
@@ -47,12 +49,19 @@ class Generations:
             raise UserError(f"{self.path(number)}: is missing, and current.json names it; delete current.json to start anew")
         return number
 
+    @property
+    def newest(self) -> int:
+        """The highest number that was given, served or not."""
+        return max(self._numbers(), default=0)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+
     def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any]) -> None:
         texts = {"figures.json": json.dumps(figures, indent=2) + "\n"}
         save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
         self.choose(number)
-        numbers = sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
-        for old in [one for one in numbers if one and one != number][: -self.keep]:  # the first stays: all are compared with it
+        for old in [one for one in self._numbers() if one and one != number][: -self.keep]:  # the first is the measure of all
             shutil.rmtree(self.path(old), ignore_errors=True)
 
     def choose(self, number: int) -> None:

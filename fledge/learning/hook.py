@@ -29,7 +29,7 @@ from fledge.engine.request import Delta, Request
 from fledge.learning.budget import Budget
 from fledge.learning.config import LearnConfig
 from fledge.learning.domains import Domains
-from fledge.learning.gate import Decision, Live, has_fallen
+from fledge.learning.gate import LEAST_REQUESTS, Decision, Live, has_fallen
 from fledge.learning.generations import Generations
 from fledge.learning.learner import FixedSet, Learner
 from fledge.learning.samples import LEAST_ANSWER, Sample, SampleRing
@@ -41,8 +41,9 @@ from fledge.speculation.drafting import EagleSpeculator
 
 log = logging.getLogger("fledge.learning")
 
-CURVE_REQUESTS = 32  # finished requests to a point of the curve
+CURVE_REQUESTS = 32  # requests that were looked at, to a point of the curve
 CURVE_POINTS = 512  # kept for the page
+EXPIRE_EVERY = 60.0  # seconds between two looks for samples that are too old
 NOVEL_NEED, SHORTENED_NEED = 0.5, 1.0  # added to a sample's need
 PROMPT_TOKENS = 64  # of a prompt's end, that its domain is told by beside the answer
 
@@ -84,12 +85,12 @@ class Learning:
         self._has_work = True
         self._shortened: set[str] = set()  # ids of running requests that the drift guard shortened
         self._admission = config.samples_per_second  # samples that may be taken in now
-        self._admitted_at = clock()
+        self._admitted_at = self._expired_at = clock()
         self._window = [0, 0, 0]  # steps, accepted tokens and requests of the next point of the curve
         self._salt = secrets.token_bytes(16)  # clients are told apart by a hash that means nothing elsewhere
         self._disk = ThreadPoolExecutor(1, "learn-disk")
         self._began = time.time()
-        engine.executor.collect_states(limit=config.batch_tokens)
+        engine.executor.collect_states(limit=min(config.batch_tokens, engine.config.max_model_len))
         engine.hook = self
 
     # The engine's hook
@@ -201,18 +202,21 @@ class Learning:
             if request.finish_reason not in ("stop", "length") or not request.num_answer:
                 continue
             self.requests += 1
+            if not self._may_admit():  # at thousands of tokens a second, looking at each request would take the budget
+                self.counts["skipped"] += 1
+                continue
             tokens, start = request.tokens[: self.config.batch_tokens], len(request.prompt)
             domain, novelty = self.domains.assign([*request.prompt[-PROMPT_TOKENS:], *tokens[start:]])
             rejected = self._note_live(request, domain)
             need = rejected + NOVEL_NEED * novelty + SHORTENED_NEED * shortened
-            if not self._may_admit():
-                self.counts["skipped"] += 1
-                continue
             sample = Sample(list(tokens), start, self._client(request.client), domain, need)
             if states is not None:
                 sample.text = self.target.collected(tokens, start, *states)
             self._has_work |= self.ring.admit(sample)
         self._check_live()
+        if self.clock() - self._expired_at > EXPIRE_EVERY:
+            self._expired_at = self.clock()
+            self.ring.expire()
 
     def _may_admit(self) -> bool:
         now, rate = self.clock(), self.config.samples_per_second
@@ -256,8 +260,9 @@ class Learning:
         for _ in staged.prepare(weights):
             yield
         staged.apply()
-        number = self.learner.generation + 1
-        self.before = (self.learner.serving, self.learner.generation, self.live)
+        number = self.learner.newest + 1
+        if self.before is None or self.live.requests >= LEAST_REQUESTS:  # too few say nothing: the one before stays the measure
+            self.before = (self.learner.serving, self.learner.generation, self.live)
         drafter = self.engine.drafter
         if isinstance(drafter, EagleSpeculator) and drafter.fallback is not None:
             self.before = None  # what was seen of n-grams says nothing about these weights
@@ -269,7 +274,6 @@ class Learning:
         self._record("swap", self.events, generation=number, **decision.to_dict())
         if self.generations is not None:
             self._save(weights, number, decision.to_dict())
-        yield
 
     def save_first(self) -> None:
         """The generation that learning starts from, which all others are compared with."""

@@ -35,6 +35,7 @@ WARM_UP_STEPS = 8
 MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
 # Candidates refused in a row after which training starts again from the serving weights, at half the learning rate.
 PATIENCE = 6
+MOST_SLOWDOWN = 8  # of the learning rate, by such halvings
 GATE_TOKENS = {"cpu": 1024, "cuda": 16384}  # rolled out in one piece
 READ_TOKENS = {"cpu": 512, "cuda": 8192}  # of the target, in one piece
 
@@ -94,7 +95,8 @@ class Learner:
         self.parameters = list(self.master.parameters())
         self.serving = weights_of(self.master)
         self.counts = LearnerCounts()
-        self.generation = 0  # that is served
+        self.generation = self.newest = 0  # that is served, and the highest number given: one that fell is not used again
+        self.first: dict[str, Tensor] | None = None  # weights of the first generation, if others are served; until measured
         self.refused_in_a_row = 0
         self._start_over(config.learning_rate)
 
@@ -118,7 +120,7 @@ class Learner:
     def serve_again(self, weights: dict[str, Tensor], generation: int) -> None:
         """A roll-back: those are served now, and training goes on from them."""
         self.serving, self.generation = weights, generation
-        self._start_over(self.learning_rate / 2)
+        self._start_over(max(self.learning_rate / 2, self.config.learning_rate / MOST_SLOWDOWN))
 
     def warm_up(self) -> None:
         """On a GPU attention is compiled for the one shape of a batch: not while requests wait."""
@@ -167,9 +169,11 @@ class Learner:
             self._read(missing)
             yield True
         # First of all: later generations are compared with it.
-        for counts in self._counted(self.fixed.judged, self.serving):
+        unknown = [one for one in self.fixed.judged if one not in self.fixed.first_counts]
+        for counts in self._counted(unknown, self.first or self.serving):
             self.fixed.first_counts |= counts
             yield True
+        self.first = None
 
     def _draw(self) -> list[Sample]:
         """Traffic, and some of the fixed set with it."""
@@ -230,7 +234,7 @@ class Learner:
     def _reset(self) -> None:
         self.counts.resets += 1
         self.refused_in_a_row = 0
-        self._start_over(self.learning_rate / 2)
+        self._start_over(max(self.learning_rate / 2, self.config.learning_rate / MOST_SLOWDOWN))
 
     # The gate
 
@@ -271,9 +275,11 @@ class Learner:
         for _ in self.swap(candidate, decision):
             yield True
         self.serving = candidate
-        self.generation += 1
+        self.newest += 1
+        self.generation = self.newest
         self.counts.accepted += 1
         self.refused_in_a_row = 0
+        yield True
 
     def _refuse(self, decision: Decision) -> None:
         self.counts.refused += 1

@@ -105,7 +105,7 @@ class SampleRing:
 
     def draw(self, room: int) -> list[Sample]:
         """Samples of at most `room` tokens together, for one training step: clients take turns."""
-        self._expire()
+        self.expire()
         drawn: list[Sample] = []
         for _ in range(64):  # texts that do not fit are passed over
             if not self.by_client:
@@ -156,7 +156,8 @@ class SampleRing:
             index = next((i for i, one in enumerate(self.held_out) if one.client == client), 0) if over else 0
             del self.held_out[index]
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Drops what is older than the longest age."""
         oldest = self.clock() - self.max_age
         for sample in [one for samples in self.by_client.values() for one in samples if one.arrival < oldest]:
             self._drop(sample)

@@ -79,7 +79,13 @@ def build_learning_engine(
     if fixed_prompts is None:
         fixed_prompts = _fixed_prompts(engine, learn)
     learning = Learning(engine, master, learn, fixed_prompts)
-    learning.learner.generation = number or 0
+    if generations is not None and number is not None:
+        learning.learner.generation, learning.learner.newest = number, generations.newest
+        if number and (generations.path(0) / "config.json").is_file():
+            learning.learner.first = {
+                name: value.to(learning.target.device)
+                for name, value in weights_of(load_drafter(generations.path(0), target)).items()
+            }
     if generations is not None and number is None:
         learning.save_first()
     if isinstance(found, str) or found is None:

@@ -35,6 +35,7 @@ LEARN = {
     "steps_per_candidate": 8,
     "held_out_texts": 12,
     "min_held_out": 5,
+    "samples_per_second": 1000.0,
 }
 
 

@@ -80,7 +80,7 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     bad = {name: torch.randn_like(value) * value.std() for name, value in good.items()}
     with torch.no_grad():
         list(hook._swap(bad, ACCEPTED))  # as if the gate had been wrong
-    hook.learner.serving, hook.learner.generation = bad, 1
+    hook.learner.serving, hook.learner.generation, hook.learner.newest = bad, 1, 1
     assert acceptance(serve(engine, toy_prompts(8, seed=5), learn=False)) < 1.5
     serve(engine, toy_prompts(80, seed=5))
     assert hook.stats()["rollbacks"] == 1
@@ -101,8 +101,14 @@ def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     (tmp_path / ".generation-0002.killed").mkdir()  # what one that was killed in a save leaves
     again = learning_engine(None, folder=tmp_path)
     assert again.hook.learner.generation == 1
+    assert not list(tmp_path.glob(".generation-*"))
     assert same(served_weights(again.hook.network), better)
     assert again.drafter.fallback is None
+    learner = again.hook.learner
+    for _ in learner._read_fixed():
+        pass
+    first = learner.fixed.first_counts
+    assert first == {one: count for counts in learner._counted(list(first), hook.before[0]) for one, count in counts.items()}
 
 
 def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog):
