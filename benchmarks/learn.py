@@ -161,7 +161,9 @@ class Measured:
 
     def __call__(self, engine: Engine) -> dict[str, float]:
         hook, engine.hook = engine.hook, None
-        found = {name: acceptance(serve(engine, some, self.users, self.tokens)) for name, some in self.sets.items()}
+        found = {
+            name: acceptance(serve(engine, some, self.users, self.tokens, learn=False)) for name, some in self.sets.items()
+        }
         engine.hook = hook
         old = [value for name, value in found.items() if name != "stream"]
         return found | ({"old": statistics.mean(old)} if old else {})

@@ -192,11 +192,12 @@ class Engine:
         return self.executor.warm_up() + (self.hook.warm_up() if self.hook is not None else [])
 
     def forget_drafts(self) -> None:
-        """The drafter has other weights from now on: cached pages, which hold its keys, are not found any more, and the drift
-        guard judges anew. What runs goes on."""
+        """The drafter has other weights from now on: cached pages, which hold its keys, are not found any more, acceptance is
+        learnt anew and the drift guard judges anew. What runs goes on."""
         self.pool.forget()
         for request in self.scheduler.running:
             request.page_keys = None
+        self.controller.acceptance.forget()
         if self.controller.guard is not None:
             self.controller.guard.renew()
 

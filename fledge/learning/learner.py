@@ -36,8 +36,8 @@ MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
 # Candidates refused in a row after which training starts again from the serving weights, at half the learning rate.
 PATIENCE = 6
 MOST_SLOWDOWN = 8  # of the learning rate, by such halvings
-GATE_TOKENS = {"cpu": 1024, "cuda": 16384}  # rolled out in one piece
-READ_TOKENS = {"cpu": 512, "cuda": 8192}  # of the target, in one piece
+GATE_TOKENS = {"cpu": 1024, "cuda": 4096}  # rolled out in one piece
+READ_TOKENS = {"cpu": 512, "cuda": 2048}  # of the target, in one piece
 
 
 @dataclass

@@ -20,6 +20,11 @@ class AcceptanceModel:
         """`limit`: the deepest that was asked for; 0: speculation is off."""
         self.limit, self.margin = limit, margin
         self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the prior, so that deep drafts are tried: what was learnt belongs to other weights."""
+        limit = self.limit
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps accepted up to this position
         self.accepted = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and at it
         self.offered = [PRIOR_TRIALS] * limit  # steps that might have drafted this deep

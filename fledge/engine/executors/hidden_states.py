@@ -97,6 +97,9 @@ class DeviceStates:
     def begin(self, request: Request, row: int, start: int) -> None:
         """A request takes a row; its text is prefilled from `start`."""
         slot = self.slot_of.get(request)
+        if slot is None and not self.free:  # nobody took those
+            for finished in [one for one in self.slot_of if one.finished]:
+                self._free(finished)
         if slot is None and self.is_active and request.learn and self.free:
             slot = self.slot_of[request] = self.free.pop()
         if slot is not None:
