@@ -1,6 +1,7 @@
 """A soak of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
 
-FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures.
+FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures,
+FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.toy.make`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fledge.training import toy
 from tests.serving.processes import ServerProcess
 
 SECONDS = float(os.environ.get("FLEDGE_LEARN_SOAK_SECONDS", "0"))
+MODEL = os.environ.get("FLEDGE_LEARN_SOAK_MODEL")
 REPORT = os.environ.get("FLEDGE_LEARN_SOAK_REPORT")
 CLIENTS = 16
 LEARN = ["--learn", "--learn-budget", "40", "--learn-memory", "16"]
@@ -63,8 +65,8 @@ async def load(url: str, seconds: float, whole: float, elapsed: float) -> Counte
 
 @pytest.mark.skipif(not SECONDS, reason="set FLEDGE_LEARN_SOAK_SECONDS")
 def test_swaps_under_load(tmp_path: Path) -> None:
-    folder = toy.make(tmp_path / "toy", num_answers=1)
-    arguments = [str(folder / "target"), *FLAGS, *LEARN, "--learn-dir", str(tmp_path / "learnt")]
+    model = MODEL or str(toy.make(tmp_path / "toy", num_answers=1) / "target")
+    arguments = [model, *FLAGS, *LEARN, "--learn-dir", str(tmp_path / "learnt")]
     with ServerProcess([*arguments, "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]) as server:
         warm = SECONDS / 10
         seen = asyncio.run(load(server.url, warm, SECONDS, 0.0))
