@@ -12,7 +12,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak lint install clean
+.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -56,6 +56,10 @@ test-sanitize: $(VENV)/.installed-test
 SOAK_MINUTES ?= 60
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.serving.soak --minutes $(SOAK_MINUTES)
+
+# Half an hour of --learn under 16 clients, with swaps: no request fails, memory stays bounded.
+soak-learn: $(VENV)/.installed-test
+	FLEDGE_LEARN_SOAK_SECONDS=1800 $(BIN)/python -m pytest -q --timeout 3600 tests/serving/test_learn_soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -17,9 +17,10 @@ ALLOWED = {
     "drafters": set(),
     "engine": {"speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
     "training": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
+    "learning": {"training", "drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
     "drift": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
     "bench": {"engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
-    "serving": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
+    "serving": {"learning", "drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
 }
 BELOW_ALL = {
     "chat_template",

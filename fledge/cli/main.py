@@ -31,6 +31,7 @@ def _register() -> None:
         generate,
         import_drafter,
         inspect,
+        learn_report,
         make,
         models,
         regenerate,
@@ -54,6 +55,7 @@ def _register() -> None:
     app.command()(bench_serve.bench_serve)
     app.command()(conform.conform)
     app.command()(drift.drift)
+    app.command("learn-report")(learn_report.learn_report)
 
 
 @app.callback(invoke_without_command=True)

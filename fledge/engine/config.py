@@ -45,6 +45,7 @@ class EngineConfig:
     prefix_caching: bool = True  # texts that begin alike share pages
     deterministic: bool = False  # answers that do not depend on the batch, on how prompts are cut, or on speculation
     threads: int = 0  # CPU threads; 0: torch's choice
+    reserved_bytes: int = 0  # of a GPU's memory, that the KV cache must leave to others
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         device = resolve_device(self.device)
@@ -133,6 +134,7 @@ class EngineConfig:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         else:
             memory = int(torch.cuda.mem_get_info(self.device)[0] * CACHE_SHARE) - self._step_bytes(model)
+            memory -= self.reserved_bytes
         tokens = min(self.max_num_seqs * self.max_model_len, max(memory, 0) // per_token)
         if tokens < self.max_model_len:
             raise UserError(

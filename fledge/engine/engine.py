@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +31,32 @@ from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
 
 
+class EngineHook(Protocol):
+    """Work beside the steps, on the engine's thread; it changes no text. See `fledge.learning.hook`."""
+
+    def warm_up(self) -> list[str]:
+        """Prepares what it needs, after the executor has; lines for the log."""
+        ...
+
+    def before_step(self) -> None:
+        """The output of the step before has been handed over; may work for a moment."""
+        ...
+
+    def after_step(self, deltas: Sequence[Delta]) -> None:
+        """Sees what a step emitted. Short: the output waits for it."""
+        ...
+
+    def idle(self) -> bool:
+        """Nothing runs: works for a moment. False: there is nothing to do before more requests were served."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Figures for metrics, fit for JSON. Called from any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Engine:
     """Requests in, tokens out. A request carries everything it needs; the engine holds no text of its own."""
 
@@ -48,6 +75,7 @@ class Engine:
         self.drafter, self.tokenizer = drafter, tokenizer
         self.scheduler = Scheduler(config, pool, executor, controller, admission or ArrivalBatching())
         self.requests: dict[str, Request] = {}
+        self.hook: EngineHook | None = None
         self._ids = itertools.count()
 
     @property
@@ -73,14 +101,23 @@ class Engine:
         return self._resolved(params)
 
     def add_request(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, speculate: bool = True
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        learn: bool = True,
+        client: str = "",
     ) -> Request:
+        """`learn`: the hook may keep it in memory to learn from. `client`: whose it is, for shares."""
         params = self.check_request(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
             raise RequestError(f"a request {request_id!r} is already running")
         decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens) if self.tokenizer is not None else None
         request = Request(request_id, list(prompt), params, frozenset(self.model.eos_token_ids), decoder, speculate)
+        request.learn, request.client = learn, client
         if self.config.prefix_caching:
             request.page_keys = self.executor.page_keys(request, len(self.requests))
         self.scheduler.add(request)
@@ -106,13 +143,25 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
+        if self.hook is None:
+            return self._step()
+        self.hook.before_step()
+        deltas = self._step()
+        self.hook.after_step(deltas)
+        return deltas
+
+    @torch.inference_mode()
+    def _step(self) -> list[Delta]:
         plan = self.scheduler.schedule()
         self.executor.submit(plan)
         deltas = self._commit(self.executor.collect())
         self.executor.resume()
         return deltas
+
+    def idle(self) -> bool:
+        """While nothing runs: lets the hook work for a moment. False: it has nothing to do, until more requests came."""
+        return self.hook is not None and not self.requests and self.hook.idle()
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
         """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""
@@ -140,7 +189,17 @@ class Engine:
 
     def warm_up(self) -> list[str]:
         """Prepares what the first requests need; lines for the log."""
-        return self.executor.warm_up()
+        return self.executor.warm_up() + (self.hook.warm_up() if self.hook is not None else [])
+
+    def forget_drafts(self) -> None:
+        """The drafter has other weights from now on: cached pages, which hold its keys, are not found any more, acceptance is
+        learnt anew and the drift guard judges anew. What runs goes on."""
+        self.pool.forget()
+        for request in self.scheduler.running:
+            request.page_keys = None
+        self.controller.acceptance.forget()
+        if self.controller.guard is not None:
+            self.controller.guard.renew()
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

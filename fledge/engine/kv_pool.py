@@ -53,6 +53,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._unowned: OrderedDict[int, None] = OrderedDict()  # pages with a key and no owner, the longest unused first
+        self._forgotten: set[int] = set()  # owned pages that lost their key
 
     @property
     def num_free(self) -> int:
@@ -109,6 +110,7 @@ class PagePool:
         for index in range(keys.num_shared, len(names)):
             if names[index] not in self._page_of:  # else another request computed the same meanwhile
                 self._page_of[names[index]] = pages[index]
+                self._forgotten.discard(pages[index])
                 self._key_of[pages[index]] = names[index]
         keys.num_shared = len(names)
 
@@ -121,9 +123,18 @@ class PagePool:
             if page in self._key_of:
                 self._unowned[page] = None
             else:
+                self._forgotten.discard(page)
                 self._is_blank[page] = 1
                 self._num_blank += 1
         pages.clear()
+
+    def forget(self) -> None:
+        """No text finds a page any more; those that own pages keep them."""
+        while self._unowned:
+            self._forget_oldest()
+        self._forgotten |= self._key_of.keys()
+        self._page_of.clear()
+        self._key_of.clear()
 
     def _forget_oldest(self) -> None:
         page, _ = self._unowned.popitem(last=False)
@@ -141,7 +152,9 @@ class PagePool:
         assert all(len(set(pages)) == len(pages) for pages in owners), "a sequence has a page twice"
         owned = Counter(page for pages in owners for page in pages)
         assert all(owned[page] == count for page, count in enumerate(self._num_owners)), "a page's owners are miscounted"
-        assert all(page in self._key_of for page, count in owned.items() if count > 1), "a page without a key has two owners"
+        known = self._key_of.keys() | self._forgotten
+        assert all(page in known for page, count in owned.items() if count > 1), "a page without a key has two owners"
+        assert self._forgotten <= owned.keys() - self._key_of.keys(), "a forgotten page has no owner, or a key"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "keys and pages do not match"
         assert set(self._unowned) == self._key_of.keys() - owned.keys(), "a page that is kept was lost"
         blank = set(range(self.num_pages)) - owned.keys() - self._key_of.keys()

@@ -42,6 +42,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     decoder: IncrementalDecoder | None = None
     speculate: bool = True
+    learn: bool = True  # what it shows may be learnt from; see `fledge.learning`
+    client: str = ""  # whose it is
     arrival: float = field(default_factory=time.perf_counter)
 
     tokens: list[int] = field(init=False)  # prompt and answer; appended by `append`

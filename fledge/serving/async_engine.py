@@ -46,6 +46,7 @@ class Work:
     prompt: list[int]
     params: SamplingParams
     speculate: bool = True
+    learn: bool = True
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,8 @@ class AsyncEngine:
     def _take_commands(self) -> None:
         """All that are waiting; when there is nothing else to do, waits for one."""
         block = not self.engine.has_unfinished() and not self._waiting
+        while block and self.commands.empty() and self.engine.idle():
+            pass
         while True:
             try:
                 command = self.commands.get(block=block)
@@ -343,7 +346,9 @@ class AsyncEngine:
             generation, index = self._waiting.pop()
             work = generation.works[index]
             try:
-                request = self.engine.add_request(work.prompt, work.params, speculate=work.speculate)
+                request = self.engine.add_request(
+                    work.prompt, work.params, speculate=work.speculate, learn=work.learn, client=generation.caller
+                )
             except Exception as error:
                 self._fail(generation, as_api_error(error))
                 continue

@@ -83,7 +83,7 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
 
     def work(choice: int) -> Work:
         processors = [service.grammars.processor(grammar, begin)] if grammar is not None else []
-        return Work(prompt, service.answer_params(shared, payload.seed, choice, processors), payload.speculate)
+        return Work(prompt, service.answer_params(shared, payload.seed, choice, processors), payload.speculate, payload.learn)
 
     return ChatCall(
         service,

@@ -79,7 +79,7 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
         for choice in range(payload.n):
             processors = [service.grammars.processor(grammar)] if grammar is not None else []
             params = service.answer_params(by_length[len(prompt)], payload.seed, choice, processors)
-            works.append(Work(prompt, params, payload.speculate))
+            works.append(Work(prompt, params, payload.speculate, payload.learn))
     echoes = [""] * len(prompts)
     if payload.echo:
         echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts])

@@ -18,6 +18,7 @@ from fledge.engine.build import DEFAULT_DEPTH, Speculation
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
 from fledge.kernels.quantization import check_name
+from fledge.learning.config import LearnConfig
 from fledge.serving import limits
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
 from fledge.serving.limits import Limits
@@ -118,6 +119,7 @@ class ServeFlags:
     limits: Limits = field(default_factory=Limits)
     log_interval: float = 10.0
     drift_probe_every: int = 0
+    learn: LearnConfig | None = None
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     speculative_config: SpeculativeConfig = field(default_factory=lambda: SpeculativeConfig(Speculation("auto")))
 
@@ -214,6 +216,14 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
+    own.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps; see docs/learn.md")
+    own.add_argument("--learn-budget", type=float, metavar="PERCENT", help="of the time that requests run, for it (default 5)")
+    own.add_argument("--learn-dir", type=Path, help="keep generations of the drafter there; without it nothing is written")
+    own.add_argument("--learn-memory", type=int, metavar="MIB", help="for texts to learn from (default 256; 2048 on a GPU)")
+    own.add_argument("--learn-max-age", type=float, metavar="HOURS", help="after which a text is dropped (default 24)")
+    own.add_argument(
+        "--learn-replay", metavar="DATA", help="prompts that the drafter must not get worse on (default: built in)"
+    )
     own.add_argument("--log-interval", type=float, default=10.0, help="seconds between lines of figures")
     limits.add_flags(own, human_int)
     return top
@@ -284,9 +294,31 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         override_generation_config=_json_object("--override-generation-config", given.override_generation_config),
         engine_config=config,
         limits=limits.from_flags(given),
+        learn=_learn_config(given),
         speculative_config=_speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard),
         **{name: getattr(given, name) for name in same},
     )
+
+
+def _learn_config(given: argparse.Namespace) -> LearnConfig | None:
+    asked = {
+        "budget": given.learn_budget,
+        "folder": given.learn_dir,
+        "memory_mb": given.learn_memory,
+        "max_age": None if given.learn_max_age is None else given.learn_max_age * 3600,
+        "replay": given.learn_replay,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if not given.learn:
+        if asked:
+            raise UserError("--learn-budget, -dir, -memory, -max-age and -replay say how to learn; add --learn")
+        return None
+    for name, flag in (("memory_mb", "--learn-memory"), ("max_age", "--learn-max-age")):
+        if name in asked and not asked[name] > 0:
+            raise UserError(f"{flag} must be more than 0")
+    if "budget" in asked and not 0 < asked["budget"] <= 100:
+        raise UserError(f"--learn-budget is a percentage, more than 0 and at most 100, not {asked['budget']:g}")
+    return LearnConfig(**asked)
 
 
 def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeConfig:

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from fledge.drift.live import LiveProbe
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta, Request
+from fledge.serving.learn_metrics import learn_metrics
 from fledge.speculation.guard import DriftGuard, GuardCounts
 from fledge.speculation.stats import AcceptanceStats
 
@@ -156,6 +157,8 @@ class Metrics:
             yield from self._drift(self.probe.snapshot())
         if self.guard is not None:
             yield from self._guard(self.guard.counts)
+        if engine is not None and engine.hook is not None:
+            yield from learn_metrics(engine.hook.stats(), LABELS, self.labels)
 
     @property
     def guard(self) -> DriftGuard | None:

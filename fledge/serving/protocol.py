@@ -1,7 +1,7 @@
-"""What callers send: OpenAI's fields, vLLM's extensions, and two of our own.
+"""What callers send: OpenAI's fields, vLLM's extensions, and three of our own.
 
-`speculate: false` switches speculation off for one request; `include_speculation: true` asks for its figures and, in a
-stream, for which pieces of text the drafter had proposed.
+`speculate: false` switches speculation off for one request; `learn: false` keeps `--learn` from it; `include_speculation:
+true` asks for its figures and, in a stream, for which pieces of text the drafter had proposed.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class SamplingFields(Payload):
     response_format: ResponseFormat | None = None
     user: str | None = None
     speculate: bool = True
+    learn: bool = True
     include_speculation: bool = False
 
     # vLLM's and OpenAI's fields that cannot be followed: given with any other value they are refused.
@@ -296,6 +297,7 @@ class ResponsesRequest(Payload):
     conversation: Any = None
     background: bool | None = None
     speculate: bool = True
+    learn: bool = True
 
     @model_validator(mode="after")
     def check_unsupported(self) -> ResponsesRequest:

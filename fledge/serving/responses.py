@@ -52,6 +52,7 @@ def as_chat(payload: ResponsesRequest) -> ChatRequest:
             "top_p": payload.top_p,
             "response_format": response_format,
             "speculate": payload.speculate,
+            "learn": payload.learn,
         }
     )
 

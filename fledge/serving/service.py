@@ -79,7 +79,12 @@ class Service:
         if flags.gpu_memory_utilization is not None:
             config = _with_gpu_share(config, flags.gpu_memory_utilization, sources.resolve(flags.model))
         speculative = flags.speculative_config
-        engine = build_engine(flags.model, speculative.speculation, config)
+        if flags.learn is not None:
+            from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for
+
+            engine = build_learning_engine(flags.model, speculative.speculation, config, flags.learn)
+        else:
+            engine = build_engine(flags.model, speculative.speculation, config)
         log.info(memory_plan(engine).describe())
         if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
             engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min

@@ -22,6 +22,11 @@ class AcceptanceModel:
         self.limit, self.margin = limit, margin
         self.tolerance = 0.0  # the deepest depth is chosen whose speed is within this share of the highest
         self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to the prior, so that deep drafts are tried: what was learnt belongs to other weights."""
+        limit = self.limit
         self.tried = [PRIOR_TRIALS * PRIOR_RATE**place for place in range(limit)]  # steps accepted up to this position
         self.accepted = [PRIOR_TRIALS * PRIOR_RATE ** (place + 1) for place in range(limit)]  # … and at it
         self.offered = [0.0] * limit  # drafts that came this far and might have gone on

@@ -110,6 +110,8 @@ class EagleSpeculator:
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
         self.seen_not_finite = False
+        # Drafts in its place while it has learnt too little; it follows the target meanwhile, to be ready at any step.
+        self.fallback: Drafter | None = None
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
@@ -119,10 +121,12 @@ class EagleSpeculator:
 
     def forget(self, request: DraftedRequest) -> None:
         """All state lies in the request's pages."""
+        if self.fallback is not None:
+            self.fallback.forget(request)
 
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         is_watched = self.observer is not None and self.observer.begin(spans)
-        drafts = None if is_watched else self._draft_in_one_call(spans, taps)
+        drafts = None if is_watched or self.fallback is not None else self._draft_in_one_call(spans, taps)
         if drafts is None:
             drafts = self._draft(spans, taps)
         if self.observer is not None:
@@ -131,6 +135,8 @@ class EagleSpeculator:
 
     def _draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         hidden, feedback = self.sync(spans, taps)
+        if self.fallback is not None:
+            return self.fallback.draft(spans, taps)
         drafts = [Draft() for _ in spans]
         ends = list(accumulate(len(span.rows) for span in spans))
         wanted = [index for index, span in enumerate(spans) if span.max_draft_tokens > 0]

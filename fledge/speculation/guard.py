@@ -112,6 +112,13 @@ class DriftGuard:
         if watched is not None:
             self.counts.shortened -= watched.limit < self.limit
 
+    def renew(self) -> None:
+        """The drafter has other weights: nobody is short any more, and probed figures have another band."""
+        self.counts.recoveries += self.counts.shortened
+        self.counts.shortened = 0
+        self.watched.clear()
+        self.bands = {name: [] for name in CLEAR_SHIFT}
+
     def record(self, request: Hashable, depth: int, accepted: int, *, nameable: bool = True) -> None:
         """A step's draft was `depth` deep and so many tokens of it stood.
 

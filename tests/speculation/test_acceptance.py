@@ -185,3 +185,13 @@ def test_drafts_that_were_poor_once_are_tried_again_after_a_while_without():
     for _ in range(5000):
         load.decay()
     assert load.choose(1.0, costs.get) > 0
+
+
+def test_after_forgetting_deep_drafts_are_tried_again():
+    model = AcceptanceModel(5)
+    for _ in range(500):
+        model.record(5, 0)
+    cost = {0: 1.0, 1: 1.3, 2: 1.5, 3: 1.7, 4: 1.9, 5: 2.1}.get
+    assert model.choose(1.0, cost) == 0
+    model.forget()
+    assert model.choose(1.0, cost) > 0

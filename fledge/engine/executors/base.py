@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from fledge.engine.kv_pool import PageKeys
 from fledge.engine.request import Request, TokenLogprob
 from fledge.models.decoder import Decoder
@@ -145,6 +147,21 @@ class Executor(Protocol):
 
     def warm_up(self) -> list[str]:
         """Prepares what the first requests need; lines for the log."""
+        ...
+
+    # Hidden states, for learning
+
+    def collect_states(self, *, limit: int) -> None:
+        """Keeps the hidden states of requests that may be learnt from, up to `limit` tokens each: the drafter's auxiliary
+        layers and the residual stream before the final norm. Before `warm_up`. 0: not any more."""
+        ...
+
+    def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
+        """Of a finished request: the position of the first, and one [T, D] a layer; None: they were not kept. Once."""
+        ...
+
+    def interrupted(self) -> None:
+        """Something else ran on the device: what steps cost is measured from here."""
         ...
 
     def check_integrity(self, running: Sequence[Request]) -> None: ...

@@ -80,6 +80,8 @@ class ChunkedPrefill(CapturedPrefill):
         new = NewRows(int_params, float_params, table)
         x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
         rows = new.rows
+        if self.states is not None and aux:
+            self.states.store_prefill([*aux, x], rows.expand(num_tokens), positions, slots)
         if mode == MIDDLE:
             rows = torch.full_like(rows, self.state.dummy_row)
         else:

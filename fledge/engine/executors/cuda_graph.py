@@ -26,6 +26,7 @@ from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNC
 from fledge.engine.executors.chunked_prefill import MIDDLE
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
+from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
 from fledge.engine.executors.output_reader import OutputReader
 from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, TOKENS
@@ -216,6 +217,8 @@ class CudaGraphExecutor:
             self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(drafted))), 0)
             for request in drafted.values():
                 request.drafter_stale = True
+        if not depth and self.batch.states is not None:
+            self.batch.states.drop(plan.decodes, self.row_of)
         if depth and self.before_drafts is not None:
             self.before_drafts(drafted, depth)
         shape = (size, depth, mode, *bucket)
@@ -298,6 +301,8 @@ class CudaGraphExecutor:
 
     def _row_init(self, request: Request, num_cached: int) -> RowInit:
         params, row = request.params, self.row_of[request]
+        if self.batch.states is not None:
+            self.batch.states.begin(request, row, num_cached)
         options = None
         if params.has_row_options:
             options = RowOptions(
@@ -345,6 +350,9 @@ class CudaGraphExecutor:
         if not leaving:
             return
         self.batch.state.stop(self.batch.state.upload(np.array([self.row_of[request] for request in leaving])))
+        if (states := self.batch.states) is not None:
+            states.detach([self.row_of[request] for request in leaving])
+            states.drop([request for request in leaving if request.finish_reason not in ("stop", "length")], {})
         for request in leaving:
             is_prefilled = request.num_answer and request not in self.prefilling
             if is_prefilled and (not self._has_own_cache or (request.speculate and not request.drafter_stale)):
@@ -428,6 +436,24 @@ class CudaGraphExecutor:
         if self.config.max_model_len > batch.chunk_tokens:
             batch.chunks.record([(batch.chunk_tokens, mode) for mode in (MIDDLE, *modes)])
         return [f"recorded {len(shapes)} cycles and their prefill passes in {time.perf_counter() - started:.0f} s"]
+
+    def collect_states(self, *, limit: int) -> None:
+        if not limit:
+            if self.batch.states is not None:
+                self.batch.states.is_active = False
+            return
+        if not isinstance(self.method, CapturedEagle):
+            return
+        shape = self.decoder.config
+        sizes = [shape.hidden_size] * (len(self.method.aux_layers) + 1)
+        dtype, device = self.decoder.norm.weight.dtype, self.batch.device
+        self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
+
+    def take_states(self, request: Request) -> tuple[int, list[torch.Tensor]] | None:
+        return self.batch.states.take(request) if self.batch.states is not None else None
+
+    def interrupted(self) -> None:
+        self.reader.mark()
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         assert self.row_of.keys() <= set(running), "a request that left has a row"

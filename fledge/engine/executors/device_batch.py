@@ -34,6 +34,7 @@ from fledge.engine.executors.batch_state import (
 )
 from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
+from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.prefill import CachedPrefillBatch, PrefillBatch, PrefillGraphs
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust
@@ -108,6 +109,7 @@ class DeviceBatch:
         shape = (config.max_num_seqs, config.max_model_len, self.max_pages, decoder.config.vocab_size)
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
+        self.states: DeviceStates | None = None  # kept to learn from
         self.capture = capture
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
@@ -123,8 +125,15 @@ class DeviceBatch:
         self.method, self.state.method_state = method, list(method.row_state)
         self._make_prefill()
 
+    def keep_states(self, states: DeviceStates) -> None:
+        """Passes with auxiliary states store them from now on; before anything is recorded."""
+        assert not self.graphs.graphs, "recorded without it"
+        self.states = states
+        self.state.method_state.append(states.slot_R)
+        self._make_prefill()
+
     def _make_prefill(self) -> None:
-        parts = (self.decoder, self.ops, self.method, self.state, self.choose_first)
+        parts = (self.decoder, self.ops, self.method, self.state, self.choose_first, self.states)
         self.prefills = PrefillGraphs(*parts, max_pages=self.max_pages, capture=self.capture)
         self.chunks = ChunkedPrefill(*parts, max_pages=self.max_pages, capture=self.capture)
 
@@ -219,6 +228,9 @@ class DeviceBatch:
             keys, values = self.cache.keys, self.cache.values
             compact_path(keys, values, pages, self.config.page_size, verified.starts_B, path.rows_BT, path.counts_B)
             aux = [along_path(x, path) for x in aux]
+        if self.states is not None and aux:
+            x = verified.x_ND if path is None else along_path(verified.x_ND, path)
+            self.states.store_cycle([*aux, x], verified.starts_B, verified.active_B)
         if method is not None and (depth or method.follows_plain_cycles):
             method.sync(aux, accepted, pages)
         return accepted

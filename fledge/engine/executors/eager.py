@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.hidden_states import HostStates
 from fledge.engine.executors.sync_queue import SyncQueue
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request, TokenLogprob
@@ -64,6 +65,7 @@ class TargetPass:
     logits_start: list[int | None]  # per item: its first row in `logits`; None: its prompt is not complete
     rows_start: list[int]  # per item: its first row in the auxiliary hidden states
     aux_hidden_states: Sequence[Tensor]
+    x_ND: Tensor  # the residual stream before the final norm
 
 
 class EagerExecutor:
@@ -97,6 +99,7 @@ class EagerExecutor:
         self.spans: list[AcceptedSpan] = []  # of the last pass, and
         self.aux_hidden_states: Sequence[Tensor] = []  # its states: not seen by the drafter yet
         self.outputs: list[Output] = []
+        self.states: HostStates | None = None  # kept to learn from
 
     def check(self, params: SamplingParams) -> None:
         """Every option is served."""
@@ -189,7 +192,7 @@ class EagerExecutor:
         hidden = self.ops.norm(self.decoder.norm, x)
         if len(wanted) < len(tokens):
             hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
-        return TargetPass(self.ops.linear(self.decoder.lm_head, hidden), logits_start, rows_start, states)
+        return TargetPass(self.ops.linear(self.decoder.lm_head, hidden), logits_start, rows_start, states, x)
 
     # Acceptance
 
@@ -215,6 +218,8 @@ class EagerExecutor:
                 if not item.draft.is_chain:
                     self._keep_path(item, verified.accepted)
                 rows += [first_row + item.num_tokens + node for node in verified.accepted]
+            if self.states is not None and self.taps:
+                self.states.add(request, item.start, rows, [*done.aux_hidden_states, done.x_ND])
             if self.drafter is not None and request.speculate:
                 spans.append(AcceptedSpan(request, item.start, rows))
             if not self._is_drafted(request):
@@ -325,6 +330,15 @@ class EagerExecutor:
 
     def warm_up(self) -> list[str]:
         return []
+
+    def collect_states(self, *, limit: int) -> None:
+        self.states = HostStates(limit) if limit else None
+
+    def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
+        return self.states.take(request) if self.states is not None else None
+
+    def interrupted(self) -> None:
+        """Steps are timed one by one."""
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         assert {span.request for span in self.spans} <= set(running), "hidden states are kept for a request that left"

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, BatchState, NewRows
 from fledge.engine.executors.graphs import StepGraphs, size_for
+from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
 from fledge.models.decoder import Decoder
 from fledge.ops.cuda_ops import CudaOps, attends_by_device_lengths
@@ -155,13 +156,14 @@ class CapturedPrefill(ABC):
         method: CapturedMethod | None,
         state: BatchState,
         choose_first: Callable[[NewRows, Tensor, int], Tensor],
+        states: DeviceStates | None = None,
         *,
         max_pages: int,
         capture: bool,
     ) -> None:
         """`choose_first(new, states, mode)`: initialises rows and gives their first tokens. `max_pages`: of one page table."""
         self.decoder, self.ops, self.method = decoder, ops, method
-        self.state, self.choose_first = state, choose_first
+        self.state, self.choose_first, self.states = state, choose_first, states
         self.device, self.max_pages = state.device, max_pages
         self.aux_layers = method.aux_layers if method is not None else ()
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
@@ -239,6 +241,10 @@ class PrefillGraphs(CapturedPrefill):
         else:
             meta = AttentionMetadata.prefill(positions, slots, lengths, offsets.int(), longest)
         x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
+        if self.states is not None and aux:
+            text_of = torch.searchsorted(offsets[1:], torch.arange(len(tokens), device=self.device), right=True)
+            rows = new.rows[text_of.clamp(max=len(new.rows) - 1)]
+            self.states.store_prefill([*aux, x], rows, positions, slots)
         first_tokens = self.choose_first(new, x[ends], mode)
         if self.method is not None:
             # The token after each one; after a text's last, the one just chosen.

@@ -1,0 +1,140 @@
+"""Hidden states of requests that may be learnt from, kept while they run: in lists on the host's side, or by row on the device.
+
+    eager      each pass adds the rows that became text
+    captured   each prefill and each drafting cycle stores its rows, inside its graph; nothing waits for it
+
+A request that begins with cached pages has states from there on only. One that took part in a plain captured cycle, which keeps
+no auxiliary states, has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fledge.engine.request import Request
+from fledge.kernels.row_copy import take
+from fledge.kernels.state_store import store_states
+
+MAX_REQUESTS = 16  # whose states are kept at the same time
+
+
+@dataclass
+class _Kept:
+    start: int
+    length: int = 0
+    parts: list[list[Tensor]] = field(default_factory=list)
+
+
+class HostStates:
+    """Of the eager executor."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.kept: WeakKeyDictionary[Request, _Kept] = WeakKeyDictionary()
+
+    def add(self, request: Request, start: int, rows: Sequence[int], layers: Sequence[Tensor]) -> None:
+        """`rows` of a pass are the request's text from `start` on."""
+        kept = self.kept.get(request)
+        if kept is None or start != kept.start + kept.length:
+            # Only what begins with the prompt counts: after a preemption it is prefilled again.
+            self.kept.pop(request, None)
+            if not request.learn or start >= len(request.prompt) or len(self.kept) >= MAX_REQUESTS:
+                return
+            kept = self.kept[request] = _Kept(start)
+        if kept.start + kept.length < self.limit:
+            kept.parts.append([take(layer, list(rows)) for layer in layers])
+        kept.length += len(rows)
+
+    def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
+        kept = self.kept.pop(request, None)
+        return (
+            None
+            if kept is None or not kept.parts
+            else (kept.start, [torch.cat(parts) for parts in zip(*kept.parts, strict=True)])
+        )
+
+
+class DeviceStates:
+    """Of the captured executor: one buffer a layer. A row stores to its slot's part, or to the last place if it has none."""
+
+    def __init__(self, limit: int, num_rows: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """`sizes`: of the layers' states."""
+        self.limit, self.device = limit, device
+        self.layers = [torch.zeros(MAX_REQUESTS * limit + 1, size, dtype=dtype, device=device) for size in sizes]
+        self.slot_R = torch.full((num_rows,), MAX_REQUESTS, dtype=torch.int64, device=device)  # moves with the rows
+        self.slot_of: dict[Request, int] = {}
+        self.start_of: dict[Request, int] = {}
+        self.free = list(range(MAX_REQUESTS))
+        self.is_active = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    # Part of a graph
+
+    def store_prefill(self, layers: Sequence[Tensor], rows_N: Tensor, positions_N: Tensor, kv_slots_N: Tensor) -> None:
+        """`kv_slots_N`: negative where a token is padding."""
+        slots_N = self.slot_R[rows_N]
+        is_kept = (kv_slots_N >= 0) & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
+        places = torch.where(is_kept, slots_N * self.limit + positions_N, MAX_REQUESTS * self.limit)
+        for buffer, states in zip(self.layers, layers, strict=True):
+            buffer.index_copy_(0, places, states.to(buffer.dtype))
+
+    def store_cycle(self, layers: Sequence[Tensor], starts_B: Tensor, active_B: Tensor) -> None:
+        """All verified rows, accepted or not: the next cycle stores over rejected ones, or they lie past the end."""
+        for buffer, states in zip(self.layers, layers, strict=True):
+            store_states(states, buffer, self.slot_R, starts_B, active_B, MAX_REQUESTS, self.limit)
+
+    # On the host, between launches
+
+    def begin(self, request: Request, row: int, start: int) -> None:
+        """A request takes a row; its text is prefilled from `start`."""
+        slot = self.slot_of.get(request)
+        if slot is None and not self.free:  # nobody took those
+            for finished in [one for one in self.slot_of if one.finished]:
+                self._free(finished)
+        if slot is None and self.is_active and request.learn and self.free:
+            slot = self.slot_of[request] = self.free.pop()
+        if slot is not None:
+            self.start_of[request] = start
+        self._set([row], MAX_REQUESTS if slot is None else slot)
+
+    def drop(self, requests: Collection[Request], row_of: Mapping[Request, int]) -> None:
+        """Their states have a gap from now on, or they leave unfinished."""
+        leaving = [request for request in self.slot_of if request in requests]
+        if leaving:
+            self._set([row_of[request] for request in leaving if request in row_of], MAX_REQUESTS)
+            for request in leaving:
+                self._free(request)
+
+    def detach(self, rows: Sequence[int]) -> None:
+        """Requests leave these rows; the states of those that have finished wait to be taken."""
+        self._set(rows, MAX_REQUESTS)
+
+    def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
+        """Copies, enqueued behind all that was launched."""
+        if (slot := self.slot_of.get(request)) is None:
+            return None
+        start, end = self.start_of[request], min(len(request.tokens) - 1, self.limit)
+        first = slot * self.limit
+        states = [layer[first + start : first + end].clone() for layer in self.layers] if start < end else []
+        self._free(request)
+        return (start, states) if states else None
+
+    def _free(self, request: Request) -> None:
+        self.free.append(self.slot_of.pop(request))
+        del self.start_of[request]
+
+    def _set(self, rows: Sequence[int], slot: int) -> None:
+        if rows:
+            index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
+            if self.device.type == "cuda":
+                index = index.pin_memory().to(self.device, non_blocking=True)
+            self.slot_R.index_fill_(0, index, slot)

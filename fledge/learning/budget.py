@@ -1,0 +1,57 @@
+"""How much of the time learning takes: a share of the time in which requests run, measured and held; idle time is free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_CREDIT = 0.25  # seconds that may be saved up: learning must not catch up in one long pause
+
+
+@dataclass
+class Spent:
+    """Seconds since the start. Plain numbers: another thread may read them."""
+
+    serving: float = 0.0  # while requests ran, learning included
+    learning: float = 0.0  # of those
+    idle: float = 0.0  # spent on learning while nothing ran
+
+
+class Budget:
+    """A piece may run while there is credit; what it took is taken off, so that the share holds whatever a piece costs."""
+
+    def __init__(self, percent: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.share, self.clock = percent / 100, clock
+        self.spent = Spent()
+        self.credit = 0.0
+        self._since: float | None = None  # when serving time was last counted; None: nothing runs
+
+    def serve(self) -> None:
+        """Requests run now."""
+        now = self.clock()
+        if self._since is not None:
+            passed = now - self._since
+            self.spent.serving += passed
+            self.credit = min(self.credit + self.share * passed, MOST_CREDIT)
+        self._since = now
+
+    def rest(self) -> None:
+        """Nothing runs any more."""
+        self.serve()
+        self._since = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self._since is not None
+
+    @property
+    def allows(self) -> bool:
+        return self._since is None or self.credit > 0
+
+    def charge(self, seconds: float) -> None:
+        if self._since is None:
+            self.spent.idle += seconds
+        else:
+            self.spent.learning += seconds
+            self.credit -= seconds

@@ -1,0 +1,49 @@
+"""What `fledge serve --learn` is asked for. 0 means: chosen by the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fledge.errors import UserError
+
+
+@dataclass(frozen=True)
+class LearnConfig:
+    budget: float = 5.0  # percent of the time in which requests run; idle time is used besides
+    memory_mb: int = 0  # of collected samples with their hidden states; 0: 256 on a CPU, 2048 on a GPU
+    folder: Path | None = None  # keeps generations; None: nothing is written to disk
+    replay: str | None = None  # data set of the fixed set; None: the built-in prompts
+    max_age: float = 24 * 3600.0  # seconds after which a sample is dropped
+    learning_rate: float = 5e-4
+    max_grad_norm: float = 0.5
+    ttt_steps: int = 0  # draft steps unrolled in training; 0: 3 on a CPU, 5 on a GPU
+    batch_tokens: int = 0  # tokens of a training step; also the longest sample. 0: 512 on a CPU, 4096 on a GPU
+    steps_per_candidate: int = 0  # training steps between two gates; 0: 16 on a CPU, 32 on a GPU
+    held_out_texts: int = 0  # recent texts kept for the gate; 0: 32 on a CPU, 96 on a GPU
+    min_held_out: int = 8  # no gate before there are so many
+    fixed_texts: int = 0  # of the fixed set, half for replay and half for the gate; 0: 24 on a CPU, 256 on a GPU
+    fixed_tokens: int = 96  # longest answer of the fixed set
+    fixed_share: float = 0.2  # of a batch: replay of the fixed set
+    samples_per_second: float = 30.0  # requests looked at; the others are served and forgotten
+    min_gain: float = 0.005  # the gate wants this much more acceptance length on recent traffic, and
+    standard_errors: float = 2.0  # so many standard errors
+    max_fixed_loss: float = 0.015  # acceptance length that may be lost on the fixed set since the first generation
+    keep_generations: int = 8
+    seed: int = 0
+
+    def resolve(self, device: torch.device) -> LearnConfig:
+        if not 0 < self.budget <= 100:
+            raise UserError(f"--learn-budget is a percentage from 0 to 100, not {self.budget}")
+        is_cpu = device.type == "cpu"
+        usual = {
+            "memory_mb": (256, 2048),
+            "ttt_steps": (3, 5),
+            "batch_tokens": (512, 4096),
+            "steps_per_candidate": (16, 32),
+            "held_out_texts": (32, 96),
+            "fixed_texts": (24, 256),
+        }
+        return replace(self, **{name: getattr(self, name) or pair[not is_cpu] for name, pair in usual.items()})

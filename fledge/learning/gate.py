@@ -1,0 +1,145 @@
+"""Which candidate may be served: paired on the same texts, better on recent traffic beyond noise, no worse on the fixed set.
+
+And the roll-back: live acceptance after a swap against before it, within each domain cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from fledge.drift.acceptance import Count, acceptance_length, counted, length_ratio
+from fledge.drift.rollout import roll_out
+from fledge.drift.texts import TargetText
+from fledge.learning.config import LearnConfig
+from fledge.models.drafter import EagleDrafter
+
+LEAST_TEXTS = 4  # of a domain, to judge it apart
+# A domain may not lose this share of its acceptance length, beyond noise, whatever the others gain.
+MAX_DOMAIN_LOSS = 0.02
+# Roll-back: requests since the swap that are needed, and how clear the fall must be.
+LEAST_REQUESTS, CLEAR_FALL, FALL_ERRORS = 24, 0.03, 3.0
+
+
+@torch.no_grad()
+def accepted_counts(drafter: EagleDrafter, texts: Sequence[TargetText], depth: int) -> list[Count]:
+    """What greedy chains of this depth accept over each text."""
+    rollout = roll_out(drafter, texts, depth, probe=False)
+    rows = torch.bincount(rollout.text_M, minlength=len(texts)).tolist()
+    matched = rollout.stands_MJ.long().cumprod(1).sum(1).cpu().split(rows)
+    return [counted(one.tolist(), depth) for one in matched]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Of one candidate, with the figures it was made by."""
+
+    accepted: bool
+    reason: str
+    recent_before: float = 0.0  # acceptance lengths
+    recent_after: float = 0.0
+    recent_error: float = 0.0  # standard error of after / before
+    fixed_first: float | None = None  # of the first generation
+    fixed_after: float | None = None
+    num_texts: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(
+    config: LearnConfig,
+    before: Sequence[Count],
+    after: Sequence[Count],
+    domains: Sequence[int],
+    fixed_first: Sequence[Count] = (),
+    fixed_after: Sequence[Count] = (),
+) -> Decision:
+    """`before`, `after`: serving drafter and candidate on the same recent texts; `domains`: of those."""
+    ratio = length_ratio(after, before)
+    error = ratio.error if ratio.error is not None else math.inf
+    figures: dict[str, Any] = {
+        "recent_before": acceptance_length(before).value,
+        "recent_after": acceptance_length(after).value,
+        "recent_error": error,
+        "num_texts": len(before),
+    }
+    if fixed_first:
+        figures |= {
+            "fixed_first": acceptance_length(fixed_first).value,
+            "fixed_after": acceptance_length(fixed_after).value,
+        }
+    if not math.isfinite(ratio.value):
+        return Decision(False, "not finite", **figures)
+    if fixed_first:
+        kept = length_ratio(fixed_after, fixed_first)
+        if kept.value < 1 - config.max_fixed_loss:
+            return Decision(False, f"loses {1 - kept.value:.1%} on the fixed set", **figures)
+    for domain in sorted(set(domains)):
+        mine = [index for index, one in enumerate(domains) if one == domain]
+        if len(mine) < LEAST_TEXTS:
+            continue
+        part = length_ratio([after[i] for i in mine], [before[i] for i in mine])
+        if part.error is not None and 1 - part.value > max(MAX_DOMAIN_LOSS, config.standard_errors * part.error):
+            return Decision(False, f"loses {1 - part.value:.1%} in domain {domain}", **figures)
+    gain = ratio.value - 1
+    if gain < max(config.min_gain, config.standard_errors * error):
+        return Decision(False, f"gains {gain:+.1%} on recent traffic: within noise", **figures)
+    return Decision(True, f"gains {gain:+.1%} on recent traffic", **figures)
+
+
+@dataclass
+class Live:
+    """Acceptance of served requests under one generation, by domain: sums for means and variances between requests."""
+
+    requests: int = 0
+    steps: int = 0
+    accepted: int = 0
+    by_domain: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0, 0.0, 0.0]))
+
+    def add(self, domain: int, steps: int, accepted: int, tried: int) -> None:
+        """`tried`: drafted tokens that were judged: the accepted ones and the first rejected one of each step. Their share
+        that was accepted does not depend on the depth, which follows the load."""
+        self.requests += 1
+        self.steps += steps
+        self.accepted += accepted
+        rate, sums = accepted / tried, self.by_domain[domain]
+        for place, value in enumerate((1, rate, rate * rate, steps, accepted)):
+            sums[place] += value
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def length_of(self, domain: int) -> float | None:
+        _, _, _, steps, accepted = self.by_domain.get(domain, (0, 0, 0, 0, 0))
+        return 1 + accepted / steps if steps else None
+
+
+def has_fallen(before: Live, after: Live) -> bool:
+    """Whether live acceptance is clearly lower than under the generation before, within the domains that both have seen."""
+    if after.requests < LEAST_REQUESTS:
+        return False
+    weight = difference = variance = base = 0.0
+    for domain in before.by_domain.keys() & after.by_domain.keys():
+        (n, rate, spread), (m, other, wide) = (_mean_and_variance(one.by_domain[domain]) for one in (before, after))
+        if min(n, m) < LEAST_TEXTS:
+            continue
+        weight += m
+        base += m * rate
+        difference += m * (other - rate)
+        variance += m * m * (spread / n + wide / m)
+    if not weight or not base:
+        return False
+    return difference / base < -CLEAR_FALL and difference < -FALL_ERRORS * math.sqrt(variance)
+
+
+def _mean_and_variance(sums: Iterable[float]) -> tuple[float, float, float]:
+    count, total, squares, *_ = sums
+    mean = total / count
+    return count, mean, max(squares / count - mean * mean, 1e-4) * count / max(count - 1, 1)

@@ -1,0 +1,90 @@
+"""Generations of a drafter on disk, with the figures they were accepted by; written whole or not at all.
+
+DIR/generation-0003/   drafter files in fp32, `figures.json`: servable by `fledge serve --drafter`
+DIR/current.json       {"generation": 3}: replaced last, so that one which was killed in a save leaves the one before
+DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.errors import UserError
+from fledge.models.drafter import EagleDrafter
+from fledge.training.data.samples import write_atomically
+
+_NAME = re.compile(r"generation-(\d+)")
+
+
+class Generations:
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = Path(folder), keep
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
+        for left in self.folder.glob(".generation-*"):  # by one that was killed in a save
+            shutil.rmtree(left, ignore_errors=True)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"generation-{number:04d}"
+
+    @property
+    def current(self) -> int | None:
+        """The generation to go on with; None: there is none yet."""
+        try:
+            number = int(json.loads((self.folder / "current.json").read_text())["generation"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.folder / 'current.json'}: cannot be read ({error}); delete it to start anew") from None
+        if not (self.path(number) / "config.json").is_file():
+            raise UserError(f"{self.path(number)}: is missing, and current.json names it; delete current.json to start anew")
+        return number
+
+    @property
+    def newest(self) -> int:
+        """The highest number that was given, served or not."""
+        return max(self._numbers(), default=0)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+
+    def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any]) -> None:
+        texts = {"figures.json": json.dumps(figures, indent=2) + "\n"}
+        save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
+        self.choose(number)
+        for old in [one for one in self._numbers() if one and one != number][: -self.keep]:  # the first is the measure of all
+            shutil.rmtree(self.path(old), ignore_errors=True)
+
+    def choose(self, number: int) -> None:
+        content = json.dumps({"generation": number}).encode() + b"\n"
+        write_atomically(self.folder / "current.json", lambda file: file.write(content))
+
+    def record(self, event: dict[str, Any]) -> None:
+        with (self.folder / "history.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+def read_history(folder: str | Path) -> list[dict[str, Any]]:
+    """All events, oldest first. A last line that a kill cut short is left out."""
+    path = Path(folder) / "history.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error}); give the folder of --learn-dir") from None
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UserError(f"{path}, line {number}: is not JSON") from None
+    return events

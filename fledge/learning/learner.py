@@ -1,0 +1,343 @@
+"""Trains a candidate in small pieces, and has it judged: a generator that pauses after each piece, so that serving goes on.
+
+draw samples ─▶ hidden states, where they were not collected ─▶ loss of `fledge train`, backward ─▶ optimiser step
+      … `steps_per_candidate` times ─▶ roll out candidate and serving drafter on held-out texts ─▶ gate ─▶ swap
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fledge.config import DrafterConfig
+from fledge.drift.acceptance import Count
+from fledge.drift.texts import TargetText, in_groups
+from fledge.learning.config import LearnConfig
+from fledge.learning.gate import Decision, accepted_counts, judge
+from fledge.learning.samples import Sample, SampleRing
+from fledge.learning.target import ServedTarget
+from fledge.learning.weights import are_finite, weights_of
+from fledge.models.drafter import EagleDrafter
+from fledge.training.data.packing import PackedBatch
+from fledge.training.export import served_copy
+from fledge.training.losses import LossSettings, auto_chunk_rows
+from fledge.training.objective import Objective, ObjectiveSettings
+from fledge.training.optimizers import build_optimizers, clip_gradients
+from fledge.training.targets.target import TargetStates
+
+log = logging.getLogger("fledge.learning")
+
+WARM_UP_STEPS = 8
+MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
+# Candidates refused in a row after which training starts again from the serving weights, at half the learning rate.
+PATIENCE = 6
+MOST_SLOWDOWN = 8  # of the learning rate, by such halvings
+GATE_TOKENS = {"cpu": 1024, "cuda": 4096}  # rolled out in one piece
+READ_TOKENS = {"cpu": 512, "cuda": 2048}  # of the target, in one piece
+
+
+@dataclass
+class LearnerCounts:
+    """Since the start. Plain numbers: another thread may read them."""
+
+    steps: int = 0
+    tokens: int = 0
+    non_finite: int = 0
+    candidates: int = 0
+    accepted: int = 0
+    refused: int = 0
+    resets: int = 0
+    loss: float = 0.0  # of the last step
+
+
+@dataclass
+class FixedSet:
+    """Texts that new generations must not get worse on: one half is replayed in training, the other judges."""
+
+    replay: list[Sample] = field(default_factory=list)
+    judged: list[Sample] = field(default_factory=list)
+    first_counts: dict[Sample, Count] = field(default_factory=dict)  # of the first generation
+
+    @classmethod
+    def of(cls, texts: Sequence[Sample]) -> FixedSet:
+        return cls(list(texts[::2]), list(texts[1::2]))
+
+
+class Learner:
+    def __init__(
+        self,
+        master: EagleDrafter,
+        target: ServedTarget,
+        ring: SampleRing,
+        fixed: FixedSet,
+        config: LearnConfig,
+        *,
+        depth: int,
+        swap: Callable[[dict[str, Tensor], Decision], Iterator[None]],
+    ) -> None:
+        """`master`: fp32 weights that start as the serving ones. `depth`: that the gate drafts to. `swap`: serves the
+        weights of an accepted candidate."""
+        self.target, self.ring, self.fixed, self.config, self.depth, self.swap = target, ring, fixed, config, depth, swap
+        self.device = target.device
+        self.master = master.to(self.device).train().requires_grad_(True)
+        self.is_cpu = self.device.type == "cpu"
+        settings = ObjectiveSettings(
+            steps=config.ttt_steps,
+            loss=LossSettings(),
+            compute_dtype=None if self.is_cpu else torch.bfloat16,
+            chunk_rows=chunk_rows(master.config, config),
+        )
+        self.objective = Objective(self.master, target, settings, config.batch_tokens, config.batch_tokens)
+        self.parameters = list(self.master.parameters())
+        self.serving = weights_of(self.master)
+        self.counts = LearnerCounts()
+        self.generation = self.newest = 0  # that is served, and the highest number given: one that fell is not used again
+        self.first: dict[str, Tensor] | None = None  # weights of the first generation, if others are served; until measured
+        self.refused_in_a_row = 0
+        self._start_over(config.learning_rate)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of masters, gradients, moments and the copies of the serving and the previous weights."""
+        return sum(4 * p.numel() for p in self.parameters) * 6
+
+    def _start_over(self, learning_rate: float) -> None:
+        """Trains on from the serving weights, with fresh moments."""
+        self.load(self.serving)
+        self.learning_rate = learning_rate
+        self.optimizer = build_optimizers(self.master, "adamw", learning_rate)
+        self.steps_since_start = 0
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        for name, parameter in self.master.named_parameters():
+            parameter.copy_(weights[name])
+
+    def serve_again(self, weights: dict[str, Tensor], generation: int) -> None:
+        """A roll-back: those are served now, and training goes on from them."""
+        self.serving, self.generation = weights, generation
+        self._start_over(max(self.learning_rate / 2, self.config.learning_rate / MOST_SLOWDOWN))
+
+    def warm_up(self) -> None:
+        """On a GPU attention is compiled for the one shape of a batch: not while requests wait."""
+        if self.is_cpu:
+            return
+        tokens = [one % self.target.vocab_size for one in range(3, 35)]
+        sample = Sample(tokens, 1, text=self.target.read([(tokens, 1)])[0])
+        self._train([sample])
+        self.counts = LearnerCounts()
+        self._start_over(self.learning_rate)
+
+    def release(self) -> None:
+        """Learning has stopped: gives up all memory but the weights that may be asked for."""
+        self.optimizer.zero_grad()
+        self.optimizer, self.objective, self.parameters, self.serving = None, None, [], {}
+        self.fixed = FixedSet()
+        self.master.to("meta")
+
+    # The work, in pieces
+
+    def pieces(self) -> Iterator[bool]:
+        """Endless. True: a piece was done. False: there is nothing to do until more samples come."""
+        yield from self._read_fixed()
+        while True:
+            bad_steps = 0
+            for _ in range(self.config.steps_per_candidate):
+                while not (batch := self._draw()):
+                    yield False
+                for missing in self._without_states(batch):
+                    self._read(missing)
+                    yield True
+                if self._train(batch):
+                    bad_steps = 0
+                elif (bad_steps := bad_steps + 1) >= MAX_BAD_STEPS:
+                    log.warning(
+                        "learning: %d losses in a row were not finite; starting again from the serving weights", bad_steps
+                    )
+                    self._reset()
+                yield True
+            while len(self.ring.held_out) < self.config.min_held_out:
+                yield False
+            yield from self._gate()
+
+    def _read_fixed(self) -> Iterator[bool]:
+        for missing in self._without_states([*self.fixed.replay, *self.fixed.judged]):
+            self._read(missing)
+            yield True
+        # First of all: later generations are compared with it.
+        unknown = [one for one in self.fixed.judged if one not in self.fixed.first_counts]
+        for counts in self._counted(unknown, self.first or self.serving):
+            self.fixed.first_counts |= counts
+            yield True
+        self.first = None
+
+    def _draw(self) -> list[Sample]:
+        """Traffic, and some of the fixed set with it."""
+        room = self.config.batch_tokens
+        fixed: list[Sample] = []
+        budget = int(room * self.config.fixed_share) if self.fixed.replay else 0
+        for _ in range(len(self.fixed.replay)):
+            one = self.fixed.replay[int(torch.randint(len(self.fixed.replay), ()))]
+            if len(one.tokens) > budget:
+                break
+            if one not in fixed:
+                fixed.append(one)
+                budget -= len(one.tokens)
+        drawn = self.ring.draw(room - sum(len(one.tokens) for one in fixed))
+        return drawn + fixed if drawn else []
+
+    def _without_states(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+        missing = [one for one in samples if one.text is None]
+        for group in in_groups([len(one.tokens) for one in missing], READ_TOKENS[self.device.type]):
+            yield [missing[index] for index in group]
+
+    def _read(self, samples: Sequence[Sample]) -> None:
+        texts = self.target.read([(one.tokens, one.answer_start) for one in samples])
+        for sample, text in zip(samples, texts, strict=True):
+            sample.text = text
+
+    @torch.enable_grad()
+    def _train(self, samples: Sequence[Sample]) -> bool:
+        """One step; False, and the weights unchanged, if its loss or gradient is not finite."""
+        packed, states = pack([one.text for one in samples if one.text is not None], self._length(samples))
+        if self.is_cpu:
+            states = TargetStates([tap.float() for tap in states.taps], states.hidden_ND.float())
+        batch = self.objective.plan(packed).to(self.device)
+        weights = self.objective.step_weights(batch.num_valid_K)
+        self.optimizer.zero_grad()
+        loss, _ = self.objective(batch, weights, states=states)
+        loss.backward()
+        norm = clip_gradients(self.parameters, self.config.max_grad_norm)
+        if not bool(torch.isfinite(loss.detach() + norm)):
+            self.optimizer.zero_grad()
+            self.counts.non_finite += 1
+            return False
+        self.optimizer.set_factor(min(1.0, (self.steps_since_start + 1) / WARM_UP_STEPS))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_since_start += 1
+        self.counts.steps += 1
+        self.counts.tokens += sum(len(one.tokens) for one in samples)
+        self.counts.loss = float(loss.detach())
+        return True
+
+    def _length(self, samples: Sequence[Sample]) -> int:
+        """On a GPU always the same: attention is compiled for it."""
+        if not self.is_cpu:
+            return self.config.batch_tokens
+        return -(-sum(len(one.tokens) for one in samples) // 16) * 16
+
+    def _reset(self) -> None:
+        self.counts.resets += 1
+        self.refused_in_a_row = 0
+        self._start_over(max(self.learning_rate / 2, self.config.learning_rate / MOST_SLOWDOWN))
+
+    # The gate
+
+    def _gate(self) -> Iterator[bool]:
+        candidate = weights_of(self.master)
+        self.counts.candidates += 1
+        texts = list(self.ring.held_out)
+        for missing in self._without_states(texts):
+            self._read(missing)
+            yield True
+        if not are_finite(candidate):
+            self.counts.non_finite += 1
+            decision = Decision(False, "not finite")
+        else:
+            for counts in self._counted([one for one in texts if self.generation not in one.counts], self.serving):
+                for sample, count in counts.items():
+                    sample.counts = {self.generation: count}
+                yield True
+            after: dict[Sample, Count] = {}
+            for counts in self._counted([*texts, *self.fixed.judged], candidate):
+                after |= counts
+                yield True
+            decision = judge(
+                self.config,
+                [one.counts[self.generation] for one in texts],
+                [after[one] for one in texts],
+                [one.domain for one in texts],
+                [self.fixed.first_counts[one] for one in self.fixed.judged],
+                [after[one] for one in self.fixed.judged],
+            )
+        if decision.accepted:
+            yield from self._accept(candidate, decision)
+        else:
+            self._refuse(decision)
+            yield True
+
+    def _accept(self, candidate: dict[str, Tensor], decision: Decision) -> Iterator[bool]:
+        for _ in self.swap(candidate, decision):
+            yield True
+        self.serving = candidate
+        self.newest += 1
+        self.generation = self.newest
+        self.counts.accepted += 1
+        self.refused_in_a_row = 0
+        yield True
+
+    def _refuse(self, decision: Decision) -> None:
+        self.counts.refused += 1
+        self.refused_in_a_row += 1
+        self.on_refusal(decision)
+        if decision.reason == "not finite" or self.refused_in_a_row >= PATIENCE:
+            self._reset()
+
+    def on_refusal(self, decision: Decision) -> None:
+        log.info("learning: candidate refused: %s", decision.reason)
+
+    def _counted(self, samples: Sequence[Sample], weights: dict[str, Tensor]) -> Iterator[dict[Sample, Count]]:
+        """What a drafter with these weights accepts over samples, a few at a time."""
+        if not samples:
+            return
+        drafter = served_copy(self.master, self.target, torch.float32)
+        drafter.load_state_dict({**weights, "d2t": self.master.d2t}, assign=True)
+        for group in in_groups([len(one.tokens) for one in samples], GATE_TOKENS[self.device.type]):
+            some = [samples[index] for index in group]
+            texts = [_for_rollout(one.text) for one in some if one.text is not None]
+            yield dict(zip(some, accepted_counts(drafter, texts, self.depth), strict=True))
+
+
+def chunk_rows(config: DrafterConfig, learn: LearnConfig) -> int:
+    """Scored positions at once: an eighth of what a training run takes, whose device is its own."""
+    return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 8)
+
+
+def activation_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
+    """What a training step works with, about: six tensors of logits, and 40 numbers a token, draft step and channel."""
+    logits = 6 * 4 * learn.ttt_steps * chunk_rows(config, learn) * config.draft_vocab_size
+    return logits + 40 * 2 * learn.ttt_steps * learn.batch_tokens * (config.hidden_size + config.intermediate_size // 2)
+
+
+def _for_rollout(text: TargetText) -> TargetText:
+    return replace(text, taps=[tap.float() for tap in text.taps], hidden_TD=None)
+
+
+def pack(texts: Sequence[TargetText], length: int) -> tuple[PackedBatch, TargetStates]:
+    """One row with one text after the other, and their hidden states beside it; padding is zero."""
+    total = sum(len(text.tokens_T) for text in texts)
+    assert total <= length, "more tokens than a batch holds"
+    lengths = [len(text.tokens_T) for text in texts]
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    positions, document = torch.zeros_like(tokens), torch.zeros(1, length, dtype=torch.int32)
+    loss = torch.zeros(1, length, dtype=torch.bool)
+    tokens[0, :total] = torch.cat([text.tokens_T for text in texts]).cpu()
+    at = 0
+    for number, (text, size) in enumerate(zip(texts, lengths, strict=True), 1):
+        positions[0, at : at + size] = torch.arange(size)
+        document[0, at : at + size] = number
+        loss[0, at + max(text.answer_start, 1) : at + size] = True
+        at += size
+
+    def row(parts: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(list(parts))
+        return torch.cat([joined, joined.new_zeros(length - total, joined.shape[1])])
+
+    taps = [row(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
+    hidden = row([text.hidden_TD for text in texts if text.hidden_TD is not None])
+    return PackedBatch(tokens, positions, document, loss), TargetStates(taps, hidden)

@@ -1,0 +1,169 @@
+"""Samples of served traffic in memory: bounded by bytes, by age and by each client's share; the most needed stay longest.
+
+finished request ──▶ admit ──▶ ring        drawn for training: clients take turns, the neediest sample of a few first
+                          └──▶ held out    one prompt in eight, by its hash: never trained on, however often it comes
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fledge.bench.loops import loop_start
+from fledge.drift.acceptance import Count
+from fledge.drift.texts import TargetText
+
+HELD_OUT_EVERY = 8
+CANDIDATES = 8  # samples that an eviction or a draw looks at
+USE_DECAY = 0.7  # of a sample's need, each time it was trained on
+MAX_USES = 8  # after which a sample is not drawn any more: idle time must not be spent on learning a few texts by heart
+LEAST_ANSWER = 8  # tokens; a shorter answer has nothing to learn from
+# A client may hold this share of the ring and of the held-out texts once others are there too.
+CLIENT_SHARE = 0.25
+
+
+@dataclass(eq=False)
+class Sample:
+    tokens: list[int]
+    answer_start: int
+    client: str = ""
+    domain: int = 0
+    need: float = 0.5  # share of drafts that were rejected, more for novel texts and for those the drift guard shortened
+    arrival: float = field(default_factory=time.monotonic)
+    text: TargetText | None = None  # with the target's hidden states; None: to be computed when it is first used
+    uses: int = 0
+    counts: dict[int, Count] = field(default_factory=dict)  # held out: what each generation's drafter accepts
+
+    @property
+    def current_need(self) -> float:
+        return self.need * USE_DECAY**self.uses
+
+
+class SampleRing:
+    """`max_tokens` bounds all of it."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_held_out: int,
+        *,
+        max_age: float = 1e9,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # A quarter of the memory is for held-out texts.
+        self.max_tokens, self.max_held_out_tokens = 3 * max_tokens // 4, max_tokens // 4
+        self.max_held_out, self.max_age, self.clock = max_held_out, max_age, clock
+        self.by_client: dict[str, list[Sample]] = {}
+        self.tokens_of: Counter[str] = Counter()
+        self.held_out: list[Sample] = []
+        self.keys: set[int] = set()  # texts in the ring: a repeated one is kept once
+        self.dropped: Counter[str] = Counter()  # by reason
+        self.num_admitted = 0
+        self._random = random.Random(seed)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens_of.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_client.values()))
+
+    def admit(self, sample: Sample) -> bool:
+        """Takes it in, unless there is nothing to learn from it; what it displaces is dropped."""
+        if (loop := loop_start(sample.tokens[sample.answer_start :])) is not None:
+            # What stands before the loop is text; a drafter that learns the loop looks better than it is.
+            sample.tokens = sample.tokens[: sample.answer_start + loop]
+            sample.text = None
+        if len(sample.tokens) - sample.answer_start < LEAST_ANSWER:
+            self.dropped["loop" if loop is not None else "short"] += 1
+            return False
+        key = hash(tuple(sample.tokens))
+        if is_held_out(sample.tokens[: sample.answer_start]):
+            self.held_out = [one for one in self.held_out if one.tokens != sample.tokens]
+            self.held_out.append(sample)
+            self._shrink_held_out()
+            return True
+        if key in self.keys:
+            self.dropped["repeated"] += 1
+            return False
+        if len(sample.tokens) > self.max_tokens:
+            self.dropped["long"] += 1
+            return False
+        self.keys.add(key)
+        self.by_client.setdefault(sample.client, []).append(sample)
+        self.tokens_of[sample.client] += len(sample.tokens)
+        self.num_admitted += 1
+        while self.num_tokens > self.max_tokens:
+            self._evict()
+        return True
+
+    def draw(self, room: int) -> list[Sample]:
+        """Samples of at most `room` tokens together, for one training step: clients take turns."""
+        self.expire()
+        drawn: list[Sample] = []
+        for _ in range(64):  # texts that do not fit are passed over
+            if not self.by_client:
+                break
+            client = self._random.choice(sorted(self.by_client))
+            few = [self._random.choice(self.by_client[client]) for _ in range(CANDIDATES)]
+            fitting = [one for one in few if len(one.tokens) <= room and one.uses < MAX_USES and one not in drawn]
+            if not fitting:
+                continue
+            chosen = max(fitting, key=lambda one: one.current_need)
+            chosen.uses += 1
+            drawn.append(chosen)
+            room -= len(chosen.tokens)
+        return drawn
+
+    def forget_all(self) -> None:
+        self.by_client.clear()
+        self.tokens_of.clear()
+        self.keys.clear()
+        self.held_out.clear()
+
+    def _evict(self) -> None:
+        """The least needed of a few: of the client with most tokens if it has more than its share, else of any."""
+        heaviest, tokens = self.tokens_of.most_common(1)[0]
+        over = len(self.by_client) > 1 and tokens > CLIENT_SHARE * self.max_tokens
+        client = heaviest if over else self._random.choices(list(self.tokens_of), list(self.tokens_of.values()))[0]
+        few = [self._random.choice(self.by_client[client]) for _ in range(CANDIDATES)]
+        now = self.clock()
+        # A tenth of need an age of the ring: what is as needed and older goes.
+        self._drop(min(few, key=lambda one: one.current_need - 0.1 * (now - one.arrival) / max(self.max_age, 1.0)))
+
+    def _drop(self, sample: Sample) -> None:
+        of_client = self.by_client[sample.client]
+        of_client.remove(sample)
+        self.tokens_of[sample.client] -= len(sample.tokens)
+        self.keys.discard(hash(tuple(sample.tokens)))
+        if not of_client:
+            del self.by_client[sample.client], self.tokens_of[sample.client]
+
+    def _shrink_held_out(self) -> None:
+        """The oldest go: of a client with more than its share first."""
+        while (
+            len(self.held_out) > self.max_held_out or sum(len(one.tokens) for one in self.held_out) > self.max_held_out_tokens
+        ):
+            client, count = Counter(one.client for one in self.held_out).most_common(1)[0]
+            clients = len({one.client for one in self.held_out})
+            over = clients > 1 and count > CLIENT_SHARE * self.max_held_out
+            index = next((i for i, one in enumerate(self.held_out) if one.client == client), 0) if over else 0
+            del self.held_out[index]
+
+    def expire(self) -> None:
+        """Drops what is older than the longest age."""
+        oldest = self.clock() - self.max_age
+        for sample in [one for samples in self.by_client.values() for one in samples if one.arrival < oldest]:
+            self._drop(sample)
+        self.held_out = [one for one in self.held_out if one.arrival >= oldest]
+
+
+def is_held_out(prompt: Sequence[int]) -> bool:
+    """By the prompt's hash: the same prompt is never both trained on and measured with."""
+    return zlib.crc32(array("q", prompt).tobytes()) % HELD_OUT_EVERY == 0

@@ -1,0 +1,160 @@
+"""An engine that learns: its drafter from a learn folder, by name, or made from the target's last layer where there is none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from fledge import sources
+from fledge.bench.datasets import load_items
+from fledge.checkpoints import gguf
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.hf import load_config
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.devices import resolve_device
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.executors.hidden_states import MAX_REQUESTS
+from fledge.learning.config import LearnConfig
+from fledge.learning.generations import Generations
+from fledge.learning.hook import Learning
+from fledge.learning.learner import activation_bytes
+from fledge.learning.target import KEPT_DTYPE, ServedTarget, linear_weight
+from fledge.learning.weights import StagedWeights, weights_of
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import RMSNorm
+from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.ngram import NgramSpeculator
+from fledge.tokenizer import Tokenizer
+from fledge.training.context import drafter_config
+from fledge.training.recipe import DrafterRecipe
+from fledge.training.warm_start import start_from_target
+
+log = logging.getLogger("fledge.learning")
+
+# The window of a drafter that is made on the spot: one without a window loses most of its acceptance in long texts.
+WINDOW = 512
+
+
+def build_learning_engine(
+    model: str | Decoder,
+    speculation: Speculation,
+    config: EngineConfig,
+    learn: LearnConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    fixed_prompts: Sequence[Sequence[int]] | None = None,
+    capture: bool | None = None,
+) -> Engine:
+    """As `build_engine`, with a `Learning` hook. `fixed_prompts`: None: those of `learn.replay`, or the built-in ones."""
+    device = resolve_device(config.device)
+    learn = learn.resolve(device)
+    target = model.config if isinstance(model, Decoder) else _model_config(model)
+    generations = Generations(learn.folder, learn.keep_generations) if learn.folder is not None else None
+    number = generations.current if generations is not None else None
+    found = speculation.resolve_drafter(model if isinstance(model, str) else "")
+    is_new = False
+    if generations is not None and number is not None:
+        network = load_drafter(generations.path(number), target)
+    elif found is None or isinstance(found, str):
+        network, is_new = EagleDrafter(day_zero_config(target)), True
+    else:
+        network = found if isinstance(found, EagleDrafter) else load_drafter(found, target)
+    master = copy.deepcopy(network).float()
+    if device.type == "cuda":
+        config = replace(config, reserved_bytes=reserved_bytes(master.config, learn))
+    engine = build_engine(model, replace(speculation, drafter=network), config, tokenizer=tokenizer, capture=capture)
+    if is_new:
+        _start(engine, master)
+    if fixed_prompts is None:
+        fixed_prompts = _fixed_prompts(engine, learn)
+    learning = Learning(engine, master, learn, fixed_prompts)
+    if generations is not None and number is not None:
+        learning.learner.generation, learning.learner.newest = number, generations.newest
+        if number and (generations.path(0) / "config.json").is_file():
+            learning.learner.first = {
+                name: value.to(learning.target.device)
+                for name, value in weights_of(load_drafter(generations.path(0), target)).items()
+            }
+    if generations is not None and number is None:
+        learning.save_first()
+    if isinstance(found, str) or found is None:
+        log.info("learning: no drafter was named; one made from the target's last layer learns from the requests")
+    return engine
+
+
+def day_zero_config(target: ModelConfig) -> DrafterConfig:
+    """Of a drafter for a target that has none: it shares the target's head, so that no vocabulary has to be counted first."""
+    few = tuple(sorted({target.num_layers // 2, target.num_layers - 1, target.num_layers}))  # the usual ones need eight
+    aux_layers = None if target.num_layers >= 8 else few
+    recipe = DrafterRecipe(draft_vocab_size=None, own_head=False, window=WINDOW, aux_layers=aux_layers)
+    return drafter_config(SimpleNamespace(drafter=recipe), target)
+
+
+@torch.no_grad()
+def _start(engine: Engine, master: EagleDrafter) -> None:
+    """Day 0: weights from the target's last layer, as it is served; n-grams draft until those are better."""
+    assert isinstance(engine.drafter, EagleSpeculator)
+    target = ServedTarget(engine.decoder, master.config.aux_layer_ids)
+    vocab_size = target.vocab_size
+    tokens = [(7 * place + 3) % vocab_size for place in range(64)]  # any: the median size of states over them counts
+    taps = [tap.float().cpu() for tap in target.read([(tokens, 1)])[0].taps]
+    start_from_target(master, last_layer(engine.decoder), target.head, engine.decoder.embed_tokens, taps)
+    staged = StagedWeights(engine.drafter.network)
+    for _ in staged.prepare(weights_of(master)):
+        pass
+    staged.apply()
+    if isinstance(engine.executor, EagerExecutor) and engine.drafter.tree is None:
+        engine.drafter.fallback = NgramSpeculator(engine.drafter.depth)
+
+
+def last_layer(decoder: Decoder) -> dict[str, Tensor]:
+    """As `warm_start.last_layer`, from weights in whatever format they are served."""
+    found = {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+    for name, module in decoder.layers[-1].named_modules():
+        if isinstance(module, RMSNorm):
+            found[f"{name}.weight"] = module.weight.detach().float().cpu()
+        elif hasattr(module, "in_features"):
+            found[f"{name}.weight"] = linear_weight(module, torch.float32).cpu()
+    return found
+
+
+def reserved_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
+    """Of a GPU's memory, that the KV cache must leave: weights in training, samples, states of running requests, a step."""
+    with torch.device("meta"):
+        num_weights = sum(p.numel() for p in EagleDrafter(config).parameters())
+    width = (len(config.aux_layer_ids) + 1) * config.target_hidden_size * KEPT_DTYPE.itemsize
+    running = MAX_REQUESTS * learn.batch_tokens * width
+    return 24 * num_weights + learn.memory_mb * 2**20 + running + activation_bytes(config, learn)
+
+
+def _model_config(model: str) -> ModelConfig:
+    found = sources.find(model)
+    return gguf.read_config(GgufFile(found)) if found.is_file() else load_config(sources.resolve(model))
+
+
+def _fixed_prompts(engine: Engine, learn: LearnConfig) -> list[list[int]]:
+    """Single questions of the fixed set, as the chat template has them."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return []
+    prompts: list[list[int]] = []
+    for item in load_items(learn.replay or "builtin")[: learn.fixed_texts]:
+        message = {"role": "user", "content": item.turns[0]}
+        if tokenizer.has_chat_template:
+            prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+        else:
+            prompt = tokenizer.encode(item.turns[0])
+        if len(prompt) + learn.fixed_tokens <= min(learn.batch_tokens, engine.config.max_model_len):
+            prompts.append(prompt)
+    return prompts

@@ -1,0 +1,116 @@
+"""The served target as training sees it: its head and embedding as they are served, and the hidden states of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fledge.drift.texts import TargetText, read_texts
+from fledge.kernels.linear.packed import GgufLinear, PackedLinear
+from fledge.kernels.quantization import QuantizedLinear, dequantize
+from fledge.models.decoder import Decoder
+from fledge.training.losses import Head
+from fledge.training.targets.target import Target, TargetStates
+from fledge.training.ttt import TrainBatch
+
+# Of kept hidden states. bf16 has fp32's range, which massive activations of first tokens need, in half of the bytes.
+KEPT_DTYPE = torch.bfloat16
+# Beginnings that many prompts share, a system prompt say.
+PREFIX_TOKENS, MAX_PREFIXES = 128, 16
+
+
+class ServedTarget(Target):
+    """Shares all weights with the engine's decoder, whatever format they are served in."""
+
+    def __init__(self, decoder: Decoder, taps: Sequence[int]) -> None:
+        self.decoder, self.taps = decoder, tuple(taps)
+        self.device = decoder.norm.weight.device
+        self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
+        self.embedding = decoder.embed_tokens
+        weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.norm.weight.dtype)
+        self.prefixes: dict[tuple[int, ...], list[Tensor]] = {}
+        self.head, self.lm_head = Head(weight), _PlainHead(weight)
+
+    def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
+        raise AssertionError("hidden states come with the samples")
+
+    def reserve(self, num_positions: int) -> None:
+        self.decoder.rotary.reserve(num_positions)
+
+    @torch.no_grad()
+    def read(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TargetText]:
+        """Runs the target over (tokens, answer start) for samples whose hidden states were not collected."""
+        return [_kept(text) for text in read_texts(self.decoder, texts, self.taps)]
+
+    @torch.no_grad()
+    def collected(self, tokens: Sequence[int], answer_start: int, start: int, states: Sequence[Tensor]) -> TargetText | None:
+        """From states of serving passes, from position `start` on: the taps and, last, the residual stream before the final
+        norm. None: they are too few. What lies before `start`, which the cache had, is computed and kept for the next."""
+        states = [state[: len(tokens) - start] for state in states]
+        layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.norm.weight.dtype))]
+        if start:
+            if (before := self._prefix(tuple(tokens[:start]))) is None:
+                return None
+            layers = [torch.cat([kept.to(layer), layer]) for kept, layer in zip(before, layers, strict=True)]
+        missing = len(tokens) - len(layers[0])
+        if missing > 1:
+            return None
+        if missing:  # the last token's states are not computed when it ends the answer, and nothing reads them
+            layers = [torch.cat([layer, layer.new_zeros(1, layer.shape[1])]) for layer in layers]
+        return _kept(TargetText(torch.tensor(tokens, device=self.device), answer_start, layers[:-1], layers[-1]))
+
+    def _prefix(self, tokens: tuple[int, ...]) -> list[Tensor] | None:
+        """Layers of a text's beginning; None: it is new, and too long to be computed in passing."""
+        found = self.prefixes.pop(tokens, None)
+        if found is None:
+            if len(tokens) > PREFIX_TOKENS:
+                return None
+            text = self.read([(tokens, len(tokens))])[0]
+            assert text.hidden_TD is not None
+            found = [*text.taps, text.hidden_TD]
+            while len(self.prefixes) >= MAX_PREFIXES:
+                del self.prefixes[next(iter(self.prefixes))]
+        self.prefixes[tokens] = found  # the last used is the last to go
+        return found
+
+    def bytes_per_token(self) -> int:
+        return (len(self.taps) + 1) * self.hidden_size * KEPT_DTYPE.itemsize + 8
+
+
+def _kept(text: TargetText) -> TargetText:
+    # Copies: a slice would keep the whole pass, and tensors of inference mode cannot be trained with.
+    hidden = None if text.hidden_TD is None else text.hidden_TD.to(KEPT_DTYPE, copy=True)
+    return replace(
+        text, tokens_T=text.tokens_T.clone(), taps=[tap.to(KEPT_DTYPE, copy=True) for tap in text.taps], hidden_TD=hidden
+    )
+
+
+class _PlainHead(nn.Module):
+    """The target's head for a drafter that has none of its own, in whatever type the drafter computes."""
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_VD, requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.to(self.weight.dtype), self.weight)
+
+
+def linear_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
+    """A linear's weights [O, I], unpacked where they are packed or quantised."""
+    if isinstance(module, QuantizedLinear):
+        weight = dequantize(module.quantized)
+    elif (
+        isinstance(module, GgufLinear)
+        or not isinstance(module, PackedLinear)
+        or module.native is None
+        or module.native.is_plain
+    ):
+        weight = module.weight.detach()
+    else:  # quantised in C's layout: what it gives for unit vectors is its weights
+        weight = (module(torch.eye(module.in_features)) - (0 if module.bias is None else module.bias)).t().contiguous()
+    return weight if dtype is None else weight.to(dtype)

@@ -1,0 +1,127 @@
+"""A toy target that speaks a made-up language, streams of prompts for it, and an engine that learns from them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fledge.engine.build import Speculation
+from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
+from fledge.engine.request import Request
+from fledge.kernels.linear.packed import PackedLinear
+from fledge.learning.config import LearnConfig
+from fledge.learning.setup import build_learning_engine
+from fledge.learning.target import linear_weight
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from fledge.sampling import SamplingParams
+from fledge.training import toy
+
+DEPTH = 4
+GREEDY = SamplingParams(max_tokens=48, temperature=0)
+ENGINE = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256, "kv_cache_tokens": 4096, "threads": 1}
+LEARN = {
+    "budget": 100.0,
+    "memory_mb": 4,
+    "learning_rate": 2e-3,
+    "batch_tokens": 384,
+    "steps_per_candidate": 8,
+    "held_out_texts": 12,
+    "min_held_out": 5,
+    "samples_per_second": 1000.0,
+}
+
+
+@pytest.fixture(scope="session")
+def target() -> Decoder:
+    return toy.learned_target(100)
+
+
+def toy_prompts(count: int, seed: int, kind: str = "tell") -> list[list[int]]:
+    """`kind`: the first word, tell (a story), count or spell."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        prompt, _ = toy.conversation(draw)
+        if toy.WORDS[prompt[1]] == kind:
+            found.append(prompt)
+    return found
+
+
+@pytest.fixture(scope="session")
+def learning_engine(target: Decoder) -> Callable[..., Engine]:
+    def build(
+        drafter: EagleDrafter | None = None, *, capture: bool | None = None, engine: dict | None = None, **learn: Any
+    ) -> Engine:
+        """`drafter`: None: day 0."""
+        speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
+        built = build_learning_engine(
+            copy.deepcopy(target),
+            speculation,
+            EngineConfig(**{**ENGINE, **(engine or {})}),
+            LearnConfig(**{**LEARN, **learn}),
+            fixed_prompts=toy_prompts(12, seed=99),
+            capture=capture,
+        )
+        built.warm_up()
+        return built
+
+    return build
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], concurrency: int = 8, **fields: Any) -> list[Request]:
+    """Serves all prompts and returns their requests, in order."""
+    requests: list[Request] = []
+    left = list(prompts)
+    while left or engine.has_unfinished():
+        while left and len(engine.requests) < concurrency:
+            requests.append(engine.add_request(left.pop(0), GREEDY, **fields))
+        engine.step()
+    return requests
+
+
+@pytest.fixture(scope="session")
+def learnt(target: Decoder, learning_engine: Callable[..., Engine]) -> tuple[Engine, list, list]:
+    """Day 0, a stream of stories: the engine afterwards, its first requests and its last ones."""
+    engine = learning_engine()
+    engine.drafter.fallback = None  # the drafter alone, from the start
+    # 240 requests; those after them are measured and not learnt from.
+    requests = serve(engine, toy_prompts(240, seed=1))
+    for _ in range(200):
+        if not engine.idle():
+            break
+    return engine, requests[:32], serve(engine, toy_prompts(32, seed=2), learn=False)
+
+
+@pytest.fixture(scope="session")
+def drafter(learnt: tuple[Engine, list, list]) -> EagleDrafter:
+    hook = learnt[0].hook
+    copied = copy.deepcopy(hook.learner.master).requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in copied.named_parameters():
+            parameter.copy_(hook.learner.serving[name])
+    return copied
+
+
+def served_weights(network: EagleDrafter) -> dict[str, Tensor]:
+    """As they are served, unpacked where they are packed."""
+    found = {name: value.detach().clone() for name, value in network.named_parameters()}
+    for name, module in network.named_modules():
+        if isinstance(module, PackedLinear):
+            found[f"{name}.weight"] = linear_weight(module).clone()
+    return found
+
+
+def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return weights.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def acceptance(requests: Sequence[Request]) -> float:
+    steps, accepted = (sum(getattr(request.stats, name) for request in requests) for name in ("steps", "accepted"))
+    return 1 + accepted / max(steps, 1)

@@ -1,0 +1,203 @@
+"""Samples, budget, gate and generations, each for itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fledge.drift.acceptance import Count
+from fledge.engine.kv_pool import PageKeys, PagePool
+from fledge.errors import UserError
+from fledge.learning.budget import MOST_CREDIT, Budget
+from fledge.learning.config import LearnConfig
+from fledge.learning.domains import Domains
+from fledge.learning.gate import Live, has_fallen, judge
+from fledge.learning.generations import Generations, read_history
+from fledge.learning.samples import MAX_USES, Sample, SampleRing, is_held_out
+from fledge.speculation.guard import DriftGuard
+
+
+def texts(count: int, client: str, seed: int, length: int = 40) -> list[Sample]:
+    """Not held out, all different."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        tokens = [draw.randrange(1000) for _ in range(length)]
+        if not is_held_out(tokens[:10]):
+            found.append(Sample(tokens, 10, client))
+    return found
+
+
+def test_the_ring_is_bounded_and_a_flood_takes_its_share_only():
+    ring = SampleRing(5340, 8, seed=0)  # three quarters of it for training
+    for sample in texts(20, "quiet", 1):
+        ring.admit(sample)
+    for sample in texts(500, "flood", 2):
+        ring.admit(sample)
+    assert 3800 < ring.num_tokens <= 4005
+    assert len(ring.by_client["quiet"]) == 20  # 800 tokens: below a share, so that nothing of it was displaced
+    drawn = [one.client for _ in range(40) for one in ring.draw(200)]
+    assert 0.3 < drawn.count("flood") / len(drawn) < 0.7
+
+
+def test_loops_are_not_learnt():
+    ring = SampleRing(4000, 8)
+    sample = texts(1, "", 3)[0]
+    sample.tokens = sample.tokens[:10] + [5, 6, 7] * 40
+    assert not ring.admit(sample)
+    partly = texts(1, "", 4)[0]
+    partly.tokens += [5, 6, 7] * 40
+    assert ring.admit(partly)
+    assert len(partly.tokens) <= 46
+    assert ring.dropped["loop"] == 1
+
+
+def test_the_needed_stay_and_come_first():
+    ring = SampleRing(2000, 8, seed=0)
+    for number, sample in enumerate(texts(100, "", 5)):
+        sample.need = 1.0 if number % 4 == 0 else 0.1
+        ring.admit(sample)
+    kept = ring.by_client[""]
+    assert sum(one.need == 1.0 for one in kept) > 0.4 * len(kept)
+    assert sum(one.need == 1.0 for one in ring.draw(200)) >= 4
+
+
+def test_a_sample_is_not_drawn_for_ever_nor_kept_past_its_age():
+    now = [0.0]
+    ring = SampleRing(4000, 8, max_age=60, clock=lambda: now[0])
+    for sample in texts(2, "", 6):
+        sample.arrival = 0.0
+        ring.admit(sample)
+    assert sum(len(ring.draw(400)) for _ in range(100)) == 2 * MAX_USES
+    now[0] = 61.0
+    ring.draw(400)
+    assert len(ring) == 0
+
+
+def test_a_held_out_prompt_is_never_trained_on():
+    ring = SampleRing(10**6, 64)
+    draw = random.Random(7)
+    prompts = [[draw.randrange(1000) for _ in range(10)] for _ in range(400)]
+    for _ in range(2):  # the stream repeats
+        for prompt in prompts:
+            ring.admit(Sample(prompt + [draw.randrange(1000) for _ in range(30)], 10))
+    trained = {tuple(one.tokens[:10]) for one in ring.by_client[""]}
+    assert not trained & {tuple(one.tokens[:10]) for one in ring.held_out}
+    assert 0.06 < 1 - len(trained) / 400 < 0.2
+    assert len(ring.held_out) == 64
+
+
+def test_the_budget_is_held():
+    now = [0.0]
+    budget = Budget(5.0, lambda: now[0])
+    budget.serve()
+    for step in range(20_000):
+        now[0] += 0.002
+        budget.serve()
+        if budget.allows:
+            cost = 0.03 if step % 3 else 0.3
+            now[0] += cost
+            budget.charge(cost)
+    spent = budget.spent
+    assert 0.045 < spent.learning / spent.serving < 0.055
+    budget.rest()
+    now[0] += 3600  # a quiet hour earns nothing
+    budget.charge(10)
+    budget.serve()
+    assert spent.idle == 10
+    assert budget.credit <= MOST_CREDIT
+    assert spent.serving < 100
+
+
+def counts(accepted: float, number: int = 24, seed: int = 0) -> list[Count]:
+    """Texts of 40 steps that accept so many tokens a step, more or less."""
+    draw = random.Random(seed)
+    return [Count(40 * accepted + draw.randrange(-4, 5), 40) for _ in range(number)]
+
+
+def test_the_gate_wants_a_clear_gain_and_no_loss():
+    config = LearnConfig()
+    domains = [0] * 12 + [1] * 12
+    assert judge(config, counts(1.0), counts(1.4), domains).accepted
+    assert "noise" in judge(config, counts(1.0), counts(1.0, seed=1), domains).reason
+    # More overall, but one domain pays for it.
+    mixed = counts(2.0)[:12] + counts(0.8)[:12]
+    assert "domain 1" in judge(config, counts(1.0), mixed, domains).reason
+    assert "fixed set" in judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(1.9)).reason
+    assert judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(2.01)).accepted
+
+
+def test_a_single_text_is_no_evidence():
+    assert not judge(LearnConfig(), counts(1.0, 1), counts(3.0, 1), [0]).accepted
+
+
+def live(rate: float, requests: int, domain: int = 0) -> Live:
+    draw, found = random.Random(0), Live()
+    for _ in range(requests):
+        tried = 100
+        found.add(domain, 40, max(1, int(tried * rate) + draw.randrange(-5, 6)), tried)
+    return found
+
+
+def test_a_fall_is_seen_within_domains_only():
+    assert has_fallen(live(0.7, 50), live(0.5, 50))
+    assert not has_fallen(live(0.7, 50), live(0.5, 8))  # too few
+    assert not has_fallen(live(0.7, 50), live(0.69, 50))
+    assert not has_fallen(live(0.7, 50, domain=0), live(0.3, 50, domain=1))  # other traffic
+
+
+def test_domains_tell_vocabularies_apart():
+    domains, draw = Domains(), random.Random(0)
+    first = [domains.assign([draw.randrange(100) for _ in range(80)])[0] for _ in range(10)]
+    second = [domains.assign([5000 + draw.randrange(100) for _ in range(80)]) for _ in range(10)]
+    assert len(set(first)) == 1
+    assert len({one for one, _ in second}) == 1
+    assert second[0][0] != first[0]
+    assert second[0][1] == 1.0
+    assert second[-1][1] < 0.5
+
+
+def test_history_survives_a_line_cut_short(tmp_path):
+    generations = Generations(tmp_path, keep=2)
+    assert generations.current is None
+    generations.record({"event": "point", "requests": 1})
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"event": "poi')
+    assert [event["requests"] for event in read_history(tmp_path)] == [1]
+    (tmp_path / "current.json").write_text('{"generation": 7}')
+    with pytest.raises(UserError, match="generation-0007"):
+        _ = generations.current
+
+
+def test_a_pool_that_forgets_keeps_its_owners():
+    pool = PagePool(8, 4)
+    tokens = list(range(13))
+    first: list[int] = []
+    keys = PageKeys(tokens, 4, drafted=True)
+    pool.grow(first, 13)
+    pool.share(first, keys, 13)
+    second: list[int] = []
+    again = PageKeys(list(tokens), 4, drafted=True)
+    pool.take(second, pool.find(again), again)
+    pool.check_integrity([first, second])
+    pool.forget()
+    pool.check_integrity([first, second])
+    assert not pool.find(PageKeys(list(tokens), 4, drafted=True))
+    pool.release(first)
+    pool.check_integrity([second])
+    pool.release(second)
+    pool.check_integrity([])
+    assert pool.num_free == 8
+
+
+def test_a_renewed_guard_lets_everyone_draft_deeply():
+    guard = DriftGuard(4, calibration_steps=0)
+    for step in range(400):
+        guard.record("good", 4, 4)
+        if step > 100:
+            guard.record("bad", 4, 0)
+    assert guard.depth("bad") < 4
+    assert guard.counts.shortened == 1
+    guard.renew()
+    assert guard.depth("bad") == 4
+    assert guard.counts.shortened == 0

@@ -1,0 +1,150 @@
+"""What `--learn` promises, end to end on a CPU: acceptance rises, texts stay, bad candidates are refused or taken back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.learning.gate import Decision
+from fledge.learning.hook import Learning
+from fledge.learning.weights import weights_of
+from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
+
+ACCEPTED = Decision(True, "a test")
+
+
+def test_acceptance_rises_from_chance(learnt):
+    engine, first, last = learnt
+    assert acceptance(first) < 1.15
+    assert acceptance(last) > 2.0
+    stats = engine.hook.stats()
+    assert stats["generation"] == stats["swaps"] >= 2
+    assert stats["stopped"] == ""
+    engine.check_integrity()
+
+
+def test_texts_are_those_of_an_engine_that_does_not_learn(target, learnt):
+    _, first, last = learnt
+    plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE))
+    for requests in (first, last):
+        expected = serve(plain, [request.prompt for request in requests])
+        assert [request.tokens for request in requests] == [request.tokens for request in expected]
+
+
+def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):
+    engine = learning_engine()
+    serve(engine, toy_prompts(16, seed=3), learn=False)
+    hook = engine.hook
+    assert len(hook.ring) == 0
+    assert not hook.ring.held_out
+    assert not engine.executor.states.kept
+    assert hook.stats()["opted_out"] == 16
+    serve(engine, toy_prompts(16, seed=3))
+    assert len(hook.ring) > 0
+
+
+@pytest.mark.parametrize("kind", ["noise", "nan"])
+def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
+    engine = learning_engine(drafter)
+    hook: Learning = engine.hook
+    hook._has_work = False  # nothing is trained while these are served
+    prompts = toy_prompts(64, seed=1)
+    for prompt in prompts:
+        serve(engine, [prompt])
+        hook._has_work = False
+    before = [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)]
+    served = served_weights(hook.network)
+    for _ in hook.learner._read_fixed():
+        pass
+    with torch.no_grad():
+        for parameter in hook.learner.master.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std() if kind == "noise" else torch.nan)
+    assert len(hook.ring.held_out) >= 4
+    list(hook.learner._gate())
+    assert hook.learner.counts.refused == 1
+    assert hook.learner.generation == 0
+    assert hook.events[-1]["event"] == "refused"
+    assert same(served_weights(hook.network), served)
+    assert [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)] == before
+
+
+def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    hook: Learning = engine.hook
+    good, served = hook.learner.serving, served_weights(hook.network)
+    serve(engine, toy_prompts(40, seed=4))
+    bad = {name: torch.randn_like(value) * value.std() for name, value in good.items()}
+    with torch.no_grad():
+        list(hook._swap(bad, ACCEPTED))  # as if the gate had been wrong
+    hook.learner.serving, hook.learner.generation, hook.learner.newest = bad, 1, 1
+    assert acceptance(serve(engine, toy_prompts(8, seed=5), learn=False)) < 1.5
+    serve(engine, toy_prompts(80, seed=5))
+    assert hook.stats()["rollbacks"] == 1
+    assert hook.learner.generation == 0
+    assert same(served_weights(hook.network), served)
+    assert acceptance(serve(engine, toy_prompts(16, seed=5), learn=False)) > 2.0
+    hook.close()
+    assert hook.generations.current == 0
+    assert [event["event"] for event in hook.events] == ["swap", "rollback"]
+
+
+def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path)
+    hook: Learning = engine.hook
+    better = {name: value + 0.01 for name, value in hook.learner.serving.items()}
+    list(hook._swap(better, ACCEPTED))
+    hook.close()
+    (tmp_path / ".generation-0002.killed").mkdir()  # what one that was killed in a save leaves
+    again = learning_engine(None, folder=tmp_path)
+    assert again.hook.learner.generation == 1
+    assert not list(tmp_path.glob(".generation-*"))
+    assert same(served_weights(again.hook.network), better)
+    assert again.drafter.fallback is None
+    learner = again.hook.learner
+    for _ in learner._read_fixed():
+        pass
+    first = learner.fixed.first_counts
+    assert first == {one: count for counts in learner._counted(list(first), hook.before[0]) for one, count in counts.items()}
+
+
+def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog):
+    engine = learning_engine(drafter)
+
+    def no_memory(samples):
+        raise torch.OutOfMemoryError("a test")
+
+    monkeypatch.setattr(engine.hook.learner, "_train", no_memory)
+    requests = serve(engine, toy_prompts(24, seed=6))
+    assert all(request.finish_reason in ("stop", "length") for request in requests)
+    assert engine.hook.stats()["stopped"] == "out of memory"
+    assert "learning stops: out of memory" in caplog.text
+    assert len(engine.hook.ring) == 0
+    serve(engine, toy_prompts(8, seed=6))
+    assert not engine.idle()
+
+
+def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
+    engine = learning_engine(drafter, budget=1e-6)
+    serve(engine, toy_prompts(24, seed=7))
+    learner = engine.hook.learner
+    batch = learner._draw()
+    for missing in learner._without_states(batch):
+        learner._read(missing)
+    before = weights_of(learner.master)
+    batch[0].text.taps[0][3] = torch.nan
+    assert not learner._train(batch)
+    assert learner.counts.non_finite == 1
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.master).items())
+
+
+def test_the_first_drafts_come_from_n_grams(learning_engine):
+    """Day 0: until the drafter is better. It follows the target meanwhile."""
+    engine = learning_engine(budget=1e-6)
+    repeated = toy_prompts(1, seed=8)[0]
+    stats = serve(engine, [repeated * 3])[0].stats
+    assert engine.drafter.fallback is not None
+    assert stats.steps

@@ -1,0 +1,70 @@
+"""`fledge serve --learn` over HTTP: what is kept, what is told, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fledge.errors import UserError
+from fledge.learning.report import report, summarize
+from fledge.serving import flags
+
+
+def test_requests_are_learnt_from_unless_they_say_no(in_process):
+    async def main() -> None:
+        async with in_process("--learn", "--learn-memory", "8", "--learn-budget", "50") as (client, service):
+            hook = service.engine.engine.hook
+            body = {"prompt": "a b c d", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            kept_before = hook.ring.num_admitted + len(hook.ring.held_out)
+            for _ in range(3):
+                answer = await client.post("/v1/completions", json={**body, "learn": False})
+                assert answer.status_code == 200
+            assert hook.ring.num_admitted + len(hook.ring.held_out) == kept_before
+            assert hook.requests == 0
+            texts = []
+            for word in "abcdefgh":
+                chat = {"messages": [{"role": "user", "content": word * 3}], "max_tokens": 24, "temperature": 0}
+                answer = await client.post("/v1/chat/completions", json={**chat, "ignore_eos": True})
+                texts.append(answer.json()["choices"][0]["message"]["content"])
+            assert len(texts) == 8
+            assert hook.requests == 8
+            lines = (await client.get("/metrics")).text.splitlines()
+            figures = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fledge:learn_"))
+            labels = 'engine="0",model_name="tiny"'
+            assert float(figures[f"fledge:learn_opted_out_total{{{labels}}}"]) == 3
+            assert float(figures[f"fledge:learn_requests_total{{{labels}}}"]) == 8
+            assert float(figures[f"fledge:learn_stopped{{{labels}}}"]) == 0
+            assert f"fledge:learn_generation{{{labels}}}" in figures
+
+    asyncio.run(main())
+
+
+def test_flags_of_learning_need_the_word():
+    with pytest.raises(UserError, match="add --learn"):
+        flags.parse(["m", "--learn-budget", "3"])
+    with pytest.raises(UserError, match="percentage"):
+        flags.parse(["m", "--learn", "--learn-budget", "0"])
+    assert flags.parse(["m"]).learn is None
+    learn = flags.parse(["m", "--learn", "--learn-max-age", "2"]).learn
+    assert learn.budget == 5
+    assert learn.max_age == 7200
+
+
+def test_the_report_draws_the_curve(tmp_path):
+    lines = [
+        '{"event": "point", "requests": 32, "steps": 0, "acceptance_length": 1.5}',
+        '{"event": "swap", "requests": 40, "generation": 1, "recent_before": 1.5, "recent_after": 2.0, "fixed_first": 3.0, "fixed_after": 3.1}',  # noqa: E501
+        '{"event": "point", "requests": 64, "steps": 16, "acceptance_length": 2.1}',
+        '{"event": "rollback", "requests": 90, "generation": 0, "reason": "live acceptance has fallen"}',
+    ]
+    (tmp_path / "history.jsonl").write_text("\n".join(lines) + "\n")
+    told = report(tmp_path)
+    assert "1.50 at first, 2.10 now" in told
+    assert "at 40 requests generation 1: held-out traffic 1.50 → 2.00, fixed set 3.00 → 3.10" in told
+    assert "back to generation 0" in told
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(UserError, match="no point"):
+        summarize([])
+    with pytest.raises(UserError, match="learn-dir"):
+        report(tmp_path / "nowhere")

@@ -1,0 +1,95 @@
+"""A soak of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
+
+FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures,
+FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.toy.make`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fledge.bench.provenance import provenance, write_json
+from fledge.training import toy
+from tests.serving.processes import ServerProcess
+
+SECONDS = float(os.environ.get("FLEDGE_LEARN_SOAK_SECONDS", "0"))
+MODEL = os.environ.get("FLEDGE_LEARN_SOAK_MODEL")
+REPORT = os.environ.get("FLEDGE_LEARN_SOAK_REPORT")
+CLIENTS = 16
+LEARN = ["--learn", "--learn-budget", "40", "--learn-memory", "16"]
+FLAGS = ["--served-model-name", "toy", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "16", "--max-model-len", "256"]
+# Over the whole soak, after a tenth of it: the allocator's and the interpreter's own growth.
+MAX_GROWTH = 64 << 20
+
+
+def question(chance: random.Random, part: float) -> str:
+    """The traffic shifts: stories at first, then counting, then spelling."""
+    kind = ["tell", "count", "spell"][min(2, int(3 * part))] if chance.random() < 0.8 else "tell"
+    while True:
+        prompt, _ = toy.conversation(chance)
+        words = [toy.WORDS[token] for token in prompt[1:-1]]
+        if words[0] == kind:
+            return " ".join(words)
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
+
+
+async def load(url: str, seconds: float, whole: float, elapsed: float) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    began = time.monotonic()
+
+    async def user(seed: int) -> None:
+        chance = random.Random(f"{seed} {elapsed}")
+        while (passed := time.monotonic() - began) < seconds:
+            body = {"messages": [{"role": "user", "content": question(chance, (elapsed + passed) / whole)}]}
+            body |= {"max_tokens": 64, "temperature": 0, "learn": chance.random() < 0.9}
+            response = await client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {seed % 4}"})
+            seen[str(response.status_code)] += 1
+
+    limits = httpx.Limits(max_connections=CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        await asyncio.gather(*(user(seed) for seed in range(CLIENTS)))
+    return seen
+
+
+@pytest.mark.skipif(not SECONDS, reason="set FLEDGE_LEARN_SOAK_SECONDS")
+def test_swaps_under_load(tmp_path: Path) -> None:
+    model = MODEL or str(toy.make(tmp_path / "toy", num_answers=1) / "target")
+    arguments = [model, *FLAGS, *LEARN, "--learn-dir", str(tmp_path / "learnt")]
+    with ServerProcess([*arguments, "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]) as server:
+        warm = SECONDS / 10
+        seen = asyncio.run(load(server.url, warm, SECONDS, 0.0))
+        before, descriptors = server.resident_bytes(), server.num_descriptors()
+        seen += asyncio.run(load(server.url, SECONDS - warm, SECONDS, warm))
+        grown, found = server.resident_bytes() - before, metrics(server.url)
+        figures = {
+            "clients": CLIENTS,
+            "seconds": SECONDS,
+            "outcomes": dict(seen),
+            "memory_mib": before >> 20,
+            "memory_growth_mib": round(grown / 2**20, 1),
+            "share_of_time": found["fledge:learn_learning_seconds_total"] / found["fledge:learn_serving_seconds_total"],
+            **{name: value for name, value in found.items() if name.startswith("fledge:learn_")},
+            "acceptance_length": found["fledge:acceptance_length"],
+        }
+        if REPORT:
+            write_json(REPORT, {"provenance": provenance(), **figures})
+        print(figures)
+        assert set(seen) == {"200"}, seen
+        assert found["fledge:learn_swaps_total"] >= 1, figures
+        assert found["fledge:learn_stopped"] == 0
+        assert figures["share_of_time"] < 0.42
+        assert grown < MAX_GROWTH, figures
+        assert server.num_descriptors() <= descriptors + 8
+    assert (tmp_path / "learnt" / "current.json").is_file()
