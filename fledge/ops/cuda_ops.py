@@ -22,7 +22,6 @@ from fledge.kernels.attention.paged import PagedKV, causal_attend
 from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
 from fledge.kernels.attention.rope_cache import rope_cache
 from fledge.kernels.linear.dispatch import linear
-from fledge.kernels.linear.fixed_order import fixed_order_linear, fixed_order_norm
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
@@ -44,7 +43,9 @@ class CudaOps(Ops):
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
-    def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
+    def linear(
+        self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, in_place: bool = False, **surroundings: Any
+    ) -> Tensor:
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:

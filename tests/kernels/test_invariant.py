@@ -10,45 +10,11 @@ import torch
 
 from fledge.kernels.attention import invariant_attention as attention_module
 from fledge.kernels.attention.invariant_attention import invariant_attention_reference, invariant_attention_triton
-from fledge.kernels.linear.tiled import FEW, MANY, tiled_linear
-from fledge.kernels.quantization import dequantize
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
 from tests.kernels.test_decode_attention import scattered_cache
-from tests.kernels.test_linear_dispatch import plain
-from tests.kernels.test_quantized_linear import FORMATS, quantized
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 ATTENTION = ["reference", pytest.param("triton", marks=runs_triton)]
-
-
-def some_weight(kind: str, outputs: int, size: int, dtype: torch.dtype, device: str):
-    if kind == "plain":
-        return (torch.randn(outputs, size, device=device) / size**0.5).to(dtype)
-    return quantized(outputs, size, kind, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["plain", *FORMATS])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tile", [FEW, MANY], ids=["few", "many"])
-def test_rows_of_a_linear_do_not_depend_on_their_number(kind, gated, tile, dtype):
-    device, size, outputs, rows = device_of_kernels(), 160, 24, 40
-    x = torch.randn(rows, size, device=device).to(dtype)
-    weight = some_weight(kind, outputs * (2 if gated else 1), size, dtype, device)
-    bias = torch.randn(outputs * (2 if gated else 1), device=device).to(dtype)
-    residual = torch.randn(rows, outputs, device=device).to(dtype)
-    together = tiled_linear(x, weight, bias, gated=gated, residual_MO=residual, tile=tile)
-    if dtype == torch.float32:
-        exact = weight if kind == "plain" else dequantize(weight)
-        torch.testing.assert_close(together, plain(x, exact, bias, None, gated, residual), atol=1e-4, rtol=1e-4)
-    for first, last in ((0, 1), (39, 40), (3, 8), (20, 37)):
-        some = (x[first:last].contiguous(), weight, bias)
-        for other in (tile,) if INTERPRETED else (FEW, MANY):
-            apart = tiled_linear(*some, gated=gated, residual_MO=residual[first:last].contiguous(), tile=other)
-            assert torch.equal(apart, together[first:last])
-
-
-test_rows_of_a_linear_do_not_depend_on_their_number.pytestmark += runs_triton
 
 
 @pytest.mark.parametrize("kernel", ATTENTION)
