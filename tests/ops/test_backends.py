@@ -173,12 +173,17 @@ def blocks_of(setup: Setup, counts: list[int]) -> AttentionMetadata:
 
 
 @pytest.mark.parametrize("ops", [CudaOps, DeterministicOps])
-@pytest.mark.parametrize("form", ["prefill", "cached prefill", "chunk"])
+@pytest.mark.parametrize("form", ["packed", "prefill", "cached prefill", "chunk"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_prompts(name, form, ops):
     if ops is DeterministicOps and name not in TARGETS:
         pytest.skip("a target's alone")
-    starts, counts = {"prefill": ([0, 0], [9, 20]), "cached prefill": ([16, 24], [13, 5]), "chunk": ([32, 0], [24, 0])}[form]
+    starts, counts = {
+        "packed": ([0, 17], [9, 20]),
+        "prefill": ([0, 0], [9, 20]),
+        "cached prefill": ([16, 24], [13, 5]),
+        "chunk": ([32, 0], [24, 0]),
+    }[form]
     setup = Setup(name, starts, ops)
     num_tokens = sum(counts)
     x = torch.randn(num_tokens + (form != "chunk"), 32, device=setup.device)  # and one that belongs to no prompt
@@ -192,6 +197,8 @@ def test_prompts(name, form, ops):
         meta = AttentionMetadata.chunk(*where, setup.tensor(PAGES[0]), setup.tensor([56]))
     else:
         where = (setup.tensor([*positions, 0], torch.long), setup.tensor([*slots, -1], torch.long))
+        meta = AttentionMetadata.packed(*where, setup.tensor(PAGES), setup.tensor(starts), setup.tensor([0, 9, 29]))
+    if form == "prefill":
         meta = AttentionMetadata.prefill(*where, counts, setup.tensor([0, 9, 29]), 20)
     assert_near(setup.pass_over(x, meta, setup.ops)[:num_tokens], wanted)
     setup.assert_same_caches()
