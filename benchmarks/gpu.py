@@ -15,6 +15,8 @@ has stages of its own (`gpu_sizes.py`); those of the first form that need no tex
 Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rounds`:
   checks     captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
              ones, up to ties: where they part, the gap between the network's two best logits is shown
+  identity   `--identity-prompts` prompts, greedy and seeded: plain and speculative, alone, in a batch of 64, under changing
+             load, with prefix reuse and chunked; how many answers equal those of plain decoding alone (also with --shape)
   linears    one layer's linears by number of rows: both kernels against cuBLAS with elementwise kernels around it
   attention  one layer's attention by batch, context and number of new tokens
   plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
@@ -52,6 +54,7 @@ from pathlib import Path
 
 import torch
 from gpu_checks import against_network, partings
+from gpu_identity import compare
 from gpu_kernels import attention_times, left_out, linear_times
 from gpu_long import long_context
 from gpu_loop import closed_loop, force_depth, record_ahead
@@ -113,6 +116,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--option-names", default="", help="options to measure, by comma; empty: all")
     parser.add_argument("--option-requests", type=int, default=4, help="of each user in it")
     parser.add_argument("--option-depth", type=int, default=3, help="of its speculative runs")
+    parser.add_argument("--identity-prompts", type=int, default=80)
+    parser.add_argument("--identity-tokens", type=int, default=256)
     parser.add_argument("--step-depth", type=int, default=3, help="of the cycles of the stage `steps`")
     parser.add_argument("--no-cublas", dest="cublas", action="store_false", help="the stage `steps` without those on cuBLAS")
     parser.add_argument("--loop-users", type=numbers, default=[1, 16], help="those of the stage `loop`")
@@ -242,6 +247,11 @@ def checks(bench: Bench) -> dict[str, object]:
         found["sampled_answers_equal_plain"] = f"{sum(same)} of {len(same)}"
     show("checks", found)
     return found
+
+
+def identity(bench: Bench) -> dict[str, object]:
+    print("\n== identity: answers equal to those of plain decoding alone")
+    return compare(bench.decoder, bench.drafter, bench.prompts, bench.args, bench.device, None if bench.capture else False)
 
 
 # kernels alone
@@ -445,10 +455,8 @@ def offline(bench: Bench) -> dict[str, object]:
     return found
 
 
-STAGES = {
-    stage.__name__: stage
-    for stage in (checks, plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
-}
+SPEEDS = (plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
+STAGES = {stage.__name__: stage for stage in (checks, identity, *SPEEDS)}
 
 
 def measure_shapes(args: argparse.Namespace, write: Callable[..., None]) -> None:
@@ -466,7 +474,7 @@ def measure_shapes(args: argparse.Namespace, write: Callable[..., None]) -> None
             if stage in SHAPE_STAGES:
                 shape.results[stage] = SHAPE_STAGES[stage](shape)
             else:
-                prompts = random_prompts(shape.config, 16, CONTEXT)
+                prompts = random_prompts(shape.config, 80, CONTEXT, least=CONTEXT if stage != "identity" else 8)
                 shape.results[stage] = STAGES[stage](Bench(args, shape.decoder, shape.drafter, prompts))
             print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
             gc.collect()

@@ -103,9 +103,12 @@ def _fill(network: nn.Module, device: torch.device | str, dtype: torch.dtype) ->
     network.eval()
 
 
-def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, config.vocab_size, (count, length), generator=generator).tolist()
+def random_prompts(config: ModelConfig, count: int, length: int, least: int | None = None) -> list[list[int]]:
+    """`least`: lengths vary from there to `length`; None: all have it."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, config.vocab_size, (count, length), generator=generator).tolist()
+    shortest = length if least is None else least
+    return [prompt[: shortest + (length - shortest) * index // count] for index, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True)

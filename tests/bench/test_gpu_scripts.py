@@ -48,6 +48,14 @@ def test_plain_and_speculative_speeds(bench) -> None:
     assert found["2, depth 3"]["step_us"] > 0
 
 
+def test_identity_of_answers(bench) -> None:
+    bench.args.identity_prompts, bench.args.identity_tokens = 3, 4
+    found = json.loads(json.dumps(sys.modules["gpu"].identity(bench)))
+    assert len(found["greedy"]) == len(found["seeded"]) == 9
+    assert all(pair["of"] == 3 for pair in found["greedy"].values())
+    assert found["greedy: all equal"]
+
+
 def test_options(bench) -> None:
     gpu, options = sys.modules["gpu"], importlib.import_module("gpu_options")
     found = json.loads(json.dumps(gpu.options(bench)))
