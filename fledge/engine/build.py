@@ -17,6 +17,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.config import ModelConfig
 from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
 from fledge.engine.admission import AdmissionPolicy
@@ -25,6 +26,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.fit import check_fits
 from fledge.engine.kv_pool import PagePool
 from fledge.errors import UserError
 from fledge.kernels import native
@@ -90,6 +92,7 @@ def build_engine(
     if isinstance(model, Decoder):
         name, decoder = "", model
         config = config.resolve(decoder.config)
+        network, coverage = _read_drafter(speculation, name, decoder.config, config)
     else:
         name, found = model, sources.find(model)
         if found.is_file() and is_eager and keeps_blocks(config):
@@ -102,16 +105,22 @@ def build_engine(
             file = GgufFile(found)
             tokenizer = tokenizer or GgufTokenizer(file)
             config = replace(config, quantization="gguf").resolve(gguf.read_config(file))
+            network, coverage = _read_drafter(speculation, name, gguf.read_config(file), config)
             decoder = gguf.load_decoder(file)
         else:
             folder = sources.resolve(model)
             tokenizer = tokenizer or Tokenizer(folder)
-            config = config.resolve(load_config(folder))
+            shape = load_config(folder)
+            config = config.resolve(shape)
+            network, coverage = _read_drafter(speculation, name, shape, config)
+            check_fits(config, shape, network.config if isinstance(network, EagleDrafter) else None)
             # What was quantised in a file is found again only in exact weights.
             exact = is_cpu or config.quantization != "none"
             decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
     decoder = fit(decoder, config, pack=is_eager)
-    network, coverage = _load_network(speculation, name, decoder, config, pack=is_eager)
+    if isinstance(network, EagleDrafter):
+        decoder.check_taps(network.config.aux_layer_ids)
+        network = fit(network, config, pack=is_eager).share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
     config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
     pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
@@ -161,24 +170,25 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
     return network
 
 
-def _load_network(
-    speculation: Speculation, model: str, decoder: Decoder, config: EngineConfig, *, pack: bool
+def _read_drafter(
+    speculation: Speculation, name: str, target: ModelConfig, config: EngineConfig
 ) -> tuple[EagleDrafter | str | None, float | None]:
-    """The drafter's network on its device, `ngram`, or None; and the recorded coverage of its vocabulary."""
+    """The drafter's network as its file has it, `ngram`, or None; and the recorded coverage of its vocabulary.
+
+    Before the target is loaded: what is wrong with a drafter is told at once, and its size counts too.
+    """
     if config.deterministic and speculation.tree is not None:
         raise UserError(
             "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
             "in another order; leave out --tree"
         )
-    found = speculation.resolve_drafter(model)
+    found = speculation.resolve_drafter(name)
     if found == "ngram" and speculation.tree is not None:
         raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
         return found, None
-    network = found if isinstance(found, EagleDrafter) else load_drafter(found, decoder.config, dtype=None)
-    decoder.check_taps(network.config.aux_layer_ids)
-    coverage = recorded_coverage(found) if isinstance(found, Path) else None
-    return fit(network, config, pack=pack).share(decoder.embed_tokens, decoder.lm_head), coverage
+    network = found if isinstance(found, EagleDrafter) else load_drafter(found, target, dtype=None)
+    return network, recorded_coverage(found) if isinstance(found, Path) else None
 
 
 def _drafter(
