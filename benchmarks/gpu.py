@@ -25,7 +25,7 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   guard      what it costs to look at drafts for the drift guard, sixteen times as often as a server does
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
-  modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
+  modes      int8 and int4 against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
   options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users who each ask
              for another option; cycle times of every drafting method
@@ -153,7 +153,6 @@ class Bench:
     drafter: EagleDrafter | None
     prompts: list[list[int]]
     results: dict[str, object] = field(default_factory=dict)
-    deterministic: bool = False
     device: str = DEVICE
     capture: bool = True  # False: the captured executor's functions without graphs, on any device
 
@@ -165,7 +164,6 @@ class Bench:
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
             kv_cache_tokens=rows * (self.args.max_model_len + DEVICE_PAGE_SIZE if rows <= 256 else 768),
-            deterministic=self.deterministic,
             prefix_caching=False,  # the prompts come again in every run
         )
         return config.resolve(self.decoder.config)

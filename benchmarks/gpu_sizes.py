@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from gpu_kernels import event_time
@@ -40,7 +39,7 @@ from fledge.engine.executors.batch_state import GREEDY, NewRows, RowInit
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.memory import memory_plan
-from fledge.kernels.linear import dispatch, head
+from fledge.kernels.linear import dispatch
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -144,13 +143,8 @@ def tokens_for(depth: int, steps: int) -> int:
 
 @contextmanager
 def on_cublas() -> Iterator[None]:
-    """Every linear as a product of cuBLAS between elementwise kernels."""
-    if hasattr(dispatch, "force"):
-        with dispatch.force("cublas"):
-            yield
-        return
-    rules, logits = (dispatch.Rule("cublas", dispatch.PLAIN),), (dispatch.Rule("logits"),)
-    with patch.object(dispatch, "TABLE", rules), patch.object(head, "HEAD_TABLE", logits):
+    """All linears of plain weights on cuBLAS."""
+    with dispatch.forced("cublas"):
         yield
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fledge.kernels.linear.head import head_choice
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import tiled_head
-from fledge.kernels.rms_norm import add_rms_norm_triton
-from fledge.kernels.linear.reference import Norm
 from fledge.kernels.quantization import dequantize, quantize
+from fledge.kernels.rms_norm import add_rms_norm_triton
 from fledge.kernels.sample import (
     Cuts,
     Draws,
