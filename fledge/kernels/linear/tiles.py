@@ -196,7 +196,6 @@ def finish(
         residual_MO if residual_MO is not None else out,
         scale_M if scale_M is not None else parts_SMO,
         out,
-        num_rows,
         OUTPUTS=outputs,
         SLICES=slices,
         HAS_BIAS=bias_O is not None,
@@ -439,7 +438,6 @@ def _finish(
     residual_ptr,
     scale_ptr,
     out_ptr,
-    num_rows,
     OUTPUTS: tl.constexpr,
     SLICES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -461,7 +459,7 @@ def _finish(
     if HOLD:
         let_next_start(PDL)
     part = parts_ptr + row * WEIGHT_ROWS + column
-    stride = num_rows.to(tl.int64) * WEIGHT_ROWS
+    stride = tl.num_programs(0).to(tl.int64) * WEIGHT_ROWS
     total = tl.load(part, mask=inside, other=0.0)
     for i in tl.static_range(1, SLICES):
         total += tl.load(part + i * stride, mask=inside, other=0.0)
