@@ -1,10 +1,22 @@
 """The engine on a GPU: is it right, how fast is it, and where do the microseconds go.
 
     python benchmarks/gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json results.json
+    python benchmarks/gpu.py --shape 1.5b,8b --vllm-site FOLDER --json results.json
+
+The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b) with random weights on the device, and
+has stages of its own (`gpu_sizes.py`); those of the first form that need no text can be named too:
+  steps      plain steps and cycles by rows, beside the same on cuBLAS and the least time that the device could take
+  prefill    16 prompts of 1,900 tokens: tokens/s
+  loop       closed loop of plain decoding
+  vllm       the same of vLLM with dummy weights; `--vllm-site`: the folder it was unpacked to
+  start      from a new process to a ready engine, with and without compiled kernels
+  fit        whether it starts with default settings in `--memory-gib`
 
 Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rounds`:
   checks     captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
              ones, up to ties: where they part, the gap between the network's two best logits is shown
+  identity   `--identity-prompts` prompts, greedy and seeded: plain and speculative, alone, in a batch of 64, under changing
+             load, with prefix reuse and chunked; how many answers equal those of plain decoding alone (also with --shape)
   linears    one layer's linears by number of rows: both kernels against cuBLAS with elementwise kernels around it
   attention  one layer's attention by batch, context and number of new tokens
   plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
@@ -13,7 +25,7 @@ Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rou
   guard      what it costs to look at drafts for the drift guard, sixteen times as often as a server does
   settings   step times with one setting changed: the linears' limits, kernels that overlap or not
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
-  modes      int8, int4 and the deterministic mode against bf16: speed, agreement, answers that do not depend on the batch
+  modes      int8 and int4 against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
   options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users who each ask
              for another option; cycle times of every drafting method
@@ -31,21 +43,26 @@ all runs do the same work, unless `--honour-stops` is given.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from gpu_checks import against_network, partings
+from gpu_identity import compare
 from gpu_kernels import attention_times, left_out, linear_times
 from gpu_long import long_context
 from gpu_loop import closed_loop, force_depth, record_ahead
 from gpu_modes import MODES, compare_modes
 from gpu_options import OPTION_USERS, options
+from gpu_shapes import SHAPES, random_prompts
 from gpu_show import show, shown
+from gpu_sizes import CONTEXT, SHAPE_STAGES, ShapeBench, print_table
 from gpu_steps import profile, step_time
 
 from fledge.bench.baselines import run_baseline
@@ -82,10 +99,11 @@ def numbers(text: str) -> list[int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--shape", default="", help=f"by comma: {', '.join(SHAPES)}; instead of a model and prompts")
+    parser.add_argument("--model", help="folder of the target")
     parser.add_argument("--drafter", help="folder of the drafter; without one, no speculation is measured")
-    parser.add_argument("--prompts", required=True, help="JSONL file")
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--prompts", help="JSONL file")
+    parser.add_argument("--stages", default="")
     parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16, 64, 256])
     parser.add_argument("--depths", type=numbers, default=[2, 3, 4, 5, 7])
     parser.add_argument("--tokens", type=int, default=256)
@@ -98,7 +116,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--option-names", default="", help="options to measure, by comma; empty: all")
     parser.add_argument("--option-requests", type=int, default=4, help="of each user in it")
     parser.add_argument("--option-depth", type=int, default=3, help="of its speculative runs")
-    parser.add_argument("--vllm-path", default="", help="folder to import vLLM from")
+    parser.add_argument("--identity-prompts", type=int, default=80)
+    parser.add_argument("--identity-tokens", type=int, default=256)
+    parser.add_argument("--step-depth", type=int, default=3, help="of the cycles of the stage `steps`")
+    parser.add_argument("--no-cublas", dest="cublas", action="store_false", help="the stage `steps` without those on cuBLAS")
+    parser.add_argument("--loop-users", type=numbers, default=[1, 16], help="those of the stage `loop`")
+    parser.add_argument("--memory-gib", type=float, default=0, help="of the stage `fit`; 0: all of the device's")
+    parser.add_argument("--vllm-path", "--vllm-site", dest="vllm_path", default="", help="folder to import vLLM from")
+    parser.add_argument("--vllm-memory", type=float, default=0.9, help="share of the device's memory, with --shape")
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
     parser.add_argument("--vllm-seconds", type=float, default=3600, help="what it has measured until then counts")
@@ -109,8 +134,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
-    if unknown := [stage for stage in args.stages.split(",") if stage not in STAGES]:
-        parser.error(f"there is no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
+    stages = SHAPE_STAGES | STAGES if args.shape else STAGES
+    usual = f"steps,prefill,loop{',vllm' * bool(args.vllm_path)}" if args.shape else ",".join(STAGES)
+    args.stages = args.stages or usual
+    if unknown := [stage for stage in args.stages.split(",") if stage not in stages]:
+        parser.error(f"there is no stage {unknown[0]!r}; there are {', '.join(stages)}")
+    if unknown := [shape for shape in args.shape.split(",") if args.shape and shape not in SHAPES]:
+        parser.error(f"there is no shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
+    if not args.shape and not (args.model and args.prompts):
+        parser.error("give --model and --prompts, or --shape")
     return args
 
 
@@ -121,7 +153,6 @@ class Bench:
     drafter: EagleDrafter | None
     prompts: list[list[int]]
     results: dict[str, object] = field(default_factory=dict)
-    deterministic: bool = False
     device: str = DEVICE
     capture: bool = True  # False: the captured executor's functions without graphs, on any device
 
@@ -133,7 +164,6 @@ class Bench:
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
             kv_cache_tokens=rows * (self.args.max_model_len + DEVICE_PAGE_SIZE if rows <= 256 else 768),
-            deterministic=self.deterministic,
             prefix_caching=False,  # the prompts come again in every run
         )
         return config.resolve(self.decoder.config)
@@ -215,6 +245,11 @@ def checks(bench: Bench) -> dict[str, object]:
         found["sampled_answers_equal_plain"] = f"{sum(same)} of {len(same)}"
     show("checks", found)
     return found
+
+
+def identity(bench: Bench) -> dict[str, object]:
+    print("\n== identity: answers equal to those of plain decoding alone")
+    return compare(bench.decoder, bench.drafter, bench.prompts, bench.args, bench.device, None if bench.capture else False)
 
 
 # kernels alone
@@ -418,18 +453,36 @@ def offline(bench: Bench) -> dict[str, object]:
     return found
 
 
-STAGES = {
-    stage.__name__: stage
-    for stage in (checks, plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
-}
+SPEEDS = (plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
+STAGES = {stage.__name__: stage for stage in (checks, identity, *SPEEDS)}
 
 
-def main() -> None:
-    args = arguments()
-    triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
-    if args.shared_memory is not None:
-        triton_support.share_memory(args.shared_memory)
-    torch.cuda.set_device(0)
+def measure_shapes(args: argparse.Namespace, write: Callable[..., None]) -> None:
+    """All stages of one shape, then those of the next."""
+    began, results = time.perf_counter(), {}
+    for name in args.shape.split(","):
+        shape = ShapeBench(name, SHAPES[name], args)
+        results[name] = shape.results
+        for stage in args.stages.split(","):
+            print(f"\n== {name}: {stage}", flush=True)
+            started = time.perf_counter()
+            if started - began > args.seconds:
+                print("   left out: the time is over")
+                continue
+            if stage in SHAPE_STAGES:
+                shape.results[stage] = SHAPE_STAGES[stage](shape)
+            else:
+                prompts = random_prompts(shape.config, 80, CONTEXT, least=CONTEXT if stage != "identity" else 8)
+                shape.results[stage] = STAGES[stage](Bench(args, shape.decoder, shape.drafter, prompts))
+            print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            write({"shapes": results})
+        print_table(shape.results)
+        shape.free()
+
+
+def measure_model(args: argparse.Namespace, write: Callable[..., None]) -> None:
     began = time.perf_counter()
     bench = load(args)
     for stage in args.stages.split(","):
@@ -440,9 +493,23 @@ def main() -> None:
         bench.results[stage] = STAGES[stage](bench)
         print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
         torch.cuda.empty_cache()
+        write({"tokens": args.tokens, **bench.results}, bench.prompts)
+
+
+def main() -> None:
+    args = arguments()
+    triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
+    if args.shared_memory is not None:
+        triton_support.share_memory(args.shared_memory)
+    torch.cuda.set_device(0)
+
+    def write(results: Mapping[str, object], prompts: Sequence[object] = ()) -> None:
+        """After every stage: a run that is cut short has said what it knew."""
         if args.json:
-            origin = provenance(bench.prompts) | ({"commit": args.commit} if args.commit else {})
-            write_json(args.json, {"provenance": origin, "tokens": args.tokens, **bench.results})
+            origin = provenance(prompts) | ({"commit": args.commit} if args.commit else {})
+            write_json(args.json, {"provenance": origin, **results})
+
+    (measure_shapes if args.shape else measure_model)(args, write)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import torch
 from fledge.config import ModelConfig
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch, Verified
 from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
-from fledge.kernels.linear.cublas import cublas_linear
-from fledge.kernels.linear.dispatch import run_kernel
+from fledge.kernels.linear.dispatch import forced, linear
 from fledge.kernels.sample import Choice
 from fledge.models.decoder import Decoder
 from fledge.models.layers import MLP, Rotary
@@ -22,6 +21,16 @@ from fledge.ops.base import Ops
 from fledge.ops.cuda_ops import CudaOps
 
 DEVICE = "cuda"
+
+
+def under(kernel: str) -> Callable:
+    """`linear` on one kernel."""
+
+    def run(*arguments: object, **options: object) -> torch.Tensor:
+        with forced(kernel):
+            return linear(*arguments, **options)
+
+    return run
 
 
 def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
@@ -42,9 +51,7 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
             "norm+gate_up": lambda layer, run, x=x: run(x, layer.mlp.gate_up_proj.weight, norm=norm, gated=True),
             "down+residual": lambda layer, run, x=x, y=inner: run(y, layer.mlp.down_proj.weight, residual_MO=x),
         }
-        kernels = [kernel for kernel, most in (("register_mma", 128), ("gemv", 4), ("shared_mma", 64)) if rows <= most]
-        ways: dict[str, Callable] = {kernel: run_kernel(kernel, layer.mlp.down_proj.weight) for kernel in kernels}
-        ways["cublas"] = cublas_linear
+        ways: dict[str, Callable] = {"chosen": linear, "tiles": under("tiles"), "cublas": under("cublas")}
         for name, kind in kinds.items():
             found[f"{name}, {rows} rows"] = {way: graph_time(partial(kind, layer, run)) for way, run in ways.items()}
 

@@ -1,4 +1,4 @@
-"""Quantised targets and the deterministic mode against bf16: for `gpu.py`."""
+"""Quantised targets against bf16: for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from gpu_kernels import DEVICE, graph_time
 
 from fledge.kernels.linear.dispatch import linear
-from fledge.kernels.linear.tiled import tiled_linear
 from fledge.kernels.quantization import QuantizedLinear, quantize_linears
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.ops.cuda_ops import weight_of
 
-# name: quantisation, deterministic
-MODES = {"bf16": ("none", False), "int8": ("int8", False), "int4": ("int4", False), "deterministic": ("none", True)}
+MODES = {"bf16": "none", "int8": "int8", "int4": "int4"}  # quantisation by name
 CONCURRENCY = (1, 4, 16, 64)
 DEPTH = 3
 CHECKED_PROMPTS, CHECKED_TOKENS = 16, 128
@@ -38,8 +36,8 @@ def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
         raise SystemExit(f"--modes {', '.join(unknown)}: there are {', '.join(MODES)}")
     reference = said(bench)
     for name in bench.args.modes.split(","):
-        quantization, deterministic = MODES[name]
-        other = replace(bench, decoder=quantized(bench.decoder, quantization), deterministic=deterministic)
+        quantization = MODES[name]
+        other = replace(bench, decoder=quantized(bench.decoder, quantization))
         figures: dict[str, object] = {"weight_bytes": read_bytes(other.decoder)}
         counts = [count for count in CONCURRENCY if count <= max(bench.args.concurrency)]
         plain, drafting = other.engine(max(counts)), other.engine(max(counts), speculate=True) if bench.drafter else None
@@ -48,9 +46,8 @@ def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
                 if engine is not None:
                     figures[f"{count}, {label}"] = shown(f"{name}, {count}, {label}", speed(other, engine, count, depth))
         del plain, drafting
-        if deterministic:
-            figures["same_answers"] = shown(name, same_answers(other))
-        elif quantization != "none":
+        figures["same_answers"] = shown(name, same_answers(other))
+        if quantization != "none":
             figures["agreement"] = shown(name, agreement(other.decoder, bench, reference))
         found[name] = figures
         torch.cuda.empty_cache()
@@ -74,7 +71,7 @@ def said(bench, rows: int = 8, depth: int = 0, prompts: list[list[int]] | None =
 
 
 def same_answers(bench) -> dict[str, str]:
-    """Of the deterministic mode, which must give all of them."""
+    """Answers that do not depend on the batch or on speculation: all of them must."""
     prompts = bench.some_prompts(CHECKED_PROMPTS)
     wanted = said(bench)
     others = {
@@ -106,22 +103,18 @@ def agreement(decoder: Decoder, bench, reference: list[list[int]]) -> dict[str, 
 
 
 def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
-    """Microseconds in a chain of all layers' gates, as in a step; the deterministic mode's without its norm."""
+    """Microseconds in a chain of all layers' gates, as in a step."""
     int8, int4 = (quantized(decoder, name) for name in ("int8", "int4"))
     found = {}
     for rows in (1, 4, 16, 64):
         x = torch.randn(rows, decoder.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
 
-        def run(network: Decoder, kind: str, x: torch.Tensor = x) -> None:
+        def run(network: Decoder, x: torch.Tensor = x) -> None:
             for layer in network.layers:
-                module, norm = layer.mlp.gate_up_proj, layer.post_attention_layernorm
-                if kind == "tiled":
-                    tiled_linear(x, module.weight, gated=True)
-                else:
-                    linear(x, weight_of(module), norm=norm, gated=True)
+                linear(x, weight_of(layer.mlp.gate_up_proj), norm=layer.post_attention_layernorm, gated=True)
 
-        ways = {"bf16": (decoder, "bf16"), "int8": (int8, ""), "int4": (int4, ""), "deterministic": (decoder, "tiled")}
+        ways = {"bf16": decoder, "int8": int8, "int4": int4}
         found[f"norm+gate_up of all layers, {rows} rows"] = {
-            name: graph_time(partial(run, *way), 1) for name, way in ways.items()
+            name: graph_time(partial(run, network), 1) for name, network in ways.items()
         }
     return found

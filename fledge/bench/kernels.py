@@ -30,11 +30,11 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
     }
     shapes = []
     for name, linear in linears.items():
-        format, group_size = "plain", None
+        format, group_size = "plain", 1
         if quantization in BITS:
             format, group_size = f"int{BITS[quantization][name == 'lm_head']}", GROUP_SIZE
         gated = name == "gate_up_proj"
-        shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size, name == "lm_head"))
+        shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size))
     return shapes
 
 
@@ -42,10 +42,8 @@ def kernel_table(config: ModelConfig, engine: EngineConfig, rows: Sequence[int] 
     device = torch.device(engine.device)
     title = f"kernels of the linears on {device}, {engine.dtype}"
     shown = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("linear", "K", "N", "format", *(f"{count} rows" for count in rows)):
+    for heading in ("linear", "K", "N", "format", "slices", *(f"{count} rows" for count in rows)):
         shown.add_column(heading)
     for line in table(device, linear_shapes(config, engine.quantization), engine.activation_dtype, rows):
-        if engine.deterministic and device.type != "cpu":
-            line |= dict.fromkeys((f"{count} rows" for count in rows), "tiled")  # whatever the number of rows
         shown.add_row(*map(str, line.values()))
     return shown

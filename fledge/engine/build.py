@@ -29,6 +29,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.fit import check_fits
 from fledge.engine.kv_pool import PagePool
 from fledge.engine.resident import give_back_code, give_back_heap
 from fledge.errors import UserError
@@ -110,6 +111,7 @@ def build_engine(
         config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if is_cpu and not is_eager:
         config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
+    is_checked = True
     if isinstance(model, Decoder):
         name, target, load = "", model.config, partial(_given, model)
         config = config.resolve(target)
@@ -127,6 +129,7 @@ def build_engine(
             file.forget_lists()
             config = replace(config, quantization="gguf").resolve(target)
             load = partial(gguf.load_decoder, file)
+            is_checked = False  # mapped: what does not fit is read from the file again
         else:
             folder = sources.resolve(model)
             tokenizer, target = tokenizer or Tokenizer(folder), load_config(folder)
@@ -137,6 +140,8 @@ def build_engine(
             load = partial(load_decoder, folder, *place)
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
+    if name and is_checked:
+        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None)
     decoder = fit(load(), config, pack=is_eager)
     if isinstance(network, EagleDrafter):
         decoder.check_taps(network.config.aux_layer_ids)
@@ -206,7 +211,7 @@ def _load_network(
             "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
             "in another order; leave out --tree"
         )
-    found = speculation.resolve_drafter(model)
+    found = speculation.resolve_drafter(name)
     if found == "ngram" and speculation.tree is not None:
         raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
 
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.devices import resolve_device
+from fledge.engine.fit import Needs, check_longest, memory_left
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.formats import kv_cache
 from fledge.kernels.linear.packed import packing_supported
 from fledge.kernels.quantization import check_name
-
-# Of the memory that is free when the weights are loaded: the rest is for graphs and libraries.
-CACHE_SHARE = 0.85
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,6 +37,7 @@ class EngineConfig:
     max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
     kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU the activations' type alone
+    gpu_memory_utilization: float = 0.0  # share of the GPU's memory for all of the engine; 0: what is free, less some
     page_size: int = 16
     prefix_caching: bool = True  # texts that begin alike share pages
     deterministic: bool = False  # answers that do not depend on the batch, on how prompts are cut, or on speculation
@@ -64,6 +61,10 @@ class EngineConfig:
                 f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
                 "install one, or leave it out"
             )
+        if not 0 <= self.gpu_memory_utilization <= 1:
+            raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {self.gpu_memory_utilization}")
+        if self.gpu_memory_utilization and kind == "cpu":
+            raise UserError("--gpu-memory-utilization needs a GPU; on CPU give --kv-cache-tokens")
         longest = self.max_model_len or model.max_positions
         if longest > model.max_positions:
             raise UserError(
@@ -125,26 +126,10 @@ class EngineConfig:
         return kv_cache.KV_DTYPES[self.kv_cache_dtype]
 
     def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
-        shapes = [(model.num_layers, model.num_kv_heads, model.head_dim)]
-        if drafter is not None:
-            shapes.append((drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
-        per_token = sum(PagedKV.bytes_per_token(*shape, self.kv_dtype) for shape in shapes)
+        needs, memory = Needs.of(self, model, drafter), memory_left(self)
         if torch.device(self.device).type == "cpu":
-            # Untouched pages cost nothing: the memory is taken from the system as it is first written.
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+            cache = memory // 4  # untouched pages cost nothing: the memory is taken from the system as it is first written
         else:
-            memory = int(torch.cuda.mem_get_info(self.device)[0] * CACHE_SHARE) - self._step_bytes(model)
-            memory -= self.reserved_bytes
-        tokens = min(self.max_num_seqs * self.max_model_len, max(memory, 0) // per_token)
-        if tokens < self.max_model_len:
-            raise UserError(
-                f"a request of {self.max_model_len} tokens needs {self.max_model_len * per_token / 2**30:.1f} GiB of cache "
-                f"and {max(memory, 0) / 2**30:.1f} GiB are left; lower --max-model-len to {tokens} or less"
-            )
-        return tokens
-
-    def _step_bytes(self, model: ModelConfig) -> int:
-        """What a step works with beside weights and cache: activations of a prefill, and logits of the largest batch."""
-        activations = 50 * model.hidden_size * self.max_batched_tokens
-        logits = 4 * model.vocab_size * min(8 * self.max_num_seqs, 1024)
-        return activations + logits
+            cache = needs.cache_bytes(memory, is_share=bool(self.gpu_memory_utilization)) - self.reserved_bytes
+        check_longest(self, needs, cache)
+        return min(self.max_num_seqs * self.max_model_len, cache // needs.cache_per_token)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.linear.fixed_order import rows_apart
 from fledge.kernels.native_layers import NativeBatch, NativeDrafter, NativeLayer, NativeLayers
 from fledge.ops.base import DrafterModule, LayerModule, NetworkModule, NormModule
 from fledge.ops.torch_ops import TorchOps
@@ -20,10 +19,8 @@ from fledge.ops.torch_ops import TorchOps
 class CpuOps(TorchOps):
     """Of one network. A layer changes the residual stream in place; a row never depends on the others."""
 
-    def __init__(self, network: NetworkModule, cache: PagedKV, *, deterministic: bool = False) -> None:
-        """`deterministic`: linears outside of layers that are not packed (a head with weights past fp16) go row by row."""
+    def __init__(self, network: NetworkModule, cache: PagedKV) -> None:
         super().__init__(cache, network.rotary)
-        self.deterministic = deterministic
         native_layers = [
             NativeLayer(
                 layer.self_attn,
@@ -73,9 +70,14 @@ class CpuOps(TorchOps):
         return self.drafter(network).step(self.batch(meta), tokens_N, h_ND)
 
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
-        if self.deterministic and getattr(module, "native", None) is None:
-            return rows_apart(module, x, **surroundings)
+        if getattr(module, "native", None) is None:  # a head with weights past fp16: torch sums rows by their number
+            return torch.cat([self._row(module, x, i, **surroundings) for i in range(len(x))]) if len(x) else x
         return super().linear(module, x, **surroundings)
+
+    def _row(self, module: nn.Module, x: Tensor, index: int, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
+        # A copy: where a row lies in memory may matter too.
+        row = residual if residual is None else residual[index : index + 1]
+        return super().linear(module, x[index : index + 1].clone(), residual=row, **surroundings)
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return native.rms_norm(x_ND, module.weight, module.eps)

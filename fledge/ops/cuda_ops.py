@@ -5,9 +5,7 @@ On CPU tensors the kernels are their torch references, so that tests can run a c
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,24 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.attention.decode_attention import decode_attention
-from fledge.kernels.attention.invariant_attention import invariant_attention
 from fledge.kernels.attention.kv_store import store_kv
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata, Form, given
-from fledge.kernels.attention.paged import PagedKV, causal_attend
+from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.attention.prefill_attention import prefill_attention
 from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
 from fledge.kernels.attention.rope_cache import rope_cache
 from fledge.kernels.linear.dispatch import linear
-from fledge.kernels.linear.fixed_order import fixed_order_linear, fixed_order_norm
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.sample import Choice, choose
+from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
-
-# Few blocks of cached-prefix prefill split their keys to fill the device: two numbers of splits, for two kernels.
-FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
 
 
 class CudaOps(Ops):
@@ -44,11 +38,15 @@ class CudaOps(Ops):
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
-    def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
+    def linear(
+        self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, in_place: bool = False, **surroundings: Any
+    ) -> Tensor:
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         assert meta is not None
+        if meta.form is Form.HOST:
+            meta = meta.as_packed(self.cache.page_size)
         if meta.form is Form.DECODE:
             return rope_attention(
                 qkv_NX,
@@ -63,8 +61,7 @@ class CudaOps(Ops):
                 arrivals=self.arrivals,
             )
         heads = self._store_rotated(module, qkv_NX, meta)
-        q, k, v = heads.split([module.num_heads, module.num_kv_heads, module.num_kv_heads], 1)
-        return self._attend_stored(module, q, k, v, meta).flatten(-2)
+        return self._attend_stored(module, heads[:, : module.num_heads], meta).flatten(-2)
 
     def attend(
         self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
@@ -72,7 +69,7 @@ class CudaOps(Ops):
         assert meta is not None
         _, slots = meta.tokens(len(q_NHE), self.cache.page_size)
         store_kv(k_NKE, v_NKE, slots, *self._cache_of(module))
-        return self._attend_stored(module, q_NHE, k_NKE, v_NKE, meta)
+        return self._attend_stored(module, q_NHE, meta)
 
     def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
         assert meta is not None
@@ -110,20 +107,16 @@ class CudaOps(Ops):
         rope_cache(qkv_NX, self.rope_table, positions, slots, *self._cache_of(module), head_norms(module))
         return qkv_NX.view(len(qkv_NX), -1, module.head_dim)
 
-    def _attend_stored(
-        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata
-    ) -> Tensor:
+    def _attend_stored(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
         """[N, H, E]; the new keys are in the cache already."""
         if meta.form is Form.PREFILL:
-            return self._attend_prompts(module, q_NHE, k_NKE, v_NKE, meta)
-        if meta.form is Form.CACHED_PREFILL:
-            return self._attend_blocks(module, q_NHE, meta)
+            return self._attend_prompts(module, q_NHE, meta)
         positions, lengths, bits, tail = meta.positions_N, meta.lengths_B, meta.tail_bits_BT, meta.tail
         if meta.form is Form.DECODE:
             positions, _ = meta.tokens(len(q_NHE), self.cache.page_size)
             lengths, bits, tail = meta.chain_as_tree(len(q_NHE))
         else:
-            assert meta.form in (Form.TREE, Form.CHUNK), f"{meta.form} has no kernel here"
+            assert meta.form is Form.TREE, f"{meta.form} has no kernel here"
         batch = len(given(lengths))
         attended = decode_attention(
             q_NHE.unflatten(0, (batch, -1)),
@@ -138,78 +131,15 @@ class CudaOps(Ops):
         )
         return attended.flatten(0, 1)
 
-    def _attend_prompts(
-        self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata
-    ) -> Tensor:
-        if not attends_by_device_lengths(q_NHE):
-            lengths = [length for length in (*meta.prompt_lengths, len(q_NHE) - sum(meta.prompt_lengths)) if length]
-            return causal_attend(lengths)(module.layer, q_NHE, k_NKE, v_NKE, module.window)
-        attend = _varlen_attn()
-        assert attend is not None
-        reach = -1 if module.window is None else module.window - 1
-        bounds = (meta.offsets, meta.offsets, meta.longest, meta.longest)
-        return attend(q_NHE, k_NKE, v_NKE, *bounds, window_size=(reach, 0))
-
-    def _attend_blocks(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
-        lengths, places = given(meta.lengths_B), given(meta.places_N)
-        num_blocks = len(lengths)
-        q = q_NHE.new_zeros(num_blocks * BLOCK_TOKENS, *q_NHE.shape[1:]).index_copy_(0, places, q_NHE)
-        positions = None
-        if module.window is not None:
-            positions_N = given(meta.positions_N)
-            positions = positions_N.new_zeros(len(q)).index_copy_(0, places, positions_N)
-        attended = decode_attention(
-            q.view(num_blocks, BLOCK_TOKENS, *q.shape[1:]),
-            *self._cache_of(module),
-            given(meta.page_table_BP),
-            lengths,
-            self.cache.page_size,
-            positions_BT=None if positions is None else positions.view(num_blocks, -1),
-            window=module.window,
-            splits=FEW_BLOCKS_SPLITS if num_blocks <= FEW_BLOCKS else 1,
-        )
-        return attended.flatten(0, 1)[places]
-
-
-class DeterministicOps(CudaOps):
-    """For `--deterministic`: a row's numbers come from the same operations in the same order, whatever the number of rows.
-
-    What `CudaOps` chooses by size has one form here: linears are tiled (on CPU row by row), norms and rotations kernels of
-    their own, attention `invariant_attention` over the cache for all forms of prompts and chains. For a target alone: what a
-    drafter proposes is verified, and only the target's own tokens are said.
-    """
-
-    def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
-        return fixed_order_linear(module, x, **surroundings)
-
-    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
-        assert meta is not None
-        order = meta.in_fixed_order(len(qkv_NX), self.cache.page_size)
-        keys, values = self._cache_of(module)
-        rope_cache(qkv_NX, self.rope_table, order.positions_N, order.slots_N, keys, values, head_norms(module))
-        if order.places_N is not None:
-            num_places = len(order.starts_B) * order.longest
-            qkv_NX = qkv_NX.new_zeros(num_places, qkv_NX.shape[1]).index_copy_(0, order.places_N, qkv_NX)
-        out = invariant_attention(
-            qkv_NX,
-            keys,
-            values,
-            order.page_table,
-            order.starts_B,
-            order.counts_B,
-            order.page_size,
-            longest=order.longest,
-            reach=order.reach,
-            first_rows_B=order.first_rows_B,
-            window=module.window,
-        )
-        return out if order.places_N is None else out[order.places_N]
-
-    def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
-        return fixed_order_norm(x_ND, module)
-
-    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
-        return choose(self.linear(head, x_ND, norm=norm), *sampling, **options)
+    def _attend_prompts(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
+        pages, starts, places = given(meta.page_table_BP), given(meta.starts_B), meta.places_N
+        if places is not None:
+            num_places = len(starts) * BLOCK_TOKENS
+            q_NHE = q_NHE.new_zeros(num_places, *q_NHE.shape[1:]).index_copy_(0, places, q_NHE)
+        page_size = 1 if pages.dim() == 1 else self.cache.page_size
+        where = (pages, given(meta.offsets_C), starts, page_size)
+        attended = prefill_attention(q_NHE, *self._cache_of(module), *where, window=module.window)
+        return attended if places is None else attended[places]
 
 
 def weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
@@ -232,17 +162,4 @@ def head_norms(module: FusedAttentionModule) -> Norms | None:
 
 def attends_by_device_lengths(q: Tensor) -> bool:
     """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return fits and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn() is not None
-
-
-@cache
-def _varlen_attn() -> Callable[..., Any] | None:
-    """None where torch has none. Imported on first use: it brings torch's compiler, 2 s that a CPU need not wait for."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    # Newer releases ask for the word before heads may be grouped; older ones group without it.
-    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+    return use_triton(q)

@@ -10,17 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from fledge import sources
-from fledge.checkpoints.hf import load_config
 from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import build_engine
-from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import UserError
@@ -77,7 +74,7 @@ class Service:
             self.defaults = _generation_defaults(place) | self.defaults
         config = flags.engine_config
         if flags.gpu_memory_utilization is not None:
-            config = _with_gpu_share(config, flags.gpu_memory_utilization, sources.resolve(flags.model))
+            config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
         speculative = flags.speculative_config
         if flags.learn is not None:
             from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for
@@ -309,26 +306,3 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
     return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}
-
-
-def _with_gpu_share(config: EngineConfig, share: float, folder: Path) -> EngineConfig:
-    """vLLM's `--gpu-memory-utilization` as room in the cache: the share, less the weights and a gigabyte to work in."""
-    from dataclasses import replace
-
-    if not torch.cuda.is_available() or config.device == "cpu":
-        raise UserError("--gpu-memory-utilization needs a GPU; on CPU give --kv-cache-tokens")
-    if not 0 < share <= 1:
-        raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {share}")
-    model = load_config(folder)
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    total = torch.cuda.get_device_properties(0).total_memory
-    resolved = config.resolve(model)
-    # The drafter's layer lies beside the target's layers.
-    layers = model.num_layers + 1
-    per_token = PagedKV.bytes_per_token(layers, model.num_kv_heads, model.head_dim, resolved.kv_dtype)
-    tokens = int(total * share - weights - (1 << 30)) // per_token
-    if tokens < resolved.max_model_len:
-        raise UserError(
-            f"--gpu-memory-utilization {share} leaves room for {max(tokens, 0)} tokens; raise it or lower --max-model-len"
-        )
-    return replace(config, kv_cache_tokens=min(tokens, resolved.max_num_seqs * resolved.max_model_len))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_model_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -48,6 +48,14 @@ def test_plain_and_speculative_speeds(bench) -> None:
     assert found["2, depth 3"]["step_us"] > 0
 
 
+def test_identity_of_answers(bench) -> None:
+    bench.args.identity_prompts, bench.args.identity_tokens = 3, 4
+    found = json.loads(json.dumps(sys.modules["gpu"].identity(bench)))
+    assert len(found["greedy"]) == len(found["seeded"]) == 9
+    assert all(pair["of"] == 3 for pair in found["greedy"].values())
+    assert found["greedy: all equal"]
+
+
 def test_options(bench) -> None:
     gpu, options = sys.modules["gpu"], importlib.import_module("gpu_options")
     found = json.loads(json.dumps(gpu.options(bench)))
@@ -75,3 +83,105 @@ def test_mixed_options_are_sixteen_different_ones() -> None:
     settings = importlib.import_module("gpu_options").mixed_settings(128, 64)
     assert len(settings) == 16
     assert len({str(sorted(one.items(), key=str)) for one in settings}) == 16
+
+
+# models of a published shape
+
+
+@pytest.fixture
+def shape_bench(monkeypatch: pytest.MonkeyPatch):
+    sizes = importlib.import_module("gpu_sizes")
+    monkeypatch.setattr(sizes, "PREFILL_PROMPTS", 2)
+    monkeypatch.setattr(sizes, "PREFILL_LENGTH", 70)
+    monkeypatch.setattr(sizes, "LOOP_TOKENS", 6)
+    args = Namespace(
+        concurrency=[1, 2], step_depth=3, cublas=True, loop_users=[1, 2], rounds=1, vllm_depths=[3], no_vllm_plain=False,
+        vllm_path="", vllm_memory=0.9, vllm_seconds=60,
+    )  # fmt: skip
+    config = tiny_model_config("Qwen3ForCausalLM", num_layers=6, max_positions=2048)
+    return sizes.ShapeBench("tiny", config, args, device="cpu", capture=False)
+
+
+def test_steps_prefill_and_loop_of_a_shape(shape_bench, capsys) -> None:
+    sizes = sys.modules["gpu_sizes"]
+    for stage in ("steps", "prefill", "loop"):
+        shape_bench.results[stage] = sizes.SHAPE_STAGES[stage](shape_bench)
+    found = json.loads(json.dumps(shape_bench.results))
+    names = [f"{rows} rows, {what}" for rows in (1, 2) for what in ("plain", "depth 3")]
+    assert all(found["steps"][name][key] > 0 for name in names for key in ("us", "cublas_us", "least_us", "share"))
+    assert found["prefill"]["tokens_per_s"] > 0
+    assert list(found["loop"]) == ["1", "2"]
+    sizes.print_table(shape_bench.results)
+    assert "2 rows, depth 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "head_is_tied"),
+    [
+        ("135m", 0.135, True),
+        ("0.5b", 0.494, True),
+        ("1.5b", 1.544, True),
+        ("8b", 8.03, False),
+        ("14b", 14.77, False),
+        ("32b", 32.76, False),
+    ],
+)
+def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bool) -> None:
+    shapes = importlib.import_module("gpu_shapes")
+    config = shapes.SHAPES[name]
+    assert shapes.num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.004)
+    assert config.tie_embeddings == head_is_tied
+
+
+def test_random_networks_have_the_type_and_draft_vocabulary_asked_for() -> None:
+    shapes = importlib.import_module("gpu_shapes")
+    config = tiny_model_config("Qwen2ForCausalLM", num_layers=6, vocab_size=64_000, tie_embeddings=True)
+    decoder = shapes.random_decoder(config, "cpu")
+    drafter = shapes.random_drafter(shapes.drafter_config(config), "cpu")
+    assert {parameter.dtype for parameter in [*decoder.parameters(), *drafter.parameters()]} == {torch.bfloat16}
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    assert drafter.config.version == "3.1"
+    ids = drafter.target_ids(torch.arange(32_000))
+    assert ids.diff().min() > 0
+    assert ids.max() < 64_000
+
+
+FAKE_VLLM = """
+from collections import namedtuple
+__version__ = "0"
+Out, Text = namedtuple("Out", "request_id finished outputs"), namedtuple("Text", "token_ids")
+SamplingParams = lambda **options: options
+class LLM:
+    def __init__(self, model, **options):
+        assert options["load_format"] == "dummy"
+        self.llm_engine, self.running = self, {}
+    def add_request(self, name, prompt, params):
+        assert prompt["prompt_token_ids"]
+        self.running[name] = [0, params["max_tokens"]]
+    def step(self):
+        outs = []
+        for name, state in list(self.running.items()):
+            state[0] += 1
+            done = state[0] == state[1]
+            outs.append(Out(name, done, [Text([1] * state[0])]))
+            if done:
+                del self.running[name]
+        return outs
+"""
+
+
+def test_vllm_with_dummy_weights_is_measured_in_its_own_process(shape_bench, tmp_path: Path) -> None:
+    """The script's own loop, on an engine that stands in for vLLM's."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    shape_bench.args.vllm_path = str(tmp_path)
+    found = sys.modules["gpu_sizes"].vllm(shape_bench)
+    assert "problem" not in found
+    assert set(found["steps"]) == {f"{rows} rows, {what}" for rows in (1, 2) for what in ("plain", "depth 3")}
+    assert found["prefill"]["tokens_per_s"] > 0
+    assert set(found["loop"]) == {"1", "2"}
+
+
+def test_vllm_that_fails_is_a_problem_not_an_error(shape_bench, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise RuntimeError('no such kernel')")
+    shape_bench.args.vllm_path = str(tmp_path)
+    assert "no such kernel" in sys.modules["gpu_sizes"].vllm(shape_bench)["problem"]

@@ -19,7 +19,7 @@ def test_the_shapes_of_a_model():
         Shape("o_proj", 32, 32),
         Shape("gate_up_proj", 32, 128, gated=True),
         Shape("down_proj", 64, 32),
-        Shape("lm_head", 32, 128, is_head=True),
+        Shape("lm_head", 32, 128),
     ]
     formats = {shape.name: shape.format for shape in linear_shapes(config, "int4")}
     assert formats == dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "int4") | {"lm_head": "int8"}

@@ -30,7 +30,7 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    ("num_new", "heads", "head_dim", "page_size", "window", "share", "with_norms"),
+    ("num_new", "heads", "head_dim", "page_size", "window", "split", "with_norms"),
     [
         (1, (9, 3), 64, 128, None, 512, False),
         (4, (9, 3), 64, 16, None, 128, True),
@@ -40,8 +40,8 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
         (3, (2, 1), 8, 16, 70, 256, False),
     ],
 )
-def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, share, with_norms):
-    """Rows differ in how many of their new tokens count; one is empty, one begins its text; keys lie in shares."""
+def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, split, with_norms, monkeypatch):
+    """Rows differ in how many of their new tokens count; one is empty, one begins its text; keys lie in splits."""
     device = "cpu" if kernel == "reference" else device_of_kernels()
     starts, counts = [0, 70, 600, 330], [num_new, 0, 1, num_new]
     kv_lens = [start + num_new for start in starts]
@@ -69,8 +69,8 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, sha
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     run = rope_attention_reference if kernel == "reference" else rope_attention_triton
-    ways = [{}, {}, {"streamed": True}, {"form": FEW}] if kernel == "triton" else [{}]
-    ways = [way | ({"smallest_share": share} if kernel == "triton" else {}) for way in ways]
+    monkeypatch.setattr(module, "SPLIT", split)
+    ways = [{}, {}, {"streamed": True}, {"form": FEW}, {"programs": 1}, {"programs": 2}] if kernel == "triton" else [{}]
     for options in ways:  # a second time: the counts of arrived programs were left as they must be
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)

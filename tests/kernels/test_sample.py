@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels.linear.head import head_choice, head_choice_triton, quantized_head_choice_triton
+from fledge.kernels.linear.head import head_choice
 from fledge.kernels.linear.reference import Norm
+from fledge.kernels.linear.summation import Summation
+from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import dequantize, quantize
+from fledge.kernels.rms_norm import add_rms_norm_triton
 from fledge.kernels.sample import (
     Cuts,
     Draws,
@@ -190,6 +193,11 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
         assert tokens[row] == column_ids[scores.argmax()]
 
 
+def fused_head(x, norm, weight, ids):
+    """As `head_choice` runs few rows of a large vocabulary."""
+    return tiled_head(add_rms_norm_triton(x, None, norm.weight, norm.eps), weight, Summation(1, False, x.shape[1]), ids)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("rows", [1, 20])
@@ -199,7 +207,7 @@ def test_head_and_choice_together(kernel, mapped, rows):
     weight[140] = weight[20]  # a tie in every row
     norm = Norm(torch.randn(72, device=device), 1e-5)
     ids = torch.randperm(500)[:150].sort().values.to(device) if mapped else None
-    choice = head_choice(x, norm, weight, ids_V=ids) if kernel == "reference" else head_choice_triton(x, norm, weight, ids)
+    choice = head_choice(x, norm, weight, ids_V=ids) if kernel == "reference" else fused_head(x, norm, weight, ids)
     logits = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight) @ weight.t()
     column = torch.where(logits.argmax(-1) == 140, 20, logits.argmax(-1))
     assert picked(choice, 500).tolist() == (column if ids is None else ids[column]).tolist()
@@ -214,8 +222,7 @@ def test_quantised_head_and_choice_together(kernel, mapped, rows):
     weight[140] = weight[20]  # a tie in every row
     weight, norm = quantize(weight, 8), Norm(torch.randn(96, device=device), 1e-5)
     ids = torch.randperm(500)[:150].sort().values.to(device) if mapped else None
-    run = head_choice if kernel == "reference" else quantized_head_choice_triton
-    choice = run(x, norm, weight, ids_V=ids)
+    choice = head_choice(x, norm, weight, ids_V=ids) if kernel == "reference" else fused_head(x, norm, weight, ids)
     logits = (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight) @ dequantize(weight).t()
     column = torch.where(logits.argmax(-1) == 140, 20, logits.argmax(-1))
     assert picked(choice, 500).tolist() == (column if ids is None else ids[column]).tolist()

@@ -14,7 +14,7 @@ from fledge.config import MLAConfig
 from fledge.kernels.attention.kv_store import store_kv_reference, store_kv_triton
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
-from fledge.ops.cuda_ops import CudaOps, DeterministicOps
+from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
 from tests.kernels.support import DEVICE, INTERPRETED, device_of_kernels, runs_triton
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -172,14 +172,16 @@ def blocks_of(setup: Setup, counts: list[int]) -> AttentionMetadata:
     )
 
 
-@pytest.mark.parametrize("ops", [CudaOps, DeterministicOps])
-@pytest.mark.parametrize("form", ["prefill", "cached prefill", "chunk"])
+@pytest.mark.parametrize("form", ["packed", "prefill", "cached prefill", "chunk"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_prompts(name, form, ops):
-    if ops is DeterministicOps and name not in TARGETS:
-        pytest.skip("a target's alone")
-    starts, counts = {"prefill": ([0, 0], [9, 20]), "cached prefill": ([16, 24], [13, 5]), "chunk": ([32, 0], [24, 0])}[form]
-    setup = Setup(name, starts, ops)
+def test_prompts(name, form):
+    starts, counts = {
+        "packed": ([0, 17], [9, 20]),
+        "prefill": ([0, 0], [9, 20]),
+        "cached prefill": ([16, 24], [13, 5]),
+        "chunk": ([32, 0], [24, 0]),
+    }[form]
+    setup = Setup(name, starts)
     num_tokens = sum(counts)
     x = torch.randn(num_tokens + (form != "chunk"), 32, device=setup.device)  # and one that belongs to no prompt
     positions = [starts[text] + i for text in range(2) for i in range(counts[text])]
@@ -192,6 +194,8 @@ def test_prompts(name, form, ops):
         meta = AttentionMetadata.chunk(*where, setup.tensor(PAGES[0]), setup.tensor([56]))
     else:
         where = (setup.tensor([*positions, 0], torch.long), setup.tensor([*slots, -1], torch.long))
+        meta = AttentionMetadata.packed(*where, setup.tensor(PAGES), setup.tensor(starts), setup.tensor([0, 9, 29]))
+    if form == "prefill":
         meta = AttentionMetadata.prefill(*where, counts, setup.tensor([0, 9, 29]), 20)
     assert_near(setup.pass_over(x, meta, setup.ops)[:num_tokens], wanted)
     setup.assert_same_caches()

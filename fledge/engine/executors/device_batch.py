@@ -47,7 +47,7 @@ from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import Choice, Draws, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
-from fledge.ops.cuda_ops import CudaOps, DeterministicOps
+from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.base import CapturedMethod
 from fledge.speculation.methods.tree import (
     TreeDraft,
@@ -105,7 +105,7 @@ class DeviceBatch:
         self.max_positions = config.max_model_len + lookahead
         self.max_pages = -(-self.max_positions // config.page_size)
         rope_table = decoder.rotary.device_table(self.max_positions, self.device)
-        self.ops = (DeterministicOps if config.deterministic else CudaOps)(cache, rope_table)
+        self.ops = CudaOps(cache, rope_table)
         shape = (config.max_num_seqs, config.max_model_len, self.max_pages, decoder.config.vocab_size)
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
@@ -246,11 +246,8 @@ class DeviceBatch:
         return Choice(torch.zeros_like(flat, dtype=torch.float32), flat), drafts.contiguous(), path
 
     def kv_bucket(self, num_keys: int) -> tuple[int, ...]:
-        """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form.
-
-        Not in deterministic mode, where rows must not depend on whether another one is long.
-        """
-        is_short = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size and not self.config.deterministic
+        """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form."""
+        is_short = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size
         return (FEW_KEYS,) if is_short else ()
 
     def record(self, shapes: Iterable[tuple[int, ...]]) -> None:

@@ -3,10 +3,12 @@
 Shapes: B sequences, T new tokens each (one after the other in `qkv`), H query heads, K key/value heads, E head size.
 
     one sequence:   | start settled keys, in the cache | count new ones, stored here | T - count: neither stored nor seen |
+                    |  blocks of keys           | tail                      |
 
 Token t lies at position start + t and sees the settled keys and the new ones up to itself. count 0: an empty row, output 0.
-A program takes a sequence, a key/value head and a share of the settled keys; the first also takes the new ones. Short contexts
-are one share. The program that finishes last joins several shares, always in the same order.
+The order of sums is that of `exact`. The tail begins at the last multiple of 16 up to `start`: its keys come from the cache and
+from this pass, side by side in one tile. A program takes a sequence, a key/value head and every G-th split of the keys. Short
+contexts are one split. With several programs the one that finishes last adds up the splits.
 
 Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
 this one reads was complete: see `before_attention` of `linear.dispatch`. (Kernels of libraries never let anything start
@@ -21,7 +23,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.paged import attention_reference
+from fledge.kernels.attention.cache_block import cache_block, page_numbers
+from fledge.kernels.attention.exact import (
+    GROUP_KEYS,
+    SPLIT,
+    add_split,
+    attend_block,
+    best_of,
+    finite,
+    normalised,
+    rotated,
+    score_shift,
+    shifted_scores,
+    weighted,
+)
+from fledge.kernels.attention.prefill_attention import prefill_attention_reference
 from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.kernels.triton_support import (
     attention_programs,
@@ -60,9 +76,8 @@ FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
 # first takes three quarters of the second's time, of 32,768 a tenth more, of 131,072 a third more.)
 FEW_KEYS = 16384
 FEW_SHARED_MEMORY = 184 * 1024  # bytes that one in the first form may want; cards from Hopper's data centres have them
-# Settled keys below which joining shares costs more than it saves.
-SMALLEST_SHARE = 512
-MAX_SHARES = 64
+# Of all splits of a launch, until they are added up. Beyond it a program takes all splits of its rows.
+MOST_PART_BYTES = 128 << 20
 STREAMED_KEYS = 64
 MOST_KEYS = 128  # of the blocks after the first
 
@@ -112,18 +127,12 @@ def rope_attention_reference(
     page = page_table_BP.long().gather(1, position // page_size)
     slots = torch.where(stored, page * page_size + position % page_size, -1)
     rope_cache_reference(qkv_NX, table_2PE, position.flatten(), slots.flatten(), keys_KSE, values_KSE, norms)
-    q_BTHE = qkv_NX.view(batch, num_new, -1, head_dim)[:, :, : -2 * num_kv_heads]
-    out = torch.zeros_like(q_BTHE)
-    for row, (start, count) in enumerate(zip(starts_B.tolist(), counts_B.tolist(), strict=True)):
-        if not count:
-            continue
-        key = torch.arange(start + count, device=qkv_NX.device)
-        query = torch.arange(start, start + num_new, device=qkv_NX.device)[:, None]
-        seen = (key <= query) if window is None else (key <= query) & (key > query - window)
-        mask = torch.zeros(seen.shape, dtype=qkv_NX.dtype, device=key.device).masked_fill_(~seen, -torch.inf)
-        slot = page_table_BP[row].long()[key // page_size] * page_size + key % page_size
-        out[row] = attention_reference(q_BTHE[row], keys_KSE[:, slot], values_KSE[:, slot], mask)
-    return out.flatten(2).flatten(0, 1)
+    offsets = torch.arange(batch + 1) * num_new
+    q_NHE = qkv_NX.view(len(qkv_NX), -1, head_dim)[:, : -2 * num_kv_heads]
+    out = prefill_attention_reference(
+        q_NHE, keys_KSE, values_KSE, page_table_BP, offsets, starts_B, page_size, counts_B=counts_B, window=window
+    )
+    return out.flatten(1)
 
 
 def rope_attention_triton(
@@ -139,12 +148,13 @@ def rope_attention_triton(
     norms: Norms | None = None,
     window: int | None = None,
     arrivals: Tensor | None = None,
-    smallest_share: int = SMALLEST_SHARE,
+    programs: int | None = None,
     streamed: bool | None = None,
     form: Form | None = None,
 ) -> Tensor:
-    """`streamed`: keys come in small blocks all the way; None: where there are more programs than run at once, which wait for
-    each other anyhow. `form`: None chooses by their number and the most keys."""
+    """`programs`: for the splits of a sequence and head; None chooses. `streamed`: keys come in small blocks all the way; None:
+    where there are more programs than run at once, which wait for each other anyhow. `form`: None chooses by the number of
+    programs and the most keys. None of them changes a bit of the result."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads
@@ -158,24 +168,28 @@ def rope_attention_triton(
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
     reach = page_table_BP.shape[1] * page_size
-    form = form or choose_form(num_programs, reach if window is None else min(reach, window), qkv_NX.device)
-    first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128)
-    enough = attention_programs(qkv_NX.device)
+    max_keys = reach if window is None else min(reach, window + num_new)
+    device = qkv_NX.device
+    form = form or choose_form(num_programs, max_keys, device)
+    first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128, SPLIT)
+    enough = attention_programs(device)
     streamed = num_programs > enough if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
-    shares = choose_shares(num_programs, reach if window is None else min(reach, window + first), enough, smallest_share)
-    device = qkv_NX.device
+    # A window may begin anywhere in a split.
+    splits = -(-max_keys // SPLIT) + (window is not None and max_keys < reach)
+    part_bytes = len(qkv_NX) * num_heads * head_dim * 4
+    programs = programs or choose_programs(num_programs, splits, enough, MOST_PART_BYTES // part_bytes)
     out = torch.empty((len(qkv_NX), num_heads * head_dim), dtype=qkv_NX.dtype, device=device)
-    parts = lse = out
-    if shares > 1:
-        parts = torch.empty((shares, len(qkv_NX), num_heads, head_dim), dtype=torch.float32, device=device)
-        lse = torch.empty((shares, len(qkv_NX), num_heads), dtype=torch.float32, device=device)
+    parts = bests = totals = out
+    if programs > 1:
+        parts = torch.empty((splits, len(qkv_NX), num_heads, head_dim), dtype=torch.float32, device=device)
+        bests, totals = torch.empty((2, splits, len(qkv_NX), num_heads), dtype=torch.float32, device=device)
         arrivals = arrival_counts(device) if arrivals is None else arrivals
         assert num_programs <= len(arrivals)
     else:
         arrivals = out
     q_weight, k_weight, eps = norms if norms is not None else (qkv_NX, qkv_NX, 0.0)
-    _rope_attention[(batch, num_kv_heads * row_blocks, shares)](
+    _rope_attention[(batch, num_kv_heads * row_blocks, programs)](
         qkv_NX,
         table_2PE,
         starts_B,
@@ -187,7 +201,8 @@ def rope_attention_triton(
         k_weight,
         out,
         parts,
-        lse,
+        bests,
+        totals,
         arrivals,
         eps,
         head_dim**-0.5 * math.log2(math.e),
@@ -196,8 +211,9 @@ def rope_attention_triton(
         keys_KSE.stride(0),
         page_table_BP.stride(0),
         len(qkv_NX),
+        programs,
         NEW=num_new,
-        NEW_BLOCK=max(next_power_of_2(num_new), 16),
+        TAIL=max(next_power_of_2(num_new + GROUP_KEYS - 1), GROUP_KEYS),
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         SIZE=head_dim,
@@ -207,13 +223,18 @@ def rope_attention_triton(
         PAGE=page_size,
         FIRST=first,
         BLOCK_KEYS=block,
-        SHARES=shares,
-        SMALLEST_SHARE=max(smallest_share, first),
+        MANY_SPLITS=splits > 1,
+        SPLITS_APART=programs > 1,
+        SPLITS_EACH=splits > programs,
+        PER_SPLIT=SPLIT,
+        GROUP_KEYS=GROUP_KEYS,
+        SHIFT=score_shift(qkv_NX.dtype),
         WINDOW=window or 0,
         HAS_NORMS=norms is not None,
         num_warps=4 if streamed else form.warps,
         num_stages=3,
         maxnreg=SOME.registers if streamed else form.registers,
+        enable_fp_fusion=False,
         **overlap(qkv_NX),
     )
     return out
@@ -230,14 +251,16 @@ def choose_form(num_programs: int, max_keys: int, device: torch.device) -> Form:
     return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
 
 
-def choose_shares(num_programs: int, max_keys: int, enough_programs: int, smallest_share: int = SMALLEST_SHARE) -> int:
-    """Most shares of the keys, a power of two: enough programs to fill the device, none with too few keys."""
-    wanted = min(enough_programs // max(num_programs, 1), -(-max_keys // smallest_share), MAX_SHARES)
-    return 1 << max(wanted, 1).bit_length() - 1
+def choose_programs(num_programs: int, splits: int, enough_programs: int, most_parts: int) -> int:
+    """For the splits of each sequence and head: enough programs to fill the device twice, each with as many splits."""
+    if 2 * num_programs > enough_programs or splits > most_parts:
+        return 1
+    each = -(-splits // max(2 * enough_programs // num_programs, 1))
+    return -(-splits // each)
 
 
 def arrival_counts(device: torch.device) -> Tensor:
-    """How many shares of each program's keys are done; every launch leaves zeros. Keys are split only below so many programs.
+    """How many programs of each sequence and head are done; every launch leaves zeros. Keys are shared out only below so many.
 
     Launches that may run at once (two engines, two streams) need one each.
     """
@@ -245,17 +268,12 @@ def arrival_counts(device: torch.device) -> Tensor:
 
 
 @jit
-def _rotated(x, weight_ptr, lane, cos, sin, eps, SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, dtype: tl.constexpr):
-    """Heads, normed if asked for. The sign of the rotation is in the table's sines."""
-    x = x.to(tl.float32)
-    if HAS_NORMS:
-        scale = (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / SIZE + eps))[:, None]
-        weight = tl.load(weight_ptr + lane, mask=lane < SIZE, other=0.0).to(tl.float32)
-        x = (x * scale * weight[None, :]).to(dtype).to(tl.float32)
-    HALF: tl.constexpr = SIZE // 2
-    partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
-    other = tl.gather(x, tl.broadcast_to(partner[None, :], x.shape), axis=1)
-    return loaded((x * cos + other * sin).to(dtype))  # else the above is done once per warp, in several times the registers
+def _block_scores(q, k, block, last, position, scale_log2, SHIFT: tl.constexpr, WINDOW: tl.constexpr):
+    key = block + tl.arange(0, k.shape[0])
+    seen = (key < last)[None, :]
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > (position - WINDOW)[:, None])
+    return tl.where(seen, shifted_scores(q, k, scale_log2, SHIFT), float("-inf"))
 
 
 @jit
@@ -271,7 +289,8 @@ def _rope_attention(
     k_weight_ptr,
     out_ptr,
     parts_ptr,
-    lse_ptr,
+    bests_ptr,
+    totals_ptr,
     arrivals_ptr,
     eps,
     scale_log2,
@@ -280,8 +299,9 @@ def _rope_attention(
     kv_head_stride,
     pages_stride,
     num_tokens,
+    programs,
     NEW: tl.constexpr,
-    NEW_BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -291,8 +311,12 @@ def _rope_attention(
     PAGE: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SHARES: tl.constexpr,
-    SMALLEST_SHARE: tl.constexpr,
+    MANY_SPLITS: tl.constexpr,
+    SPLITS_APART: tl.constexpr,
+    SPLITS_EACH: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    GROUP_KEYS: tl.constexpr,
+    SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     PDL: tl.constexpr,
@@ -301,13 +325,15 @@ def _rope_attention(
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // ROW_BLOCKS
     row_block = tl.program_id(1) % ROW_BLOCKS
-    split = tl.program_id(2)
+    program = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     dtype = qkv_ptr.dtype.element_ty
+    cache_type = keys_ptr.dtype.element_ty
     row = row_block * ROWS + tl.arange(0, ROWS)
     token = row // GROUP
     head = kv_head * GROUP + row % GROUP
     lane = tl.arange(0, LANES)
+    other_lane = (lane + SIZE // 2) % SIZE
     row_inside, lane_inside = row < NEW * GROUP, lane < SIZE
     q_mask = row_inside[:, None] & lane_inside[None, :]
     out_row = (sequence * NEW + token) * HEADS + head
@@ -317,21 +343,20 @@ def _rope_attention(
     # Past the multiprocessor's own cache, which other kernels' old values may lie in.
     start = tl.load(starts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
     count = tl.load(counts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
-    begin = 0
+    begin, first_split = 0, 0
     if WINDOW > 0:
         begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS
-    share, num_shares = start, 1
-    if SHARES > 1:
-        share = (start - begin + SHARES - 1) // SHARES
-        share = tl.maximum((share + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS, SMALLEST_SHARE)
-        num_shares = tl.maximum((start - begin + share - 1) // share, 1)
-    if (count == 0) | (split >= num_shares):
-        if split == 0:
+        first_split = begin // PER_SPLIT
+    num_splits = (start + count + PER_SPLIT - 1) // PER_SPLIT
+    if (count == 0) | (first_split + program >= num_splits):
+        if program == 0:
             wait_for_inputs(PDL)  # here too: a kernel is complete only after the one before it
             tl.store(out_ptr + out_place, tl.zeros([ROWS, LANES], dtype), mask=q_mask)
         return
-    first = begin + split * share
-    last = tl.minimum(first + share, start)
+    split = first_split + program
+    tail_begin = start // GROUP_KEYS * GROUP_KEYS
+    first = tl.maximum(split * PER_SPLIT, begin)
+    last = tl.minimum((split + 1) * PER_SPLIT, tail_begin)
     keys_base = keys_ptr + kv_head.to(tl.int64) * kv_head_stride
     values_base = values_ptr + kv_head.to(tl.int64) * kv_head_stride
     pages = page_table_ptr + sequence * pages_stride
@@ -340,105 +365,126 @@ def _rope_attention(
     page = tl.load(pages + key // PAGE, mask=key_inside, other=0, cache_modifier=".cg").to(tl.int64)
     offsets = (page * PAGE + key % PAGE)[:, None] * SIZE + lane[None, :]
     kv_mask = key_inside[:, None] & lane_inside[None, :]
-    old_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
-    old_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
+    first_k = tl.load(keys_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
+    first_v = tl.load(values_base + offsets, mask=kv_mask, other=0.0, cache_modifier=".cg")
     angle = table_ptr + tl.minimum(start + token, last_position)[:, None].to(tl.int64) * SIZE + lane[None, :]
     q_cos = tl.load(angle, mask=q_mask, other=0.0)
     q_sin = tl.load(angle + table_stride, mask=q_mask, other=0.0)
-    new = tl.arange(0, NEW_BLOCK)
-    valid = new < count
-    new_mask = valid[:, None] & lane_inside[None, :]
-    place = start + new
-    angle = table_ptr + place[:, None].to(tl.int64) * SIZE + lane[None, :]
+    tail_key = tail_begin + tl.arange(0, TAIL)
+    is_new = (tail_key >= start) & (tail_key < start + count)
+    new_mask = is_new[:, None] & lane_inside[None, :]
+    old_mask = (tail_key < start)[:, None] & lane_inside[None, :]
+    tail_page = tl.load(pages + tail_key // PAGE, mask=tail_key < start + count, other=0, cache_modifier=".cg").to(tl.int64)
+    tail_offsets = (tail_page * PAGE + tail_key % PAGE)[:, None] * SIZE + lane[None, :]
+    tail_k = tl.load(keys_base + tail_offsets, mask=old_mask, other=0.0, cache_modifier=".cg")
+    tail_v = tl.load(values_base + tail_offsets, mask=old_mask, other=0.0, cache_modifier=".cg")
+    angle = table_ptr + tail_key[:, None].to(tl.int64) * SIZE + lane[None, :]
     k_cos = tl.load(angle, mask=new_mask, other=0.0)
     k_sin = tl.load(angle + table_stride, mask=new_mask, other=0.0)
-    new_page = tl.load(pages + place // PAGE, mask=valid, other=0, cache_modifier=".cg").to(tl.int64)
-    new_offsets = (new_page * PAGE + place % PAGE)[:, None] * SIZE + lane[None, :]
+    q_weight, other_q_weight, k_weight, other_k_weight = 0.0, 0.0, 0.0, 0.0
+    if HAS_NORMS:
+        q_weight = tl.load(q_weight_ptr + lane, mask=lane_inside, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + lane, mask=lane_inside, other=0.0).to(tl.float32)
+        other_q_weight = tl.load(q_weight_ptr + other_lane).to(tl.float32)
+        other_k_weight = tl.load(k_weight_ptr + other_lane).to(tl.float32)
     q_cos, q_sin, k_cos, k_sin = loaded(q_cos), loaded(q_sin), loaded(k_cos), loaded(k_sin)
 
     wait_for_inputs(PDL)
     TOKEN: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
-    q_heads = qkv_ptr + (sequence * NEW + token)[:, None] * TOKEN + head[:, None] * SIZE + lane[None, :]
-    k_heads = qkv_ptr + (sequence * NEW + new)[:, None] * TOKEN + (HEADS + kv_head) * SIZE + lane[None, :]
-    q = tl.load(q_heads, mask=q_mask, other=0.0)
-    new_k = tl.load(k_heads, mask=new_mask, other=0.0)
-    new_v = tl.load(k_heads + KV_HEADS * SIZE, mask=new_mask, other=0.0)
-    old_k, old_v, q, new_k, new_v = loaded(old_k), loaded(old_v), loaded(q), loaded(new_k), loaded(new_v)
-    q = _rotated(q, q_weight_ptr, lane, q_cos, q_sin, eps, SIZE, HAS_NORMS, dtype)
-    new_k = _rotated(new_k, k_weight_ptr, lane, k_cos, k_sin, eps, SIZE, HAS_NORMS, dtype)
-    store = new_mask & (split == 0) & (row_block == 0)
-    tl.store(keys_base + new_offsets, new_k.to(keys_ptr.dtype.element_ty), mask=store)
-    tl.store(values_base + new_offsets, new_v.to(values_ptr.dtype.element_ty), mask=store)
+    q_heads = qkv_ptr + (sequence * NEW + token)[:, None] * TOKEN + head[:, None] * SIZE
+    k_heads = qkv_ptr + (sequence * NEW + tail_key - start)[:, None] * TOKEN + (HEADS + kv_head) * SIZE
+    q = tl.load(q_heads + lane[None, :], mask=q_mask, other=0.0)
+    other_q = tl.load(q_heads + other_lane[None, :], mask=q_mask, other=0.0)
+    new_k = tl.load(k_heads + lane[None, :], mask=new_mask, other=0.0)
+    other_k = tl.load(k_heads + other_lane[None, :], mask=new_mask, other=0.0)
+    new_v = tl.load(k_heads + KV_HEADS * SIZE + lane[None, :], mask=new_mask, other=0.0)
+    first_k, first_v, tail_k, tail_v = loaded(first_k), loaded(first_v), loaded(tail_k), loaded(tail_v)
+    q, other_q, new_k, other_k, new_v = loaded(q), loaded(other_q), loaded(new_k), loaded(other_k), loaded(new_v)
+    q = rotated(q, other_q, q_cos, q_sin, q_weight, other_q_weight, eps, SIZE, HAS_NORMS, dtype)
+    new_k = rotated(new_k, other_k, k_cos, k_sin, k_weight, other_k_weight, eps, SIZE, HAS_NORMS, dtype)
+    q, new_k, new_v = loaded(q), loaded(new_k).to(cache_type), new_v.to(cache_type)
+    store = new_mask & (program == 0) & (row_block == 0)
+    tl.store(keys_base + tail_offsets, new_k, mask=store)
+    tl.store(values_base + tail_offsets, new_v, mask=store)
+    tail_k = tl.where(new_mask, new_k, tail_k).to(dtype)
+    tail_v = tl.where(new_mask, new_v, tail_v).to(dtype)
 
-    new_scores = tl.dot(q, tl.trans(new_k), input_precision="ieee") * scale_log2
-    seen = row_inside[:, None] & valid[None, :] & (new[None, :] <= token[:, None]) & (split == 0)
+    position = start + token
+    tail_seen = (tail_key < start + count)[None, :] & (tail_key[None, :] <= position[:, None])
     if WINDOW > 0:
-        seen = seen & (new[None, :] > token[:, None] - WINDOW)
-    new_scores = tl.where(seen, new_scores, float("-inf"))
-    scores = tl.dot(q, tl.trans(old_k.to(dtype)), input_precision="ieee") * scale_log2
-    seen = row_inside[:, None] & key_inside[None, :]
-    if WINDOW > 0:
-        seen = seen & (key[None, :] > (start + token - WINDOW)[:, None])
-    scores = tl.where(seen, scores, float("-inf"))
-    best = tl.maximum(tl.max(new_scores, axis=1), tl.max(scores, axis=1))
-    # A row that has seen no key yet has no finite maximum to subtract.
-    safe_best = tl.where(best == float("-inf"), 0.0, best)
-    new_weights = tl.exp2(new_scores - safe_best[:, None])
-    weights = tl.exp2(scores - safe_best[:, None])
-    total = tl.sum(new_weights, axis=1) + tl.sum(weights, axis=1)
-    out = tl.dot(new_weights.to(dtype), new_v, input_precision="ieee")
-    out = tl.dot(weights.to(dtype), old_v.to(dtype), out, input_precision="ieee")
+        tail_seen = tail_seen & (tail_key[None, :] > (position - WINDOW)[:, None])
+    tail_scores = tl.where(tail_seen, shifted_scores(q, tail_k, scale_log2, SHIFT), float("-inf"))
+    here = tail_scores
+    if MANY_SPLITS:
+        here = tl.where((tail_key // PER_SPLIT == split)[None, :], tail_scores, float("-inf"))
+    scores = _block_scores(q, first_k.to(dtype), first, last, position, scale_log2, SHIFT, WINDOW)
+    # The tail's keys come last, but their maximum counts from the start: it saves a step.
+    best = tl.maximum(best_of(here), best_of(scores))
+    weights = tl.exp2(scores - finite(best)[:, None]).to(dtype)
+    nothing = tl.zeros([ROWS, LANES], tl.float32)
+    total, out = weighted(weights, first_v.to(dtype), nothing, nothing)
+    if FIRST < PER_SPLIT:
+        numbers = page_numbers(pages, first, last, PAGE, PER_SPLIT)
+        for block in range(first + FIRST, last, BLOCK_KEYS):
+            k, v = cache_block(
+                keys_base, values_base, pages, numbers, block, last, True, BLOCK_KEYS, SIZE, LANES, PAGE, PER_SPLIT
+            )
+            block_scores = _block_scores(q, k.to(dtype), block, last, position, scale_log2, SHIFT, WINDOW)
+            best, total, out = attend_block(block_scores, v.to(dtype), best, total, out)
+    total, out = weighted(tl.exp2(here - finite(best)[:, None]).to(dtype), tail_v, total, out)
 
-    for block in range(first + FIRST, last, BLOCK_KEYS):
-        later = block + tl.arange(0, BLOCK_KEYS)
-        later_inside = later < last
-        if PAGE % BLOCK_KEYS == 0:
-            # Blocks start at multiples of their size, so a block lies in one page.
-            slot = tl.load(pages + block // PAGE).to(tl.int64) * PAGE + block % PAGE + tl.arange(0, BLOCK_KEYS)
-        else:
-            slot = tl.load(pages + later // PAGE, mask=later_inside, other=0).to(tl.int64) * PAGE + later % PAGE
-        later_offsets = slot[:, None] * SIZE + lane[None, :]
-        later_mask = later_inside[:, None] & lane_inside[None, :]
-        later_k = tl.load(keys_base + later_offsets, mask=later_mask, other=0.0).to(dtype)
-        later_v = tl.load(values_base + later_offsets, mask=later_mask, other=0.0).to(dtype)
-        later_scores = tl.dot(q, tl.trans(later_k), input_precision="ieee") * scale_log2
-        later_seen = row_inside[:, None] & later_inside[None, :]
-        if WINDOW > 0:
-            later_seen = later_seen & (later[None, :] > (start + token - WINDOW)[:, None])
-        later_scores = tl.where(later_seen, later_scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(later_scores, axis=1))
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        later_weights = tl.exp2(later_scores - safe_best[:, None])
-        shrink = tl.exp2(best - safe_best)
-        total = total * shrink + tl.sum(later_weights, axis=1)
-        out = tl.dot(later_weights.to(dtype), later_v, out * shrink[:, None], input_precision="ieee")
-        best = new_best
+    if MANY_SPLITS:
+        apart = num_splits - first_split > 1
+        if SPLITS_APART:  # noqa: SIM102 (a branch of the compiler's around one of the kernel's)
+            if apart:
+                part_row = out_row + program * num_tokens * HEADS
+                _store_part(parts_ptr, bests_ptr, totals_ptr, part_row, best, total, out, row_inside, SIZE)
+        if SPLITS_EACH:
+            for other_split in range(split + programs, num_splits, programs):
+                first = other_split * PER_SPLIT
+                last = tl.minimum(first + PER_SPLIT, tail_begin)
+                here = tl.where((tail_key // PER_SPLIT == other_split)[None, :], tail_scores, float("-inf"))
+                next_best = best_of(here)
+                next_total, next_out = nothing, nothing
+                numbers = page_numbers(pages, first, last, PAGE, PER_SPLIT)
+                for block in range(first, last, BLOCK_KEYS):
+                    k, v = cache_block(
+                        keys_base, values_base, pages, numbers, block, last, True, BLOCK_KEYS, SIZE, LANES, PAGE, PER_SPLIT
+                    )
+                    block_scores = _block_scores(q, k.to(dtype), block, last, position, scale_log2, SHIFT, WINDOW)
+                    next_best, next_total, next_out = attend_block(block_scores, v.to(dtype), next_best, next_total, next_out)
+                tail_weights = tl.exp2(here - finite(next_best)[:, None]).to(dtype)
+                next_total, next_out = weighted(tail_weights, tail_v, next_total, next_out)
+                if SPLITS_APART:
+                    part_row = out_row + (other_split - first_split) * num_tokens * HEADS
+                    _store_part(parts_ptr, bests_ptr, totals_ptr, part_row, next_best, next_total, next_out, row_inside, SIZE)
+                else:
+                    best, total, out = add_split(best, total, out, next_best, next_total, next_out)
+        if SPLITS_APART:  # noqa: SIM102 (a branch of the compiler's around one of the kernel's)
+            if apart:
+                # All threads' parts are written before the program counts as arrived.
+                tl.debug_barrier()
+                arrivals = arrivals_ptr + tl.program_id(0) * (KV_HEADS * ROW_BLOCKS) + tl.program_id(1)
+                if tl.atomic_add(arrivals, 1, sem="acq_rel") < tl.minimum(num_splits - first_split, programs) - 1:
+                    return
+                tl.store(arrivals, 0)
+                best = tl.full([ROWS], float("-inf"), tl.float32)
+                total = tl.zeros([ROWS, LANES], tl.float32)
+                out = tl.zeros([ROWS, LANES], tl.float32)
+                for part in range(0, num_splits - first_split):
+                    part_row = out_row + part * num_tokens * HEADS
+                    next_best = tl.load(bests_ptr + part_row, mask=row_inside, other=float("-inf"), cache_modifier=".cg")
+                    next_total = tl.load(totals_ptr + part_row, mask=row_inside, other=0.0, cache_modifier=".cg")
+                    place = part_row[:, None] * SIZE + lane[None, :]
+                    next_out = tl.load(parts_ptr + place, mask=q_mask, other=0.0, cache_modifier=".cg")
+                    best, total, out = add_split(best, total, out, next_best, next_total[:, None], next_out)
+    tl.store(out_ptr + out_place, normalised(total, out).to(dtype), mask=q_mask)
 
-    safe_total = tl.where(total == 0.0, 1.0, total)
-    out = out / safe_total[:, None]
-    if num_shares > 1:
-        part_row = split * num_tokens * HEADS + out_row
-        tl.store(parts_ptr + part_row[:, None] * SIZE + lane[None, :], out, mask=q_mask)
-        tl.store(lse_ptr + part_row, best + tl.log2(safe_total), mask=row_inside)
-        # All threads' parts are written before the program counts as arrived.
-        tl.debug_barrier()
-        arrivals = arrivals_ptr + tl.program_id(0) * (KV_HEADS * ROW_BLOCKS) + tl.program_id(1)
-        if tl.atomic_add(arrivals, 1, sem="acq_rel") < num_shares - 1:
-            return
-        tl.store(arrivals, 0)
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        out = tl.zeros([ROWS, LANES], tl.float32)
-        for other in range(0, num_shares):
-            part_row = other * num_tokens * HEADS + out_row
-            part_place = part_row[:, None] * SIZE + lane[None, :]
-            lse = tl.load(lse_ptr + part_row, mask=row_inside, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(parts_ptr + part_place, mask=q_mask, other=0.0, cache_modifier=".cg")
-            new_best = tl.maximum(best, lse)
-            safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-            weight, shrink = tl.exp2(lse - safe_best), tl.exp2(best - safe_best)
-            out = out * shrink[:, None] + part * weight[:, None]
-            total = total * shrink + weight
-            best = new_best
-        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + out_place, out.to(dtype), mask=q_mask)
+
+@jit
+def _store_part(parts_ptr, bests_ptr, totals_ptr, part_row, best, total, out, row_inside, SIZE: tl.constexpr):
+    """What a split comes to, before it is normalised."""
+    lane = tl.arange(0, out.shape[1])[None, :]
+    tl.store(bests_ptr + part_row, best, mask=row_inside)
+    tl.store(totals_ptr + part_row[:, None] + 0 * lane, total, mask=row_inside[:, None] & (lane == 0))
+    tl.store(parts_ptr + part_row[:, None] * SIZE + lane, out, mask=row_inside[:, None] & (lane < SIZE))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.attention.exact import head_scale
 from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
 
 
@@ -92,6 +93,7 @@ def rope_cache_triton(
             HALF_BLOCK=next_power_of_2(head_dim // 2),
             HAS_NORMS=norms is not None,
             num_warps=2 if num_heads * head_dim <= 2048 else 8,
+            enable_fp_fusion=False,
         )
 
 
@@ -131,7 +133,8 @@ def _rope_cache(
     dtype = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
     if HAS_NORMS:
-        scale = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+        squares = tl.sum((low * low).to(tl.float64), axis=1) + tl.sum((high * high).to(tl.float64), axis=1)
+        scale = head_scale(squares, eps, 2 * HALF)
         lanes_inside = lane < HALF
         q_low = tl.load(q_weight_ptr + lane, mask=lanes_inside, other=0.0).to(tl.float32)
         q_high = tl.load(q_weight_ptr + HALF + lane, mask=lanes_inside, other=0.0).to(tl.float32)
@@ -146,8 +149,9 @@ def _rope_cache(
     cos = tl.load(table_ptr + position * (2 * HALF) + lane, mask=lane < HALF, other=0.0).to(tl.float32)
     # The second half of the table's sines carries no sign.
     sin = tl.load(table_ptr + table_stride + position * (2 * HALF) + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-    new_low = tl.where(rotated, low * cos - high * sin, low).to(dtype)
-    new_high = tl.where(rotated, high * cos + low * sin, high).to(dtype)
+    # As `exact.rotated` has it, so that a key is the same bits whichever kernel wrote it.
+    new_low = tl.where(rotated, tl.fma(high, -sin, low * cos), low).to(dtype)
+    new_high = tl.where(rotated, tl.fma(low, sin, high * cos), high).to(dtype)
     tl.store(x_ptr, new_low, mask=inside & rotated)
     tl.store(x_ptr + HALF, new_high, mask=inside & rotated)
 

@@ -1,98 +1,99 @@
-"""Which kernel runs a linear layer: one table by rows, inputs, weight format, activation type and device.
+"""Which kernel runs a linear layer: one table by rows, inputs, outputs, weight format, activation type and device.
 
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
-A decoding step is bound by launches, not by arithmetic: for few rows each such layer is one kernel; for many it is cuBLAS
-between elementwise kernels. The first rule of `TABLE` that serves a case names its kernel.
+Every kernel sums in the order of `summation`, so the choice changes the speed and no bit of a result. A decoding step is bound
+by launches or by reading weights: for few rows such a layer is one kernel (two where a wide weight has a norm). The first rule
+of `TABLE` that serves a case names its kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels import native
-from fledge.kernels.linear.cublas import cublas_linear
-from fledge.kernels.linear.gemv import gemv
-from fledge.kernels.linear.quantized_gemv import dequantize_triton, quantized_gemv
+from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
 from fledge.kernels.linear.reference import NormLike, linear_reference
-from fledge.kernels.linear.register_mma import register_mma, supports_registers
-from fledge.kernels.linear.shared_mma import MAX_INPUTS, TILE, shared_mma
-from fledge.kernels.linear.tiled import QUICK, tiled_linear
+from fledge.kernels.linear.register_mma import norm_parts, register_mma
+from fledge.kernels.linear.summation import Summation, summation
+from fledge.kernels.linear.tiles import tiled_linear, weight_parts
 from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.rms_norm import add_rms_norm
 from fledge.kernels.triton_support import use_triton
-
-PLAIN, QUANTIZED = frozenset({"plain"}), frozenset({"int8", "int4"})
-
-
-class Rule(NamedTuple):
-    """A kernel and the cases it serves; None: no limit."""
-
-    kernel: str
-    formats: frozenset[str] = PLAIN | QUANTIZED
-    max_rows: int | None = None
-    max_gated_rows: int | None = None  # None: as `max_rows`
-    max_inputs: int | None = None
-    min_rows: int = 0
-
-    def serves(self, case: Case) -> bool:
-        most = self.max_gated_rows if case.gated and self.max_gated_rows is not None else self.max_rows
-        in_range = case.rows >= self.min_rows and (most is None or case.rows <= most)
-        fits = self.max_inputs is None or case.inputs <= self.max_inputs
-        needs = not self.kernel.startswith("register") or supports_registers(
-            case.inputs, case.dtype, case.device, case.group_size
-        )
-        return case.format in self.formats and in_range and fits and needs
 
 
 class Case(NamedTuple):
     rows: int
     inputs: int
+    outputs: int  # of the weight: both halves of a gated one
     format: str  # plain | int8 | int4
     dtype: torch.dtype  # of the activations
     device: torch.device
     gated: bool = False
-    group_size: int | None = None  # of a quantised weight
+    group_size: int = 1  # of a quantised weight
+
+    @property
+    def order(self) -> Summation:
+        return summation(self.inputs, self.outputs, self.dtype, self.device, gated=self.gated, group_size=self.group_size)
 
 
-# `benchmarks/gpu.py --stages linears` measures the row limits.
-#   register_mma   tensor cores fed from memory, 16 rows a program (bfloat16, Gluon, Hopper or newer); and where it does not run
-#   gemv           products are summed, row by row; up to 4,096 inputs a program's part of the weight fits the registers
-#   shared_mma     tensor cores by way of shared memory, 16 rows a program
-#   tiled          tensor cores, quantised values turned into weights on the way
-#   cublas, dequantize_cublas   many rows; a quantised weight is first written out in the activations' type
+class Rule(NamedTuple):
+    """A kernel and the cases it serves."""
+
+    kernel: str
+    needs: Callable[[Case], bool] = lambda case: True
+
+
+# `benchmarks/gpu.py --stages linears` measures the limits.
+#   register_mma   few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
+#   cublas         many rows of a plain weight, where a trial shows that it sums in the same order
+#   tiles          anything: programs of outputs x rows, with the slices beside, after or apart from each other
 TABLE: tuple[Rule, ...] = (
-    Rule("register_mma", max_rows=128, max_gated_rows=64, min_rows=1),
-    Rule("gemv", max_rows=2, max_inputs=4096),
-    Rule("shared_mma", PLAIN, max_rows=64, max_inputs=MAX_INPUTS),
-    Rule("tiled", QUANTIZED, max_rows=64),
-    Rule("cublas", PLAIN),
-    Rule("dequantize_cublas", QUANTIZED),
-)
-
-# The final norm, the head and the greedy choice in one kernel (`head.py`); else logits by `TABLE`, then a choice.
-HEAD_TABLE: tuple[Rule, ...] = (
-    Rule("register_head", max_rows=TILE),
-    Rule("shared_head", PLAIN, max_rows=TILE, max_inputs=MAX_INPUTS),
-    Rule("tiled_head", QUANTIZED, max_rows=TILE),
-    Rule("logits"),
+    Rule("register_mma", lambda case: case.order.scales_sums and case.rows <= most_register_rows(case)),
+    Rule("cublas", lambda case: case.format == "plain" and case.rows >= fewest_cublas_rows(case)),
+    Rule("tiles"),
 )
 
 
-def choose_kernel(case: Case, rules: Sequence[Rule] | None = None) -> str:
-    """The kernel's name in `TABLE`, or in `rules`."""
-    return next(rule.kernel for rule in rules or TABLE if rule.serves(case))
+def most_register_rows(case: Case) -> int:
+    """Every 8 or 16 rows read the weight again from the L2 cache, so small weights serve more rows."""
+    return max(16, min(64, 40_000_000 // (case.inputs * case.outputs) // 16 * 16))
+
+
+def fewest_cublas_rows(case: Case) -> int:
+    """With several slices it computes one after the other in fp32, which pays for prefills alone."""
+    if case.order.scales_sums:
+        return NEVER
+    return 65 if case.order.slices == 1 else 512
+
+
+NEVER = 1 << 62
+_forced: list[str] = []
+
+
+@contextmanager
+def forced(kernel: str) -> Iterator[None]:
+    """All linears of plain weights on one kernel, to measure it: `cublas` in whatever order it sums."""
+    _forced.append(kernel)
+    yield
+    _forced.pop()
+
+
+def choose_kernel(case: Case) -> str:
+    return next(rule.kernel for rule in TABLE if rule.needs(case))
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
-    group_size = weight.group_size if isinstance(weight, QuantizedWeight) else None
-    return Case(*x_MK.shape, format_of(weight), x_MK.dtype, x_MK.device, gated, group_size)
+    group_size = weight.group_size if isinstance(weight, QuantizedWeight) else 1
+    outputs = weight_parts(weight)[0].shape[0]
+    return Case(*x_MK.shape, outputs, format_of(weight), x_MK.dtype, x_MK.device, gated, group_size)
 
 
 def format_of(weight: Tensor | QuantizedWeight) -> str:
@@ -107,30 +108,31 @@ def linear(
     norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    in_place: bool = False,
     before_attention: bool = False,
 ) -> Tensor:
-    """`in_place`: the residual may be overwritten; what is returned counts.
-
-    `before_attention` (a PDL barrier): all kernels from the next one on may read, at once, whatever was complete before this
+    """`before_attention` (a PDL barrier): all kernels from the next one on may read, at once, whatever was complete before this
     one waits.
     """
-    options = {"norm": norm, "gated": gated, "residual_MO": residual_MO}
     if not use_triton(x_MK):
-        return linear_reference(x_MK, weight, bias_O, **options)
-    kernel = choose_kernel(case_of(x_MK, weight, gated))
-    if kernel == "dequantize_cublas":
-        weight = dequantize_triton(weight, x_MK.dtype)
-    if kernel in ("cublas", "dequantize_cublas"):
-        return cublas_linear(x_MK, weight, bias_O, **options, in_place=in_place)
-    return run_kernel(kernel, weight)(x_MK, weight, bias_O, **options, before_attention=before_attention)
-
-
-def run_kernel(kernel: str, weight: Tensor | QuantizedWeight):
-    """The function behind a name of `TABLE` that fuses everything."""
-    if kernel == "gemv":
-        return quantized_gemv if isinstance(weight, QuantizedWeight) else gemv
-    return {"register_mma": register_mma, "shared_mma": shared_mma, "tiled": partial(tiled_linear, tile=QUICK)}[kernel]
+        return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
+    case = case_of(x_MK, weight, gated)
+    order, kernel = case.order, choose_kernel(case)
+    if _forced and isinstance(weight, Tensor):
+        kernel = _forced[-1]
+    options = {"order": order, "gated": gated, "residual_MO": residual_MO}
+    if norm is not None and (_forced or not order.scales_sums):
+        x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
+    if kernel == "register_mma":
+        return register_mma(x_MK, weight, bias_O, norm=norm, before_attention=before_attention, **options)
+    scale_M = None
+    if norm is not None:
+        x_MK, scale_M = norm_parts(x_MK, norm, order)
+    if kernel == "cublas" and isinstance(weight, Tensor):
+        if _forced:
+            return cublas_linear(x_MK, weight, bias_O, **options | {"order": order._replace(slices=1)})
+        if cublas_is_exact(len(x_MK), weight, order, bias_O):
+            return cublas_linear(x_MK, weight, bias_O, **options)
+    return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, before_attention=before_attention, **options)
 
 
 class Shape(NamedTuple):
@@ -141,11 +143,10 @@ class Shape(NamedTuple):
     outputs: int
     format: str = "plain"
     gated: bool = False
-    group_size: int | None = None
-    is_head: bool = False  # greedy choices
+    group_size: int = 1
 
 
-ROWS = (1, 2, 4, 16, 64, 128, 256)
+ROWS = (1, 2, 4, 16, 64, 128, 256, 1024)
 
 
 def table(
@@ -155,9 +156,10 @@ def table(
     on_cpu = "native" if native.library() is not None else "torch"
     lines = []
     for shape in shapes:
-        cases = (Case(count, shape.inputs, shape.format, dtype, device, shape.gated, shape.group_size) for count in rows)
-        rules = HEAD_TABLE if shape.is_head else TABLE
-        kernels = (on_cpu if device.type == "cpu" else choose_kernel(case, rules) for case in cases)
+        sizes = (shape.inputs, shape.outputs, shape.format, dtype, device, shape.gated, shape.group_size)
+        cases = [Case(count, *sizes) for count in rows]
+        kernels = [on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases]
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
+        line["slices"] = cases[0].order.slices
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})
     return lines

@@ -46,7 +46,9 @@ def linear_reference(
         weight_OK = dequantize(weight_OK, x_MK.dtype)
     if norm is not None:
         x_MK = F.rms_norm(x_MK, norm.weight.shape, norm.weight, norm.eps)
-    out = F.linear(x_MK, weight_OK, bias_O)
+    # Summed in float64 and then rounded, a row does not depend on how many there are either.
+    wide_bias = None if bias_O is None else bias_O.double()
+    out = F.linear(x_MK.double(), weight_OK.double(), wide_bias).to(x_MK.dtype)
     if gated:
         out = swiglu_reference(out)
     return out if residual_MO is None else residual_MO + out

@@ -1,13 +1,11 @@
 """Weights in 8 or 4 bits on their way into `register_mma`'s products.
 
-A thread reads eight neighbouring codes, all of one group, and makes weights of them in its registers.
+A thread reads four neighbouring codes, all of one group, and makes weights of them in its registers.
 """
 
 from __future__ import annotations
 
 from fledge.kernels.gluon_support import gl, jit
-
-CODES = 32  # of a chunk's two halves, in each of which all have one scale
 
 
 @jit
@@ -16,44 +14,44 @@ def read_codes(
     scales_ptr,
     offsets_ptr,
     first_column,
-    mma: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    PRODUCTS: gl.constexpr,
+    chunk,
+    SLICES: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
     OUTPUTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PRODUCTS: gl.constexpr,
     BITS: gl.constexpr,
     GROUP: gl.constexpr,
     HAS_OFFSETS: gl.constexpr,
-    WARPS: gl.constexpr,
+    layout: gl.constexpr,
 ):
-    """By chunk: its codes as they lie in memory, and the scales and offsets of its halves (two groups share none of these)."""
+    """Of a chunk: its codes as they lie in memory, and the scales and offsets of its halves (each lies in one group)."""
     PACKED: gl.constexpr = 8 // BITS  # codes a byte
-    packed: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8 // PACKED)
-    operand = gl.zeros([WARPS, 64, PRODUCTS], gl.int8, layout=gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8))
-    halves: gl.constexpr = gl.SliceLayout(2, gl.reshape(operand, [WARPS, 2, 32, PRODUCTS]).type.layout)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, packed)))[:, None, None]
-    byte = gl.arange(0, 64 // PACKED, layout=gl.SliceLayout(0, gl.SliceLayout(2, packed)))[None, :, None]
-    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, packed)))[None, None, :]
+    operand = gl.zeros([SLICES, PRODUCTS, 64], gl.int8, layout=layout)
+    # The layout of bytes is that of every PACKED-th input.
+    bytes_: gl.constexpr = gl.SliceLayout(3, gl.reshape(operand, [SLICES, PRODUCTS, 64 // PACKED, PACKED]).type.layout)
+    halves: gl.constexpr = gl.SliceLayout(3, gl.reshape(operand, [SLICES, PRODUCTS, 2, 32]).type.layout)
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, bytes_)))[:, None, None]
+    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, bytes_)))[None, :, None]
+    byte = gl.arange(0, 64 // PACKED, layout=gl.SliceLayout(0, gl.SliceLayout(1, bytes_)))[None, None, :]
     column = first_column + product % COLUMNS
     line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
-    warp_s = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, halves)))[:, None, None]
-    half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, halves)))[None, :, None]
-    product_s = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
+    place = (piece * CHUNKS + chunk) * (64 // PACKED) + byte
+    inside = (column < OUTPUTS) & (place < SIZE // PACKED)
+    codes = gl.load(codes_ptr + line + place, mask=inside, other=0)
+    piece_s = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, halves)))[:, None, None]
+    product_s = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, halves)))[None, :, None]
+    half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
     column_s = first_column + product_s % COLUMNS
     line_s = (column_s + product_s // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // GROUP)
-    found = ()
-    for i in gl.static_range(CHUNKS):
-        place = (i * WARPS + warp) * (64 // PACKED) + byte
-        codes = gl.load(codes_ptr + line + place, mask=(column < OUTPUTS) & (place < SIZE // PACKED), other=0)
-        k = (i * WARPS + warp_s) * 64 + half_s * 32
-        inside = (column_s < OUTPUTS) & (k < SIZE)
-        scale = gl.load(scales_ptr + line_s + k // GROUP, mask=inside, other=0.0)
-        offset = scale
-        if HAS_OFFSETS:
-            offset = gl.load(offsets_ptr + line_s + k // GROUP, mask=inside, other=0.0)
-        found = found + ((codes, scale, offset),)  # noqa: RUF005
-    return found
+    k = (piece_s * CHUNKS + chunk) * 64 + half_s * 32
+    inside_s = (column_s < OUTPUTS) & (k < SIZE)
+    scale = gl.load(scales_ptr + line_s + k // GROUP, mask=inside_s, other=0.0)
+    offset = scale
+    if HAS_OFFSETS:
+        offset = gl.load(offsets_ptr + line_s + k // GROUP, mask=inside_s, other=0.0)
+    return codes, scale, offset
 
 
 def _floats(source: str, first: int, zero: str) -> str:
@@ -85,25 +83,24 @@ if gl is not None:
 @jit
 def weights_of(
     read,
-    mma: gl.constexpr,
+    SLICES: gl.constexpr,
     PRODUCTS: gl.constexpr,
     BITS: gl.constexpr,
     HAS_OFFSETS: gl.constexpr,
-    WARPS: gl.constexpr,
+    layout: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """What a chunk's codes stand for, as an operand. Each thread keeps what it has: nothing moves."""
-    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
+    """What a chunk's codes stand for [SLICES, PRODUCTS, 64]. Each thread keeps what it has: nothing moves."""
     if BITS == 8:
         values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
     else:
         nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8
         both: gl.constexpr = (gl.float32, gl.float32)
         low, high = gl.inline_asm_elementwise(nibbles, "=r,=r,=r,=r,=r,=r,=r,=r,r", [read[0]], dtype=both, is_pure=True, pack=4)
-        values = gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [WARPS, 64, PRODUCTS])  # low: the even inputs'
-        values = gl.convert_layout(values, right, assert_trivial=True)
-    values = gl.reshape(values, [WARPS, 2, 32, PRODUCTS])
-    values = values * read[1].to(gl.float32)[:, :, None, :]
+        values = gl.reshape(gl.join(low, high), [SLICES, PRODUCTS, 64])  # low: the even inputs'
+    values = gl.convert_layout(values, layout)
+    values = gl.reshape(values, [SLICES, PRODUCTS, 2, 32])
+    values = values * read[1].to(gl.float32)[:, :, :, None]
     if HAS_OFFSETS:
-        values = values + read[2].to(gl.float32)[:, :, None, :]
-    return gl.convert_layout(gl.reshape(values.to(dtype), [WARPS, 64, PRODUCTS]), right, assert_trivial=True)
+        values = values + read[2].to(gl.float32)[:, :, :, None]
+    return gl.convert_layout(gl.reshape(values.to(dtype), [SLICES, PRODUCTS, 64]), layout)

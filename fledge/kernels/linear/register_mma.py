@@ -1,84 +1,65 @@
-"""The linear layer for a handful of rows, on tensor cores that are fed straight from memory.
+"""The linear layer for few rows and a narrow weight, on tensor cores that are fed straight from memory.
 
 Triton's own products take their operands through shared memory; for few rows that detour costs more than the product. Here
-(in Gluon, Triton's language with explicit layouts) each thread loads from memory just what its part of the product needs:
-eight neighbouring inputs at a time, of weights and of rows alike, so that the order in which they are multiplied does not
-matter. Each warp takes every WARPS-th chunk of the inputs; their sums meet in shared memory, behind the kernel's only barrier.
+(in Gluon, Triton's language with explicit layouts) each thread loads from memory just what its part of the product needs: four
+neighbouring inputs at a time, of weights and of rows alike, so that four threads hold the 16 inputs of a group of `summation`.
+Each of four warps has a slice of 16 outputs, which it loads while the kernel before this one still runs. The slices' sums meet
+in shared memory, behind the kernel's only barrier.
 
 Weights in 8 or 4 bits (`kernels.quantization`) go the same way: see `register_codes.py`.
 
-The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input times norm weight,
-where the unfused network rounds the same times the scale.
+The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input
+times norm weight, where the unfused network rounds the same times the scale.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.kernels.gluon_support import gl, gluon, jit, mma_v2
-from fledge.kernels.linear.register_codes import CODES, read_codes, weights_of
+from fledge.kernels.gluon_support import gl, jit, mma_v2
+from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.linear.register_codes import read_codes, weights_of
+from fledge.kernels.linear.summation import CHUNK, Summation
+from fledge.kernels.linear.tiles import weight_parts
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.triton_support import is_hopper_or_newer, multiprocessors, overlap
+from fledge.kernels.triton_support import overlap
 
-TILE = 16  # rows of a product
-CHUNK = 64  # inputs that one warp's threads hold side by side, eight each, twice
-MOST_CHUNKS = 4  # of a warp: all of them lie in its registers at once
+NORM_ROWS = 8  # of a program of `norm_parts`
 
 
-class Form(NamedTuple):
-    """Of a program. A row's result depends on the number of warps alone, which share the inputs."""
-
-    rows: int = TILE
-    columns: int = 16  # outputs: 8 make more programs, and yet each takes longer
-    warps: int = 4
-
-    def programs(self, num_rows: int, outputs: int) -> tuple[int, int]:
-        return -(-num_rows // self.rows), -(-outputs // self.columns)
+SLICES, COLUMNS = 4, 16  # of a program
 
 
-# Codes are work for the threads, so more of them share it: a step's linears of one row take 273 µs instead of 303.
-OF_CODES = Form(columns=8, warps=8)
+def program_rows(num_rows: int) -> int:
+    """8 where a second reading of the weight costs less than more work a program: up to 16 rows."""
+    return 8 if num_rows <= 16 else 16
 
 
-def supports_registers(size: int, dtype: torch.dtype, device: torch.device, group_size: int | None = None) -> bool:
-    """bfloat16 alone: input times norm weight, unscaled, may leave float16's range. `group_size`: of a quantised weight."""
-    if gluon is None or device.type != "cuda" or dtype != torch.bfloat16:
-        return False
-    if group_size is not None and group_size % CODES:
-        return False
-    return size % 8 == 0 and size <= CHUNK * MOST_CHUNKS * 8 and is_hopper_or_newer(device)
+@lru_cache
+def layouts(rows: int, gated: bool) -> dict[str, Any]:
+    """How loaded weights [slices, products, 64] and rows [slices, 64, rows] are spread over threads.
 
-
-def num_warps(size: int) -> int:
-    return 4 if size <= CHUNK * MOST_CHUNKS * 4 else 8
-
-
-def choose_form(num_rows: int, size: int, outputs: int, gated: bool, num_multiprocessors: int) -> Form:
-    """Small programs, unless larger ones all run at once where small ones would take turns.
-
-    Registers let two programs of four warps share a multiprocessor if they are large or gated, three otherwise. On an H200
-    (`kernel-forms-h200.json`) that is worth 55 of 443 µs with 64 rows and 51 of 608 with 128; anywhere else larger ones lose.
+    Four threads (lanes 1, 2) share 16 inputs; a thread has four of them, of each of the chunk's four groups.
     """
-    small, warps = Form(warps=num_warps(size)), num_warps(size)
-    large = Form(rows=2 * TILE, warps=warps) if gated else Form(columns=32, warps=warps)
-    take_turns = math.prod(small.programs(num_rows, outputs)) > (2 if gated else 3) * num_multiprocessors
-    fits = warps == 4 and math.prod(large.programs(num_rows, outputs)) <= 2 * num_multiprocessors
-    return large if take_turns and fits else small
-
-
-def weight_arguments(weight: Tensor | QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int | bool]]:
-    """What the kernels read of a weight, and how."""
-    if isinstance(weight, Tensor):
-        assert weight.is_contiguous()
-        return (weight, weight, weight), {"BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
-    has_offsets = weight.offsets is not None
-    parts = (weight.codes, weight.scales, weight.offsets if has_offsets else weight.scales)
-    assert all(part.is_contiguous() for part in parts)
-    return parts, {"BITS": weight.bits, "GROUP": weight.group_size, "HAS_OFFSETS": has_offsets}
+    weight = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 0, 32], [0, 8, 0], *([[0, COLUMNS, 0]] if gated else [])],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[SLICES, COLUMNS * (2 if gated else 1), 64],
+    )
+    x = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 16, 0], [0, 32, 0], *([[0, 0, 8]] if rows == 16 else [])],
+        lane_bases=[[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[SLICES, 64, rows],
+    )
+    return {"W_LAYOUT": weight, "X_LAYOUT": x}
 
 
 def register_mma(
@@ -86,47 +67,79 @@ def register_mma(
     weight_OK: Tensor | QuantizedWeight,
     bias_O: Tensor | None = None,
     *,
-    norm=None,
+    order: Summation,
+    norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
-    form: Form | None = None,
+    rows: int | None = None,
 ) -> Tensor:
-    """As `dispatch.linear`; `form` is for measuring."""
+    """As `dispatch.linear`, where `order.scales_sums`. `rows` of a program are for measuring."""
     num_rows, size = x_MK.shape
     assert x_MK.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
-    parts, kind = weight_arguments(weight_OK)
-    outputs = parts[0].shape[0] // (2 if gated else 1)
-    if form is None:
-        has_codes = kind["BITS"] < 16
-        form = OF_CODES if has_codes else choose_form(num_rows, size, outputs, gated, multiprocessors(x_MK.device))
+    assert order.scales_sums
+    assert order.slices == SLICES
+    codes, scales, offsets, bits, group = weight_parts(weight_OK)
+    assert codes.is_contiguous()
+    outputs = codes.shape[0] // (2 if gated else 1)
+    rows = rows or program_rows(num_rows)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _direct_linear[form.programs(num_rows, outputs)](
+    _register_mma[(-(-num_rows // rows), -(-outputs // COLUMNS))](
         x_MK,
-        *parts,
+        codes,
+        scales if scales is not None else x_MK,
+        offsets if offsets is not None else x_MK,
         bias_O if bias_O is not None else x_MK,
         norm.weight if norm is not None else x_MK,
         residual_MO if residual_MO is not None else x_MK,
         out,
         num_rows,
         norm.eps if norm is not None else 0.0,
-        ROWS=form.rows,
-        COLUMNS=form.columns,
-        CHUNKS=-(-size // (CHUNK * form.warps)),
+        ROWS=rows,
+        COLUMNS=COLUMNS,
+        SLICES=SLICES,
+        CHUNKS=order.slice_inputs // CHUNK,
         SIZE=size,
         OUTPUTS=outputs,
-        **kind,
+        BITS=bits,
+        GROUP=group,
+        HAS_OFFSETS=offsets is not None,
         HAS_BIAS=bias_O is not None,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual_MO is not None,
         GATED=gated,
         HOLD=before_attention,
-        WARPS=form.warps,
-        num_warps=form.warps,
+        **layouts(rows, gated),
+        num_warps=SLICES,
+        enable_fp_fusion=False,
         **overlap(x_MK),
     )
     return out
+
+
+def norm_parts(x_MK: Tensor, norm: NormLike, order: Summation) -> tuple[Tensor, Tensor]:
+    """Input times norm weight, rounded, and the scale of each row's sums, with the bits that `register_mma` has."""
+    num_rows, size = x_MK.shape
+    product = torch.empty_like(x_MK)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x_MK.device)
+    _norm_parts[(-(-num_rows // NORM_ROWS),)](
+        x_MK,
+        norm.weight,
+        product,
+        scale,
+        num_rows,
+        norm.eps,
+        ROWS=NORM_ROWS,
+        SLICES=SLICES,
+        CHUNKS=order.slice_inputs // CHUNK,
+        SIZE=size,
+        X_LAYOUT=layouts(NORM_ROWS, False)["X_LAYOUT"],
+        num_warps=SLICES,
+        enable_fp_fusion=False,
+        **overlap(x_MK),
+    )
+    return product, scale
 
 
 @jit
@@ -145,125 +158,99 @@ def _times(x, y):
 
 
 @jit
-def direct_products(
+def _load_rows(
     x_ptr,
-    weight_ptr,
-    scales_ptr,
-    offsets_ptr,
-    norm_ptr,
-    residual_ptr,
+    first_row,
     num_rows,
-    eps,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    chunk,
+    SLICES: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
-    HAS_NORM: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
-    HOLD: gl.constexpr,
-    PDL: gl.constexpr,
-    WARPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    layout: gl.constexpr,
 ):
-    """All up to the barrier: the warps' shares of the products, in shared memory; the norm's scale by row; the residual."""
-    EACH: gl.constexpr = 64
-    # Both halves of a gated weight are columns of one product.
-    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=8)
-    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=8)
-    last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
-    answer: gl.constexpr = gl.SliceLayout(0, last)
-    if PDL == 1 and not HOLD:
-        _let_next_start()
-
-    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
-    warp_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None]
-    input_w = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(2, right)))[None, :, None]
-    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(1, right)))[None, None, :]
-    column_w = first_column + product % COLUMNS
-    weights = weight_ptr + (column_w + product // COLUMNS * OUTPUTS).to(gl.int64) * SIZE
-    ws = ()
-    if BITS == 16:
-        for i in gl.static_range(CHUNKS):
-            k = (i * WARPS + warp_w) * EACH + input_w
-            ws = ws + (gl.load(weights + k, mask=(column_w < OUTPUTS) & (k < SIZE), other=0.0),)  # noqa: RUF005
-    else:
-        ws = read_codes(
-            weight_ptr,
-            scales_ptr,
-            offsets_ptr,
-            first_column,
-            mma,
-            COLUMNS,
-            PRODUCTS,
-            CHUNKS,
-            SIZE,
-            OUTPUTS,
-            BITS,
-            GROUP,
-            HAS_OFFSETS,
-            WARPS,
-        )
-    norms = ()
-    if HAS_NORM:
-        warp_n = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, left)))[:, None]
-        input_n = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, :]
-        for i in gl.static_range(CHUNKS):
-            k = (i * WARPS + warp_n) * EACH + input_n
-            norms = norms + (gl.load(norm_ptr + k, mask=k < SIZE, other=0.0),)  # noqa: RUF005
-    if BITS < 16:
-        codes = ws
-        ws = ()
-        for i in gl.static_range(CHUNKS):
-            w = weights_of(codes[i], mma, PRODUCTS, BITS, HAS_OFFSETS, WARPS, x_ptr.dtype.element_ty)
-            ws = ws + (w,)  # noqa: RUF005
-    if PDL:
-        _wait_for_inputs()
-        if HOLD or PDL == 2:
-            _let_next_start()
-
-    warp_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, left)))[:, None, None]
-    row_x = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :, None]
-    input_x = gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, None, :]
-    xs = ()
-    for i in gl.static_range(CHUNKS):
-        k = (i * WARPS + warp_x) * EACH + input_x
-        xs = xs + (gl.load(x_ptr + row_x * SIZE + k, mask=(row_x < num_rows) & (k < SIZE), other=0.0),)  # noqa: RUF005
-    residual = gl.zeros([ROWS, COLUMNS], x_ptr.dtype.element_ty, layout=answer)
-    if HAS_RESIDUAL:
-        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
-        column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
-        residual = gl.load(residual_ptr + row * OUTPUTS + column, mask=(row < num_rows) & (column < OUTPUTS), other=0.0)
-
-    total = gl.zeros([WARPS, ROWS, PRODUCTS], gl.float32, layout=mma)
-    for i in gl.static_range(CHUNKS):
-        x = xs[i]
-        if HAS_NORM:
-            x = _times(x, norms[i][:, None, :])
-        total = mma_v2(x, ws[i], total)
-    shares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, PRODUCTS], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
-    if HAS_NORM:
-        square = gl.zeros([WARPS, ROWS, EACH], gl.float32, layout=left)
-        for i in gl.static_range(CHUNKS):
-            wide = xs[i].to(gl.float32)
-            square += wide * wide
-        squares = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-        squares.store(gl.sum(square, axis=2))
-    shares.store(total)
-    scale = gl.full([ROWS, 1], 1.0, gl.float32, layout=answer)
-    if HAS_NORM:
-        mean = gl.sum(squares.load(gl.SliceLayout(2, last)), axis=0) / SIZE
-        scale = gl.convert_layout(1.0 / gl.sqrt(mean + eps), gl.SliceLayout(1, answer))[:, None]
-    return shares, scale, residual
+    """A chunk [SLICES, 64, ROWS] of the inputs of each slice."""
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    k = (piece * CHUNKS + chunk) * 64 + place
+    return gl.load(x_ptr + row * SIZE + k, mask=(row < num_rows) & (k < SIZE), other=0.0)
 
 
 @jit
-def _direct_linear(
+def _load_norm(norm_ptr, chunk, SLICES: gl.constexpr, CHUNKS: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
+    """[SLICES, 64, 1]"""
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    k = (piece * CHUNKS + chunk) * 64 + place
+    return gl.load(norm_ptr + k, mask=(k < SIZE), other=0.0)
+
+
+@jit
+def _load_weights(
+    weight_ptr,
+    first_column,
+    chunk,
+    SLICES: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """A chunk [SLICES, PRODUCTS, 64] of each slice."""
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    product = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    column = first_column + product % COLUMNS
+    line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * SIZE
+    k = (piece * CHUNKS + chunk) * 64 + place
+    return gl.load(weight_ptr + line + k, mask=(column < OUTPUTS) & (k < SIZE), other=0.0)
+
+
+@jit
+def _grouped_left(w, left: gl.constexpr):
+    """Loaded weights as the first operand of a product whose steps are the groups of 16 neighbouring inputs.
+
+    The tensor cores' operands have the inputs of two steps interleaved. Each thread keeps what it has: nothing moves.
+    """
+    A: gl.constexpr = w.shape[0]
+    B: gl.constexpr = w.shape[1]
+    w = gl.permute(gl.reshape(w, [A, B, 2, 2, 4, 2, 2]), (0, 1, 2, 5, 4, 3, 6))
+    return gl.convert_layout(gl.reshape(w, [A, B, 64]), left)
+
+
+@jit
+def _grouped_right(x, right: gl.constexpr):
+    """Loaded rows as the second operand; see `_grouped_left`."""
+    A: gl.constexpr = x.shape[0]
+    R: gl.constexpr = x.shape[2]
+    x = gl.permute(gl.reshape(x, [A, 2, 2, 4, 2, 2, R]), (0, 1, 4, 3, 2, 5, 6))
+    return gl.convert_layout(gl.reshape(x, [A, 64, R]), right)
+
+
+@jit
+def _squares(square, x):
+    """Adds an input's squares to [SLICES, 64, ROWS] sums. One function for all kernels: the order of this sum counts."""
+    wide = x.to(gl.float32)
+    return gl.fma(wide, wide, square)
+
+
+@jit
+def _row_scales(square, eps, SLICES: gl.constexpr, SIZE: gl.constexpr, rows: gl.constexpr):
+    """The norm's scale by row, from `_squares` of all chunks; slices are added in order."""
+    ROWS: gl.constexpr = square.shape[2]
+    shares = gl.allocate_shared_memory(gl.float32, [SLICES * ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    shares.store(gl.reshape(gl.sum(square, axis=1), [SLICES * ROWS]))
+    total = shares.slice(0, ROWS).load(rows)
+    for i in gl.static_range(1, SLICES):
+        total = total + shares.slice(i * ROWS, ROWS).load(rows)
+    return 1.0 / gl.sqrt(total / SIZE + eps)
+
+
+@jit
+def _register_mma(
     x_ptr,
     weight_ptr,
     scales_ptr,
@@ -276,6 +263,7 @@ def _direct_linear(
     eps,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    SLICES: gl.constexpr,
     CHUNKS: gl.constexpr,
     SIZE: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -287,57 +275,143 @@ def _direct_linear(
     HAS_RESIDUAL: gl.constexpr,
     GATED: gl.constexpr,
     HOLD: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
     PDL: gl.constexpr,
-    WARPS: gl.constexpr,
 ):
-    # The last sum: one thread has an output's shares of all warps.
-    last: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32 // COLUMNS, COLUMNS], [1, WARPS, 1], [2, 1, 0])
-    answer: gl.constexpr = gl.SliceLayout(0, last)
+    # Both halves of a gated weight are outputs of one product.
+    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=4)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    shares, scale, residual = direct_products(
-        x_ptr,
-        weight_ptr,
-        scales_ptr,
-        offsets_ptr,
-        norm_ptr,
-        residual_ptr,
-        num_rows,
-        eps,
-        ROWS,
-        COLUMNS,
-        CHUNKS,
-        SIZE,
-        OUTPUTS,
-        BITS,
-        GROUP,
-        HAS_OFFSETS,
-        HAS_NORM,
-        HAS_RESIDUAL,
-        GATED,
-        HOLD,
-        PDL,
-        WARPS,
-    )
-    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, answer))[:, None]
-    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, answer))[None, :]
+    if PDL == 1 and not HOLD:
+        _let_next_start()
+
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+    ws = ()
+    for i in gl.static_range(CHUNKS):
+        if BITS == 16:
+            ahead = _load_weights(weight_ptr, first_column, i, SLICES, CHUNKS, SIZE, OUTPUTS, COLUMNS, PRODUCTS, W_LAYOUT)
+        else:
+            ahead = read_codes(
+                weight_ptr,
+                scales_ptr,
+                offsets_ptr,
+                first_column,
+                i,
+                SLICES,
+                CHUNKS,
+                SIZE,
+                OUTPUTS,
+                COLUMNS,
+                PRODUCTS,
+                BITS,
+                GROUP,
+                HAS_OFFSETS,
+                W_LAYOUT,
+            )
+        ws = ws + (ahead,)  # noqa: RUF005
+    norms = ()
+    if HAS_NORM:
+        for i in gl.static_range(CHUNKS):
+            norms = norms + (_load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT),)  # noqa: RUF005
+    if PDL:
+        _wait_for_inputs()
+        if HOLD or PDL == 2:
+            _let_next_start()
+    xs = ()
+    for i in gl.static_range(CHUNKS):
+        xs = xs + (_load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS, SIZE, ROWS, X_LAYOUT),)  # noqa: RUF005
+
+    total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
+    answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
     inside = (row < num_rows) & (column < OUTPUTS)
-    if GATED:
-        out = gl.sum(shares.slice(0, COLUMNS, dim=2).load(last), axis=0)
-        up = gl.sum(shares.slice(COLUMNS, COLUMNS, dim=2).load(last), axis=0)
+    place = row * OUTPUTS + column
+    residual = gl.zeros([COLUMNS, ROWS], dtype, layout=answer)
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
+
+    square = gl.zeros([SLICES, 64, ROWS], gl.float32, layout=X_LAYOUT)
+    for i in gl.static_range(CHUNKS):
+        x = xs[i]
         if HAS_NORM:
-            out, up = out * scale, up * scale
+            square = _squares(square, x)
+            x = _times(x, norms[i])
+        if BITS == 16:
+            w = ws[i]
+        else:
+            w = weights_of(ws[i], SLICES, PRODUCTS, BITS, HAS_OFFSETS, W_LAYOUT, x_ptr.dtype.element_ty)
+        total = mma_v2(_grouped_left(w, left), _grouped_right(x, right), total)
+    scale = gl.full([1, ROWS], 1.0, gl.float32, layout=answer)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    shares = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], flat)
+    shares.store(gl.reshape(total, [SLICES * PRODUCTS, ROWS]))
+    if HAS_NORM:
+        scale = _row_scales(square, eps, SLICES, SIZE, gl.SliceLayout(0, answer))[None, :]
+    out = _sum_of_slices(shares, 0, SLICES, COLUMNS, PRODUCTS, answer)
+    if HAS_NORM:
+        out = out * scale
+    if HAS_BIAS:
+        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if GATED:
+        up = _sum_of_slices(shares, COLUMNS, SLICES, COLUMNS, PRODUCTS, answer)
+        if HAS_NORM:
+            up = up * scale
         if HAS_BIAS:
-            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
             up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
         # Rounded between the two products, as the unfused network does.
         gate = out.to(dtype).to(gl.float32)
         out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
-    else:
-        out = gl.sum(shares.load(last), axis=0)
-        if HAS_NORM:
-            out = out * scale
-        if HAS_BIAS:
-            out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
     if HAS_RESIDUAL:
         out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
-    gl.store(out_ptr + row * OUTPUTS + column, out.to(dtype), mask=inside)
+    gl.store(out_ptr + place, out.to(dtype), mask=inside)
+
+
+@jit
+def _sum_of_slices(shares, first, SLICES: gl.constexpr, COLUMNS: gl.constexpr, PRODUCTS: gl.constexpr, layout: gl.constexpr):
+    """In order."""
+    total = shares.slice(first, COLUMNS).load(layout)
+    for i in gl.static_range(1, SLICES):
+        total = total + shares.slice(i * PRODUCTS + first, COLUMNS).load(layout)
+    return total
+
+
+@jit
+def _norm_parts(
+    x_ptr,
+    norm_ptr,
+    product_ptr,
+    scale_ptr,
+    num_rows,
+    eps,
+    ROWS: gl.constexpr,
+    SLICES: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [SLICES], [0])
+    if PDL == 1:
+        _let_next_start()
+    if PDL:
+        _wait_for_inputs()
+        if PDL == 2:
+            _let_next_start()
+    first_row = gl.program_id(0) * ROWS
+    square = gl.zeros([SLICES, 64, ROWS], gl.float32, layout=X_LAYOUT)
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, X_LAYOUT)))[:, None, None]
+    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_LAYOUT)))[None, :, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, None, :]
+    for i in gl.static_range(CHUNKS):
+        x = _load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS, SIZE, ROWS, X_LAYOUT)
+        square = _squares(square, x)
+        product = _times(x, _load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT))
+        k = (piece * CHUNKS + i) * 64 + place
+        gl.store(product_ptr + row * SIZE + k, product, mask=(row < num_rows) & (k < SIZE))
+    scale = _row_scales(square, eps, SLICES, SIZE, flat)
+    rows = first_row + gl.arange(0, ROWS, layout=flat)
+    gl.store(scale_ptr + rows, scale, mask=rows < num_rows)

@@ -1,0 +1,182 @@
+"""Models of published shapes with random weights, made on the device in their type; and what a step of them must read and
+compute: for `gpu.py --shape`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fledge.checkpoints.tensors import ShapesOnly
+from fledge.config import DrafterConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
+from fledge.models.layers import RMSNorm, Rotary
+
+DRAFT_VOCABULARY = 32_000
+LLAMA3_ROPE = RopeConfig(500_000.0, "llama3", 8.0, 8192)
+
+
+def _llama(*sizes: int, **more: Any) -> ModelConfig:
+    return _model("LlamaForCausalLM", sizes, rms_norm_eps=1e-5, **more)
+
+
+def _qwen2(*sizes: int) -> ModelConfig:
+    return _model("Qwen2ForCausalLM", sizes, rope=RopeConfig(1e6), qkv_bias=True, tie_embeddings=True, rms_norm_eps=1e-6)
+
+
+def _qwen3(*sizes: int) -> ModelConfig:
+    return _model("Qwen3ForCausalLM", sizes, rope=RopeConfig(1e6), qk_norm=True, rms_norm_eps=1e-6)
+
+
+def _model(architecture: str, sizes: tuple[int, ...], **more: Any) -> ModelConfig:
+    """`sizes`: vocabulary, hidden, intermediate, layers, heads, key/value heads, head, positions."""
+    return ModelConfig(architecture, *sizes, windows=(None,) * sizes[3], **more)
+
+
+SHAPES: dict[str, ModelConfig] = {
+    "135m": _llama(49152, 576, 1536, 30, 9, 3, 64, 8192, rope=RopeConfig(1e5), tie_embeddings=True),  # SmolLM2
+    "0.5b": _qwen2(151936, 896, 4864, 24, 14, 2, 64, 32768),  # Qwen2.5
+    "1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2, 128, 32768),
+    "8b": _llama(128256, 4096, 14336, 32, 32, 8, 128, 131072, rope=LLAMA3_ROPE),  # Llama 3.1
+    "14b": _qwen3(151936, 5120, 17408, 40, 40, 8, 128, 40960),  # Qwen3
+    "32b": _qwen3(151936, 5120, 25600, 64, 64, 8, 128, 40960),
+}
+
+
+def drafter_config(target: ModelConfig) -> DrafterConfig:
+    """EAGLE 3.1 of the target's width."""
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(DRAFT_VOCABULARY, target.vocab_size),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_positions=target.max_positions,
+        aux_layer_ids=default_aux_layers(target.num_layers),
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        fc_norm=True,
+        norm_output=True,
+    )
+
+
+def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    with ShapesOnly():
+        decoder = Decoder(config)
+    _fill(decoder, device, dtype)
+    if config.tie_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
+    return decoder
+
+
+def random_drafter(config: DrafterConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> EagleDrafter:
+    with ShapesOnly():
+        drafter = EagleDrafter(config)
+    _fill(drafter, device, dtype)
+    # An ascending choice of the target's tokens, evenly spread.
+    ids = torch.arange(config.draft_vocab_size)
+    drafter.d2t = (ids * config.vocab_size // config.draft_vocab_size - ids).to(device)
+    drafter.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope).to(device)
+    return drafter
+
+
+def _fill(network: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Every tensor is made where it stays, in its type. Outputs of linears and logits then vary by about one, so that the two
+    best of many tokens lie close together: a difference in rounding shows in the text."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in list(network.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        module = network.get_submodule(owner)
+        value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if isinstance(module, RMSNorm):
+            value.fill_(1.0)
+        else:
+            value.normal_(0, parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.02, generator=generator)
+        setattr(module, attribute, nn.Parameter(value, requires_grad=False))
+    network.eval()
+
+
+def random_prompts(config: ModelConfig, count: int, length: int, least: int | None = None) -> list[list[int]]:
+    """`least`: lengths vary from there to `length`; None: all have it."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, config.vocab_size, (count, length), generator=generator).tolist()
+    shortest = length if least is None else least
+    return [prompt[: shortest + (length - shortest) * index // count] for index, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that a pass must read and operations that it must do, and how fast the device could at best."""
+
+    config: ModelConfig
+    drafter: DrafterConfig | None
+    itemsize: int = 2
+    bytes_per_s: float = 4.8e12
+    flops_per_s: float = 990e12
+
+    @property
+    def all_weights(self) -> int:
+        """Bytes, the embedding included, a tied one once."""
+        return self.itemsize * num_parameters(self.config)
+
+    def cycle_us(self, rows: int, context: int, depth: int) -> float:
+        """The least time of a plain step (depth 0) or of a cycle: bandwidth or arithmetic, whichever takes longer."""
+        config, verified = self.config, rows * (depth + 1)
+        weights, flops = self._linears, 2 * self._linears * verified
+        if depth and self.drafter is not None:
+            fc, layer, head = drafter_parts(self.drafter)
+            # Taken in the accepted span (fc and layer), then depth - 1 steps of the layer; a head for each drafted token.
+            weights += fc + depth * (layer + head)
+            flops += 2 * (verified * (fc + layer) + rows * ((depth - 1) * layer + depth * head))
+        cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
+        return 1e6 * max((weights + cache) * self.itemsize / self.bytes_per_s, flops / self.flops_per_s)
+
+    def prefill_flops(self, num_prompts: int, length: int) -> float:
+        """Causal attention included; the head for each prompt's last token alone."""
+        config, tokens = self.config, num_prompts * length
+        head = config.vocab_size * config.hidden_size
+        attention = 4 * config.num_layers * config.num_heads * config.head_dim * tokens * (length + 1) / 2
+        return 2 * (self._linears - head) * tokens + 2 * head * num_prompts + attention
+
+    @property
+    def _linears(self) -> int:
+        """Numbers in the linears, the head included."""
+        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.hidden_size
+        return num_parameters(self.config) - embedding
+
+
+def num_parameters(config: ModelConfig) -> int:
+    with ShapesOnly():
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def drafter_parts(config: DrafterConfig) -> tuple[int, int, int]:
+    """Numbers in the projection of the taps, in the layers, and in the head."""
+    with ShapesOnly():
+        network = EagleDrafter(config)
+
+    def count(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    return count(network.fc), sum(map(count, network.layers)), count(network.head)
+
+
+def peak_rates(device: torch.device | str) -> dict[str, float]:
+    """Of the device's datasheet: bytes/s and dense bf16 operations/s; with what its memory clock and bus give, where told."""
+    known = {"H200": (4.8e12, 990e12), "H100": (3.35e12, 990e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
+    if torch.device(device).type != "cuda":
+        return {"bytes_per_s": 20e9, "flops_per_s": 100e9}  # no more than a guess: without a GPU only the code is tried
+    properties = torch.cuda.get_device_properties(device)
+    clock, bus = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    by_clock = 2 * clock * 1e3 * bus / 8
+    bytes_per_s, flops = next((rates for name, rates in known.items() if name in properties.name), (by_clock, 0.0))
+    if not bytes_per_s or not flops:
+        raise SystemExit(f"the peak rates of {properties.name} are not known; add them to `peak_rates`")
+    return {"bytes_per_s": bytes_per_s, "flops_per_s": flops, "bytes_per_s_by_clock": by_clock}

@@ -1,0 +1,106 @@
+"""The one order of sums of attention. Every kernel here gives a query row the same bits: alone or beside others, in a decode
+step, in a verified chain, in a chunk or in a whole prompt, and whether its keys come from this pass or from the cache.
+
+    keys     | 16 | 16 | … | 16 | 16 | 16 | …      groups and splits are counted from position 0
+             |<----- split 0 ----->|<- split 1 …
+
+Within a split the weights times the values (and times 1, for the softmax's denominator) are one chain of tensor-core sums,
+a group of 16 keys each, in order, in one fp32 accumulator. The splits' sums are added up in order, from the first.
+
+How many keys a kernel takes at a time does not matter: what is subtracted from the scores (`best`) is a whole number, so every
+rescaling is by a power of two, which loses nothing. For that scores are rounded to a grid (2^-12 in units of log2, 2^-14 with
+fp32; a weight moves by at most 6e-5 of itself, where rounding it to bf16 moves it by up to 2e-3): score minus `best` is then
+exact, and exp2 of it only differs in its exponent. A key that a row does not see has weight 0 and adds exactly nothing.
+
+This holds for bf16 and fp32. In fp16 a weight below 2^-14 loses bits, so there it holds as long as all kernels see the same
+`best`, which they do not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fledge.kernels.triton_support import jit, tl
+
+SPLIT = 512  # keys; fixed: another number is another order of sums
+GROUP_KEYS = 16  # keys that the tensor core adds at once; blocks start at multiples of it
+
+
+def score_shift(dtype: torch.dtype) -> float:
+    """What is added to a score to round it to the grid: the last bit of a number of that size is the grid's step."""
+    return 768.0 if dtype == torch.float32 else 3072.0
+
+
+@jit
+def shifted_scores(q, k, scale_log2, SHIFT: tl.constexpr):
+    """Scores in units of log2, on the grid, plus SHIFT."""
+    return tl.fma(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, SHIFT)
+
+
+@jit
+def power_of_2(exponent):
+    """Of a whole number from -inf to 0, exactly; 0 below -126."""
+    return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def finite(best):
+    """A row that has seen no key yet has no finite maximum to subtract."""
+    return tl.where(best == float("-inf"), 0.0, best)
+
+
+@jit
+def best_of(scores):
+    """The smallest whole number that no score of a row exceeds."""
+    return tl.ceil(tl.max(scores, axis=1))
+
+
+@jit
+def weighted(weights, v, total, out):
+    """Adds a block of keys to the denominator (all columns of `total` are alike) and to the sum of values."""
+    ones = tl.full([v.shape[0], total.shape[1]], 1.0, v.dtype)
+    total = tl.dot(weights, ones, total, input_precision="ieee")
+    return total, tl.dot(weights, v, out, input_precision="ieee")
+
+
+@jit
+def attend_block(scores, v, best, total, out):
+    """One more block of keys of a split, in their order."""
+    new_best = tl.maximum(best, best_of(scores))
+    safe_best = finite(new_best)
+    weights = tl.exp2(scores - safe_best[:, None]).to(v.dtype)
+    shrink = power_of_2(best - safe_best)[:, None]
+    total, out = weighted(weights, v, total * shrink, out * shrink)
+    return new_best, total, out
+
+
+@jit
+def add_split(all_best, all_total, all_out, best, total, out):
+    """The splits so far and the next one. Both factors are powers of two, so there is one rounding, that of the sum."""
+    new_best = tl.maximum(all_best, best)
+    safe_best = finite(new_best)
+    old, new = power_of_2(all_best - safe_best)[:, None], power_of_2(best - safe_best)[:, None]
+    return new_best, all_total * old + total * new, all_out * old + out * new
+
+
+@jit
+def normalised(total, out):
+    """A row that saw no key is 0."""
+    return out * (1.0 / tl.where(total == 0.0, 1.0, total))
+
+
+@jit
+def head_scale(squares, eps, SIZE: tl.constexpr):
+    """Of heads' RMS norm, from the sum of squares in fp64: there the order of that sum is lost in rounding to fp32."""
+    return 1.0 / tl.sqrt(tl.fma(squares.to(tl.float32), 1.0 / SIZE, eps))
+
+
+@jit
+def rotated(x, other, cos, sin, weight, other_weight, eps, SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, dtype: tl.constexpr):
+    """Heads, normed if asked for. `other`: lanes half a head away. The sign of the rotation is in the table's sines."""
+    x, other = x.to(tl.float32), other.to(tl.float32)
+    if HAS_NORMS:
+        scale = head_scale(tl.sum((x * x).to(tl.float64), axis=1), eps, SIZE)[:, None]
+        x = (x * scale * weight[None, :]).to(dtype).to(tl.float32)
+        other = (other * scale * other_weight[None, :]).to(dtype).to(tl.float32)
+    return tl.fma(other, sin, x * cos).to(dtype)

@@ -1,0 +1,476 @@
+"""Linear layers as tiles of outputs x rows on tensor cores, in the order of `summation`, for any number of rows.
+
+    few rows    a program has all slices of its outputs, one a warp (or one after the other); the result needs no second kernel
+    some rows   a slice of a tile is a program of its own; fp32 sums meet in `_finish`
+    many rows   a program goes through the slices one after the other
+
+Weights are the first operand of a product, rows the second. A quantised weight (`kernels.quantization`) is turned into the
+activations' type on its way, group by group.
+
+Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.linear.summation import Summation
+from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.sample import Choice
+from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
+
+MANY_ROWS = 512  # from which the slices of a tile come one after the other
+FINISH_BLOCK = 512
+
+
+class Tile(NamedTuple):
+    """Of a program; nothing of it changes a result."""
+
+    outputs: int
+    rows: int
+    inputs: int  # a step
+    warps: int
+    stages: int
+
+
+# By the largest number of rows. Measured on an H200 with the shapes of 135M to 8B (`benchmarks/gpu.py --stages linears`).
+ONE_SLICE = {16: Tile(64, 16, 128, 4, 5), 32: Tile(64, 32, 128, 4, 5), 64: Tile(64, 64, 128, 4, 4)}
+WIDE_64 = Tile(128, 64, 64, 4, 4)  # of 33 to 64 rows with 8,192 outputs and more: 66 instead of 72 µs for 28,672 x 4,096
+BESIDE = {2: Tile(16, 16, 128, 2, 5), 4: Tile(16, 16, 64, 4, 8)}  # few rows, a slice a warp, by slices
+APART = {32: Tile(64, 32, 64, 4, 6), 128: Tile(64, 64, 64, 4, 6)}
+SMALL = Tile(64, 64, 64, 4, 4)  # of short slices, one after the other
+LARGE = Tile(128, 128, 64, 8, 4)
+
+
+def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int) -> tuple[Tile, bool]:
+    """The tile, and whether each slice is a program of its own."""
+    if order.slices == 1:
+        if 32 < num_rows <= 64 and outputs >= 8192:
+            return WIDE_64, False
+        return next((tile for most, tile in ONE_SLICE.items() if num_rows <= most), LARGE), False
+    if num_rows <= 16 and bits == 16:
+        return BESIDE[order.slices], False
+    if num_rows >= MANY_ROWS:
+        return LARGE, False
+    if order.slice_inputs <= 256 and num_rows > 32 and (num_rows > 128 or outputs > 2048):
+        return SMALL, False
+    return next((tile for most, tile in APART.items() if num_rows <= most), LARGE), True
+
+
+def tiled_linear(
+    x_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_O: Tensor | None = None,
+    *,
+    order: Summation,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    scale_M: Tensor | None = None,
+    before_attention: bool = False,
+    tile: Tile | None = None,
+    split: bool | None = None,
+) -> Tensor:
+    """`scale_M`: of the sums. `tile` and `split` (slices as programs of their own) are for measuring."""
+    outputs = weight_parts(weight)[0].shape[0] // (2 if gated else 1)
+    out = torch.empty((len(x_MK), outputs), dtype=x_MK.dtype, device=x_MK.device)
+    if len(x_MK):
+        extras = {"bias_O": bias_O, "residual_MO": residual_MO, "scale_M": scale_M, "tile": tile, "split": split}
+        _launch(x_MK, weight, out, order, gated=gated, hold=before_attention, **extras)
+    return out
+
+
+def tiled_head(x_ND: Tensor, weight_VD: Tensor | QuantizedWeight, order: Summation, ids_V: Tensor | None = None) -> Choice:
+    """The best of each block of the vocabulary, from normed states; logits never leave the chip. For few rows."""
+    assert order.slices == 1
+    tile, _ = choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16)
+    num_blocks = -(-len(weight_parts(weight_VD)[0]) // tile.outputs)
+    best = torch.empty((len(x_ND), num_blocks), dtype=torch.float32, device=x_ND.device)
+    ids = torch.empty((len(x_ND), num_blocks), dtype=torch.int32, device=x_ND.device)
+    _launch(x_ND, weight_VD, best, order, best_ids=ids, token_ids=ids_V, tile=tile, split=False)
+    return Choice(best, ids)
+
+
+def weight_parts(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
+    """Codes, scales, offsets, bits, group size. A plain weight is its own codes, of 16 bits."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.codes, weight.scales, weight.offsets, weight.bits, weight.group_size
+    return weight, None, None, 16, 1
+
+
+def _launch(
+    x_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    out: Tensor,
+    order: Summation,
+    *,
+    gated: bool = False,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    scale_M: Tensor | None = None,
+    best_ids: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    hold: bool = False,
+    tile: Tile | None = None,
+    split: bool | None = None,
+) -> None:
+    codes, scales, offsets, bits, group = weight_parts(weight)
+    (num_rows, size), outputs = x_MK.shape, codes.shape[0] // (2 if gated else 1)
+    assert x_MK.is_contiguous()
+    assert codes.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    if tile is None or split is None:
+        chosen = choose_tile(num_rows, codes.shape[0], order, bits)
+        tile, split = tile or chosen[0], chosen[1] if split is None else split
+    step = tile.inputs
+    while order.slice_inputs % step:
+        step //= 2
+    step = max(step, group if bits < 16 else 16)
+    # Slices side by side in one program, one after the other in it, or a program each.
+    beside = 1 if split or bits < 16 or tile.rows > 16 else order.slices
+    after = 1 if split else order.slices // beside
+    columns = tile.outputs // (2 if gated else 1)
+    grid = (-(-num_rows // tile.rows), -(-outputs // columns), order.slices if split else 1)
+    target = torch.empty((order.slices, num_rows, codes.shape[0]), dtype=torch.float32, device=x_MK.device) if split else out
+    _tiles[grid](
+        x_MK,
+        codes,
+        scales if scales is not None else x_MK,
+        offsets if offsets is not None else x_MK,
+        bias_O if bias_O is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        scale_M if scale_M is not None else x_MK,
+        target,
+        best_ids if best_ids is not None else x_MK,
+        token_ids if token_ids is not None else x_MK,
+        num_rows,
+        SIZE=size,
+        OUTPUTS=outputs,
+        SLICE=order.slice_inputs,
+        BESIDE=beside,
+        AFTER=after,
+        SPLIT=split,
+        BITS=bits,
+        GROUP=group,
+        HAS_OFFSETS=offsets is not None,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        HAS_SCALE=scale_M is not None,
+        IS_HEAD=best_ids is not None,
+        HAS_IDS=token_ids is not None,
+        GATED=gated,
+        ROWS=tile.rows,
+        COLUMNS=columns,
+        STEP=step,
+        dtype=_DTYPES[x_MK.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+        **overlap(x_MK),
+    )
+    if split:
+        finish(target, out.dtype, bias_O, gated=gated, residual_MO=residual_MO, scale_M=scale_M, hold=hold, out=out)
+
+
+def finish(
+    parts_SMO: Tensor,
+    dtype: torch.dtype,
+    bias_O: Tensor | None = None,
+    *,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    scale_M: Tensor | None = None,
+    hold: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What follows the product, on the fp32 sums of its slices."""
+    slices, num_rows, lines = parts_SMO.shape
+    outputs = lines // (2 if gated else 1)
+    if out is None:
+        out = torch.empty((num_rows, outputs), dtype=dtype, device=parts_SMO.device)
+    _finish[(num_rows, -(-outputs // FINISH_BLOCK))](
+        parts_SMO,
+        bias_O if bias_O is not None else out,
+        residual_MO if residual_MO is not None else out,
+        scale_M if scale_M is not None else parts_SMO,
+        out,
+        OUTPUTS=outputs,
+        SLICES=slices,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        HAS_SCALE=scale_M is not None,
+        GATED=gated,
+        HOLD=hold,
+        BLOCK=FINISH_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap(out),
+    )
+    return out
+
+
+_DTYPES = {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    # Rounded between the two products, as the unfused network does.
+    wide = gate.to(dtype).to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
+    return silu * up.to(dtype).to(tl.float32)
+
+
+@jit
+def scaled(codes, scale, offset, BITS: tl.constexpr, HAS_OFFSETS: tl.constexpr, dtype: tl.constexpr):
+    """Whole numbers as weights, rounded to the activations' type: every kernel multiplies by the same."""
+    value = codes.to(tl.float32)
+    if BITS == 4 and not HAS_OFFSETS:
+        value -= 8.0
+    value *= scale  # exact: at most 8 bits times 11
+    if HAS_OFFSETS:
+        value += offset
+    return value.to(dtype)
+
+
+@jit
+def dequantized(
+    weight_ptr,
+    scales_ptr,
+    offsets_ptr,
+    line,
+    inside,
+    start,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    LINES: tl.constexpr,
+    STEP: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[LINES, STEP] of a quantised weight, from input `start` on."""
+    PACKED: tl.constexpr = 8 // BITS  # codes a byte
+    group = tl.arange(0, STEP // GROUP)
+    groups = start // GROUP + group
+    byte = start // PACKED + (group * (GROUP // PACKED))[:, None] + tl.arange(0, GROUP // PACKED)[None, :]
+    group_inside = inside[:, None] & (groups < SIZE // GROUP)[None, :]
+    mask = inside[:, None, None] & (byte < SIZE // PACKED)[None, :, :]
+    codes = tl.load(weight_ptr + line[:, None, None] * (SIZE // PACKED) + byte[None, :, :], mask=mask, other=0)
+    places = line[:, None] * (SIZE // GROUP) + groups[None, :]
+    scale = tl.load(scales_ptr + places, mask=group_inside, other=0.0).to(tl.float32)[:, :, None]
+    offset = scale
+    if HAS_OFFSETS:
+        offset = tl.load(offsets_ptr + places, mask=group_inside, other=0.0).to(tl.float32)[:, :, None]
+    if BITS == 8:
+        w = scaled(codes, scale, offset, BITS, HAS_OFFSETS, dtype)
+    else:
+        even = scaled(codes & 15, scale, offset, BITS, HAS_OFFSETS, dtype)
+        odd = scaled(codes >> 4, scale, offset, BITS, HAS_OFFSETS, dtype)
+        w = tl.join(even, odd)
+    return tl.reshape(w, (LINES, STEP))
+
+
+@jit
+def _in_order(total, BESIDE: tl.constexpr):
+    """Sum over the first axis, one after the other."""
+    if BESIDE == 1:
+        out = tl.reshape(total, (total.shape[1], total.shape[2]))
+    elif BESIDE == 2:
+        first, second = tl.split(tl.permute(total, (1, 2, 0)))
+        out = first + second
+    else:
+        pairs = tl.reshape(tl.permute(total, (1, 2, 0)), (total.shape[1], total.shape[2], 2, 2))
+        even, odd = tl.split(pairs)
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        out = ((first + second) + third) + fourth
+    return out
+
+
+@jit
+def _finished(
+    total,
+    bias_ptr,
+    scale_ptr,
+    row,
+    column,
+    mask,
+    OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_UP: tl.constexpr,
+):
+    """A linear's sums with scale and bias; `IS_UP`: of the second half of a gated weight."""
+    if HAS_SCALE:
+        total = total * tl.load(scale_ptr + row, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + (OUTPUTS if IS_UP else 0) + column, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@jit
+def _tiles(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    offsets_ptr,
+    bias_ptr,
+    residual_ptr,
+    scale_ptr,
+    out_ptr,
+    best_ids_ptr,
+    token_ids_ptr,
+    num_rows,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BESIDE: tl.constexpr,
+    AFTER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_HEAD: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    dtype: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    LINES: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    line = tl.arange(0, LINES)
+    column_l = tl.program_id(1) * COLUMNS + line % COLUMNS
+    inside = column_l < OUTPUTS
+    line = (column_l + line // COLUMNS * OUTPUTS).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_inside = row < num_rows
+    row64 = row.to(tl.int64)
+    first = tl.program_id(2) * SLICE if SPLIT else 0
+    wait_for_inputs(PDL)
+    if BESIDE == 1:
+        total = tl.zeros([LINES, ROWS], tl.float32)
+        acc = total
+        END: tl.constexpr = SLICE * AFTER
+        for start in range(0, END, STEP):
+            k = first + start + tl.arange(0, STEP)
+            x = tl.load(x_ptr + row64[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
+            if BITS == 16:
+                mask = inside[:, None] & (k < SIZE)[None, :]
+                w = tl.load(weight_ptr + line[:, None] * SIZE + k[None, :], mask=mask, other=0.0)
+            else:
+                w = dequantized(
+                    weight_ptr,
+                    scales_ptr,
+                    offsets_ptr,
+                    line,
+                    inside,
+                    first + start,
+                    SIZE,
+                    BITS,
+                    GROUP,
+                    HAS_OFFSETS,
+                    LINES,
+                    STEP,
+                    dtype,
+                )
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            if AFTER > 1 and (start + STEP) % SLICE == 0:
+                total += acc
+                acc = tl.zeros([LINES, ROWS], tl.float32)
+        if AFTER == 1:
+            total = acc
+    else:
+        slices = tl.zeros([BESIDE, LINES, ROWS], tl.float32)
+        begin = tl.arange(0, BESIDE)[:, None, None] * SLICE
+        for start in range(0, SLICE, STEP):
+            k = begin + start + tl.arange(0, STEP)[None, None, :]
+            mask_x = row_inside[None, :, None] & (k < SIZE)
+            x = tl.load(x_ptr + row64[None, :, None] * SIZE + k, mask=mask_x, other=0.0)
+            w = tl.load(weight_ptr + line[None, :, None] * SIZE + k, mask=inside[None, :, None] & (k < SIZE), other=0.0)
+            slices = tl.dot(w, tl.permute(x, (0, 2, 1)), slices, input_precision="ieee")
+        total = _in_order(slices, BESIDE)
+
+    # Not before: kernels that wait beside this one take its bandwidth. 115 instead of 124 µs a layer of 8B, one row.
+    let_next_start(PDL)
+    if SPLIT:
+        WEIGHT_ROWS: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+        place = (tl.program_id(2) * num_rows + row64)[None, :] * WEIGHT_ROWS + line[:, None]
+        tl.store(out_ptr + place, total, mask=inside[:, None] & row_inside[None, :])
+    else:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        kept = (column < OUTPUTS)[:, None] & row_inside[None, :]
+        if GATED:
+            total, up = tl.split(tl.permute(tl.reshape(total, (2, COLUMNS, ROWS)), (1, 2, 0)))
+        rows, columns = row64[None, :], column[:, None]
+        total = _finished(total, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, False)
+        if GATED:
+            up = _finished(up, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, True)
+            total = silu_times(total, up, dtype)
+        if IS_HEAD:
+            token = column
+            if HAS_IDS:
+                token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=2147483647).to(tl.int32)
+            # Rounded like the logits of a network in this type, so that ties are the same ones.
+            logits = tl.where((column < OUTPUTS)[:, None], total.to(dtype).to(tl.float32), float("-inf"))
+            top = tl.max(logits, axis=0)
+            least = tl.min(tl.where(logits == top[None, :], token[:, None], 2147483647), axis=0)
+            place = row64 * tl.num_programs(1) + tl.program_id(1)
+            tl.store(out_ptr + place, top, mask=row_inside)
+            tl.store(best_ids_ptr + place, least, mask=row_inside)
+        else:
+            place = rows * OUTPUTS + columns
+            if HAS_RESIDUAL:
+                total = tl.load(residual_ptr + place, mask=kept, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
+            tl.store(out_ptr + place, total.to(dtype), mask=kept)
+
+
+@jit
+def _finish(
+    parts_ptr,
+    bias_ptr,
+    residual_ptr,
+    scale_ptr,
+    out_ptr,
+    OUTPUTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    GATED: tl.constexpr,
+    HOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if not HOLD:
+        let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < OUTPUTS
+    dtype = out_ptr.dtype.element_ty
+    WEIGHT_ROWS: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+    wait_for_inputs(PDL)
+    if HOLD:
+        let_next_start(PDL)
+    part = parts_ptr + row * WEIGHT_ROWS + column
+    stride = tl.num_programs(0).to(tl.int64) * WEIGHT_ROWS
+    total = tl.load(part, mask=inside, other=0.0)
+    for i in tl.static_range(1, SLICES):
+        total += tl.load(part + i * stride, mask=inside, other=0.0)
+    total = _finished(total, bias_ptr, scale_ptr, row + 0 * column, column, inside, OUTPUTS, HAS_BIAS, HAS_SCALE, False)
+    if GATED:
+        up = tl.load(part + OUTPUTS, mask=inside, other=0.0)
+        for i in tl.static_range(1, SLICES):
+            up += tl.load(part + OUTPUTS + i * stride, mask=inside, other=0.0)
+        up = _finished(up, bias_ptr, scale_ptr, row + 0 * column, column, inside, OUTPUTS, HAS_BIAS, HAS_SCALE, True)
+        total = silu_times(total, up, dtype)
+    place = row * OUTPUTS + column
+    if HAS_RESIDUAL:
+        total = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, total.to(dtype), mask=inside)

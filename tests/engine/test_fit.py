@@ -1,0 +1,147 @@
+"""Whether a model fits is known before it is loaded; and loading takes one tensor's memory of the host."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fledge.checkpoints.hf import save_decoder
+from fledge.engine import build, fit, memory
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.errors import UserError
+from fledge.kernels.quantization import quantize_linears
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu_shapes")
+
+
+def default_config(model, **changes) -> EngineConfig:
+    """As `resolve` gives on a GPU, which is not here."""
+    base = {"max_model_len": model.max_positions, "max_num_seqs": 256, "max_batched_tokens": 8192, "page_size": 128}
+    return EngineConfig(device="cuda", dtype="bfloat16", **(base | changes))
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
+    monkeypatch.setattr(fit, "memory_left", lambda config: int(count))
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("8b", 80), ("14b", 80), ("32b", 139 * 1.074)])
+def test_default_settings_fit(shapes, monkeypatch, name: str, gigabytes: float) -> None:
+    model = shapes.SHAPES[name]
+    drafter = shapes.drafter_config(model)
+    config = default_config(model)
+    with_memory(monkeypatch, gigabytes * 1e9)
+    fit.check_fits(config, model, drafter)
+    needs = fit.Needs.of(config, model, drafter)
+    cache = needs.cache_bytes(int(gigabytes * 1e9) - needs.weights - needs.drafter)
+    assert cache // needs.cache_per_token >= model.max_positions
+
+
+def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> None:
+    model = shapes.SHAPES["32b"]
+    with_memory(monkeypatch, 40e9)
+    with pytest.raises(UserError, match=r"weights 61\.0 GiB.*37\.3 GiB are free; add --quantization int8 or int4"):
+        fit.check_fits(default_config(model), model)
+    fit.check_fits(default_config(model, quantization="int4", max_model_len=4096), model)
+    with pytest.raises(UserError, match="raise --gpu-memory-utilization"):
+        fit.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
+
+
+def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_does(shapes, monkeypatch) -> None:
+    model = shapes.SHAPES["32b"]
+    with_memory(monkeypatch, 80e9)
+    with pytest.raises(UserError, match=r"lower --max-model-len to (\d+) or less") as refused:
+        fit.check_fits(default_config(model), model)
+    longest = int(str(refused.value).split("--max-model-len to ")[1].split()[0])
+    fit.check_fits(default_config(model, max_model_len=longest), model)
+    with pytest.raises(UserError):
+        fit.check_fits(default_config(model, max_model_len=longest + 1), model)
+    with pytest.raises(UserError, match="lower --kv-cache-tokens"):
+        fit.check_fits(default_config(model, max_model_len=longest, kv_cache_tokens=2 * longest), model)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_as_they_are_held(quantization: str, tied: bool) -> None:
+    decoder = tiny_decoder(architecture="Qwen2ForCausalLM", tie_embeddings=tied)
+    counted = fit.weight_bytes(decoder.config, torch.float32, quantization)
+    if quantization != "none":
+        quantize_linears(decoder, quantization)
+    assert counted == memory.weight_bytes(decoder, set())
+
+
+def test_a_drafter_is_counted_as_it_is_held() -> None:
+    config = tiny_drafter_config(fc_norm=True, norm_output=True)
+    assert fit.drafter_bytes(config, torch.float32) == memory.weight_bytes(tiny_drafter(config), set())
+
+
+def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch) -> None:
+    save_decoder(tiny_decoder(), tmp_path)
+    monkeypatch.setattr(build, "Tokenizer", lambda folder: None)
+    monkeypatch.setattr(build, "load_decoder", lambda *_: pytest.fail("loaded"))
+    with_memory(monkeypatch, 10_000)
+    with pytest.raises(UserError, match=r"does not fit this machine: weights .* and 0\.0 GiB are free"):
+        build_engine(str(tmp_path), Speculation(None), EngineConfig(device="cpu", dtype="float32"))
+
+
+def test_a_share_of_the_memory_needs_a_gpu() -> None:
+    model = tiny_decoder().config
+    with pytest.raises(UserError, match="needs a GPU"):
+        EngineConfig(device="cpu", gpu_memory_utilization=0.5).resolve(model)
+    with pytest.raises(UserError, match="from 0 to 1"):
+        EngineConfig(device="cpu", gpu_memory_utilization=1.5).resolve(model)
+
+
+def test_the_share_bounds_the_cache(monkeypatch) -> None:
+    config = replace(default_config(tiny_decoder().config), gpu_memory_utilization=0.5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 << 30, 100 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 << 30)
+    assert fit.memory_left(config) == 30 << 30
+    assert fit.memory_left(replace(config, gpu_memory_utilization=0.0)) == 90 << 30
+
+
+LOADING = """
+import sys, threading, time, torch
+from fledge.checkpoints.hf import load_decoder
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) << 10
+
+torch.cat([torch.empty(1).to("meta")] * 2).contiguous()  # the first such call imports torch's compiler
+before, most, done = anonymous(), 0, False
+def watch():
+    global most
+    while not done:
+        most = max(most, anonymous())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+decoder = load_decoder(sys.argv[1], torch.bfloat16, "meta")
+done = True
+thread.join()
+print(max(most - before, 0))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_weights_stream_to_the_device(tmp_path: Path) -> None:
+    """In the file's type; the host holds no more than a tensor or two at a time beside the mapped file."""
+    decoder = tiny_decoder(hidden_size=512, intermediate_size=4096, num_layers=24, vocab_size=2048).bfloat16()
+    save_decoder(decoder, tmp_path)
+    total = (tmp_path / "model.safetensors").stat().st_size
+    assert total > 300e6
+    done = subprocess.run([sys.executable, "-c", LOADING, tmp_path], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < total / 8

@@ -1,0 +1,216 @@
+"""Linear layers with norm, gate and residual: right, and a row's result is the same bits whatever else is computed.
+
+That tiles of different shapes sum alike holds on a GPU only: the interpreter leaves a tile's product to numpy.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.kernels.linear import dispatch, summation
+from fledge.kernels.linear import tiles as tiles_module
+from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
+from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
+from fledge.kernels.linear.reference import Norm, linear_reference
+from fledge.kernels.linear.summation import Summation
+from fledge.kernels.linear.tiles import LARGE, SMALL, Tile, choose_tile, tiled_linear
+from fledge.kernels.quantization import dequantize, quantize
+from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
+
+on_card = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA")]
+FORMATS = {"plain": (16, False), "int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
+SURROUNDINGS = ["nothing", "norm", "norm and gate", "residual", "all with bias"]
+CARD = torch.device("cuda", 0)
+
+
+def plain(x, weight, bias, norm, gated, residual):
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    out = x @ weight.t() + (bias if bias is not None else 0)
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = gate / (1 + (-gate).exp()) * up
+    return out + residual if residual is not None else out
+
+
+def some_weight(format: str, outputs: int, size: int, device: str, group: int = 32):
+    bits, offsets = FORMATS[format]
+    weight = torch.randn(outputs, size, device=device) / size**0.5
+    return weight if bits == 16 else quantize(weight, bits, group, offsets=offsets)
+
+
+def some_case(size, outputs, rows, surroundings, device, format="plain", dtype=torch.float32):
+    gated = surroundings in ("norm and gate", "all with bias")
+    weight = some_weight(format, outputs * (2 if gated else 1), size, device)
+    weight = weight.to(dtype) if format == "plain" else weight
+    lines = outputs * (2 if gated else 1)
+    drawn = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
+    bias = drawn(lines) if surroundings == "all with bias" else None
+    norm = Norm(drawn(size), 1e-5) if surroundings not in ("nothing", "residual") else None
+    residual = drawn(rows, outputs) if surroundings in ("residual", "all with bias") else None
+    return drawn(rows, size), weight, bias, norm, gated, residual
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_the_reference(format, surroundings):
+    x, weight, bias, norm, gated, residual = some_case(96, 40, 3, surroundings, "cpu", format)
+    found = linear_reference(x, weight, bias, norm=norm, gated=gated, residual_MO=residual)
+    exact = weight if format == "plain" else dequantize(weight)
+    torch.testing.assert_close(found, plain(x, exact, bias, norm, gated, residual), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_the_reference_do_not_depend_on_their_number():
+    x, weight = torch.randn(200, 300), torch.randn(70, 300)
+    together = linear_reference(x, weight)
+    assert all(torch.equal(linear_reference(x[i : i + 1], weight)[0], together[i]) for i in range(200))
+
+
+TILES = {
+    "beside": (1, Tile(16, 16, 32, 4, 2), False),
+    "apart": (5, Tile(16, 16, 32, 2, 2), True),
+    "after": (19, Tile(32, 16, 32, 4, 2), False),
+}
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("form", TILES)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("surroundings", [name for name in SURROUNDINGS if name != "norm"])
+def test_tiles(form, slices, format, surroundings):
+    """Inputs that no step divides, outputs that no tile divides."""
+    rows, tile, split = TILES[form]
+    size, device = 288 if format == "plain" else 576, device_of_kernels()
+    x, weight, bias, norm, gated, residual = some_case(size, 40, rows, surroundings, device, format)
+    order = Summation(slices, False, -(-size // (64 * slices)) * 64)
+    exact = weight if format == "plain" else dequantize(weight)
+    scale = None
+    if norm is not None:
+        scale = 1 / (x.square().mean(-1) + norm.eps).sqrt()
+    wanted = plain(x if scale is None else x * scale[:, None], exact, bias, None, gated, residual)
+    options = {"gated": gated, "residual_MO": residual, "scale_M": scale}
+    found = tiled_linear(x, weight, bias, order=order, tile=tile, split=split and slices > 1, **options)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+test_tiles.pytestmark += runs_triton
+
+
+def test_tiles_by_rows():
+    one, two, four = Summation(1, False, 4096), Summation(2, False, 7168), Summation(4, True, 192)
+    assert choose_tile(16, 4096, one, 16)[0].rows == 16
+    assert choose_tile(64, 28672, one, 16)[0].outputs == 128
+    assert choose_tile(16, 4096, two, 16) == (tiles_module.BESIDE[2], False)
+    assert choose_tile(16, 4096, two, 4)[1], "quantised slices are programs of their own"
+    assert choose_tile(200, 960, four, 16) == (SMALL, False)
+    assert choose_tile(200, 4096, two, 16) == (LARGE, True)
+    assert choose_tile(512, 4096, two, 16) == (LARGE, False)
+
+
+def test_slices_follow_from_the_weight_alone(monkeypatch):
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    found = {
+        (inputs, outputs, gated): summation.summation(inputs, outputs, torch.bfloat16, CARD, gated=gated)
+        for inputs, outputs, gated in [
+            (576, 960, False),
+            (1536, 576, False),
+            (1536, 3072, True),
+            (8960, 1536, False),
+            (4096, 4096, False),
+            (14336, 4096, False),
+            (25600, 5120, False),
+        ]
+    }
+    assert [tuple(order) for order in found.values()] == [
+        (4, True, 192),
+        (4, True, 384),
+        (4, False, 384),
+        (4, False, 2240),
+        (1, False, 4096),
+        (2, False, 7168),
+        (4, False, 6400),
+    ]
+
+
+def kernels(rows, inputs, outputs, format="plain", gated=False, group_size=1):
+    sizes = (inputs, outputs, format, torch.bfloat16, CARD, gated, group_size)
+    return [choose_kernel(Case(count, *sizes)) for count in rows]
+
+
+def test_kernels_by_size(monkeypatch):
+    """On a card before Hopper, and on one that multiplies from registers."""
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    assert kernels((1, 64, 512), 576, 960) == ["tiles", "tiles", "cublas"]
+    assert kernels((64, 65), 4096, 28672, gated=True) == ["tiles", "cublas"]
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    assert kernels((1, 64, 65, 2048), 576, 960) == ["register_mma", "register_mma", "tiles", "tiles"]
+    assert kernels((16, 17), 1536, 2048) == ["register_mma", "tiles"]
+    assert kernels((1, 64, 2048), 4096, 28672, "int4", True, 128) == ["tiles"] * 3
+    assert kernels((1, 511, 512), 14336, 4096) == ["tiles", "tiles", "cublas"]
+
+
+def test_the_table_for_people(monkeypatch):
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 30720, "int8", True, 32)]
+    assert table(CARD, shapes, rows=(1, 512)) == [
+        {"linear": "qkv", "K": 576, "N": 960, "format": "plain", "slices": 4, "1 rows": "tiles", "512 rows": "cublas"},
+        {"linear": "gate_up", "K": 576, "N": 30720, "format": "int8", "slices": 1, "1 rows": "tiles", "512 rows": "tiles"},
+    ]
+    assert table(torch.device("cpu"), shapes[:1], rows=(1,))[0]["1 rows"] in ("native", "torch")
+
+
+WEIGHTS = [(576, 960), (576, 576), (1536, 576), (1536, 2048), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
+
+
+@pytest.mark.parametrize("format", ["plain", "int8", "int4 with offsets"])
+@pytest.mark.parametrize(("size", "outputs"), WEIGHTS)
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_a_row_has_the_same_bits_in_every_kernel(size, outputs, surroundings, format):
+    """All kernels that `linear` chooses between, from one row to a prefill, are near float64 and equal to the bit."""
+    rows = 1024
+    outputs = outputs if surroundings not in ("norm and gate", "all with bias") else outputs // 2
+    case = some_case(size, outputs, rows, surroundings, "cuda", format, torch.bfloat16)
+    x, weight, bias, norm, gated, residual = case
+    exact = weight if format == "plain" else dequantize(weight, torch.bfloat16)
+    wide = [None if part is None else part.double() for part in (x, exact, bias, residual)]
+    wide_norm = None if norm is None else Norm(norm.weight.double(), norm.eps)
+    wanted = plain(*wide[:3], wide_norm, gated, wide[3])
+
+    def first(count: int) -> torch.Tensor:
+        some = None if residual is None else residual[:count].contiguous()
+        return linear(x[:count].contiguous(), weight, bias, norm=norm, gated=gated, residual_MO=some)
+
+    together = first(rows)
+    assert (together.double() - wanted).norm() / wanted.norm() < 6e-3
+    for count in (1, 2, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 300, 512):
+        assert torch.equal(first(count), together[:count]), count
+
+
+test_a_row_has_the_same_bits_in_every_kernel.pytestmark += on_card
+
+
+@pytest.mark.parametrize(("rows", "size", "outputs"), [(256, 4096, 28672), (1024, 14336, 4096), (2048, 8960, 1536)])
+def test_cublas_is_used_where_it_sums_in_order(rows, size, outputs):
+    """And is refused where the order is another one: the trial can fail."""
+    weight = torch.randn(outputs, size, device="cuda").bfloat16()
+    order = summation.summation(size, outputs, torch.bfloat16, CARD)
+    assert cublas_is_exact(rows, weight, order, None)
+    x = torch.randn(rows, size, device="cuda").bfloat16()
+    other = order._replace(slices=8, slice_inputs=-(-size // 512) * 64)
+    assert not torch.equal(cublas_linear(x, weight, order=other), tiled_linear(x, weight, order=order))
+
+
+test_cublas_is_used_where_it_sums_in_order.pytestmark += on_card
+
+
+def test_one_kernel_can_be_forced(monkeypatch):
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    ran = []
+    monkeypatch.setattr(dispatch, "cublas_linear", lambda *_, **__: ran.append("cublas"))
+    monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, **__: ran.append("tiles"))
+    x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
+    linear(x, weight)
+    with dispatch.forced("cublas"):
+        linear(x, weight)
+    assert ran == ["tiles", "cublas"]
