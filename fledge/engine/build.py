@@ -211,7 +211,7 @@ def _load_network(
             "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
             "in another order; leave out --tree"
         )
-    found = speculation.resolve_drafter(name)
+    found = speculation.resolve_drafter(model)
     if found == "ngram" and speculation.tree is not None:
         raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
