@@ -169,6 +169,7 @@ def steps(bench: ShapeBench) -> Figures:
     points = [(count, deep) for count in args.concurrency for deep in (0, depth)]
     for way, change in ways.items():
         batch.graphs.graphs.clear()
+        batch.graphs.pool = None  # torch refuses a pool whose graphs are all gone
         with change():
             for count, deep in points[::-1]:  # the largest first: the others share its memory
                 figures = found.setdefault(label(count, deep), {"rows": count, "depth": deep})
