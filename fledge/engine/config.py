@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from fledge.config import DrafterConfig, ModelConfig
-from fledge.devices import resolve_device
 from fledge.errors import UserError
-from fledge.kernels import native
-from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.linear.packed import packing_supported
-from fledge.kernels.quantization import check_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from fledge.config import DrafterConfig, ModelConfig
+
+# Whatever needs torch is imported by the methods: the server's HTTP processes read flags into this, and have no torch.
 
 # Of the memory that is free when the weights are loaded: the rest is for graphs and libraries.
 CACHE_SHARE = 0.85
+DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZATIONS = ("none", "int8", "int4", "gguf")
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+def check_quantization(name: str) -> str:
+    if name not in QUANTIZATIONS:
+        raise UserError(
+            f"--quantization {name}: not supported; use int8 or int4 (made from the weights as they are loaded), "
+            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class EngineConfig:
     threads: int = 0  # CPU threads; 0: torch's choice
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
+        from fledge.devices import resolve_device
+        from fledge.kernels import native
+        from fledge.kernels.linear.packed import packing_supported
+
         device = resolve_device(self.device)
         kind = device.type
         if self.dtype not in ("auto", *DTYPES):
@@ -47,7 +60,7 @@ class EngineConfig:
             raise UserError("bfloat16 is not supported on CPU; use --dtype float16 (packed weights) or float32")
         if kind == "cpu" and dtype == "float16" and not packing_supported():
             raise UserError("float16 needs packed CPU weights, which this machine lacks; use --dtype float32")
-        if check_name(self.quantization) != "none" and kind == "cpu" and native.library() is None:
+        if check_quantization(self.quantization) != "none" and kind == "cpu" and native.library() is None:
             raise UserError(
                 f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
                 "install one, or leave it out"
@@ -73,7 +86,9 @@ class EngineConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        import torch
+
+        return getattr(torch, self.dtype)
 
     @property
     def weights(self) -> str:
@@ -83,9 +98,15 @@ class EngineConfig:
     @property
     def activation_dtype(self) -> torch.dtype:
         """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
+        import torch
+
         return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
 
     def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
+        import torch
+
+        from fledge.kernels.attention.paged import PagedKV
+
         shapes = [(model.num_layers, model.num_kv_heads, model.head_dim)]
         if drafter is not None:
             shapes.append((drafter.num_layers, drafter.num_kv_heads, drafter.head_dim))
