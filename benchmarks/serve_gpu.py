@@ -34,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from fledge import sources  # noqa: E402
 from fledge.bench.load import LoadReport, LoadSettings, run_level  # noqa: E402
 from fledge.bench.load_report import read_conversations  # noqa: E402
 
@@ -231,7 +232,8 @@ HEADING = (
 
 
 def vllm_command(args: argparse.Namespace, way: str) -> list[str]:
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--served-model-name", "model"]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(sources.resolve(args.model))]
+    words += ["--served-model-name", "model"]
     words += ["--max-model-len", str(args.max_model_len), "--max-num-seqs", str(max(args.concurrency))]
     words += ["--no-enable-prefix-caching", "--gpu-memory-utilization", "0.6", "--disable-uvicorn-access-log"]
     if way == "eagle":

@@ -185,7 +185,7 @@ def test_bad_words_with_and_without_a_space() -> None:
 def test_a_table_of_bytes_gives_the_text_of_the_whole(tokenizer: Tokenizer, seed: int, skip_special_tokens: bool) -> None:
     """Any ids: those that break characters, marks, and ids beyond the tokenizer's. Other tokenizers have no table."""
     decoder = tokenizer.incremental_decoder(skip_special_tokens)
-    if tokenizer.tokens(tokenizer.encode("a b", add_special_tokens=False))[-1].startswith("\u2581"):  # sentencepiece
+    if any("\u2581" in token for token in tokenizer.tokens(tokenizer.encode("a b"))):  # sentencepiece
         assert isinstance(decoder, IncrementalDecoder)
         return
     assert isinstance(decoder, ByteDecoder)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fledge.errors import UserError
@@ -47,6 +47,10 @@ LAG_SECONDS, REPORT_SECONDS = 0.1, 1.0
 JOIN_SECONDS = 10.0
 
 
+async def _nothing() -> None:
+    pass
+
+
 def not_running() -> ApiError:
     return overloaded("the engine is not running; see the server's log", 60)
 
@@ -76,6 +80,7 @@ class AsyncEngine:
         self.others_in_flight = 0  # those of other fronts, when the engine last said
         self.draining = False  # SIGTERM has come: what runs may finish
         self.on_failure: Callable[[], None] = lambda: None
+        self.before_stop: Callable[[], Awaitable[None]] = _nothing  # other fronts need the engine until they have ended
         self.event_loop: asyncio.AbstractEventLoop
         self._prepare = prepare
         self._generations: dict[int, Generation] = {}
@@ -94,6 +99,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """Tells whoever waits, and hangs up: an engine whose first front has gone ends."""
         if self.state != "stopped":
+            await self.before_stop()
             was_loading = self.state == "loading"
             self.state = "stopped"
             self._fail_all(shutting_down())

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import uvicorn
 
@@ -32,7 +33,7 @@ from fledge.serving.streaming import ExposeSocket
 
 # How long after our own limit connections are cut: by then everyone has been told.
 BACKSTOP_SECONDS = 5
-WATCH_SECONDS = 0.25
+WATCH_SECONDS = 0.05
 
 log = logging.getLogger("fledge.serving")
 
@@ -43,6 +44,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self.service.engine.before_stop = self._wait_for_workers
         self.workers: list[subprocess.Popen] = []
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -54,6 +56,11 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             limit.cancel()
+
+    async def _wait_for_workers(self) -> None:
+        deadline = time.monotonic() + self.service.flags.shutdown_timeout + BACKSTOP_SECONDS
+        while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def _stop_late(self) -> None:
         await self.service.engine.stop_after(self.service.flags.shutdown_timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -73,6 +74,8 @@ class Service:
                 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
             tokenizer = Tokenizer(path)
         tokenizer.incremental_decoder()  # its table
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: collecting through it would pause every stream
         return tokenizer
 
     @property
