@@ -14,7 +14,7 @@ from fledge.serving import flags
 def test_requests_are_learnt_from_unless_they_say_no(in_process):
     async def main() -> None:
         async with in_process("--learn", "--learn-memory", "8", "--learn-budget", "50") as (client, service):
-            hook = service.engine.engine.hook
+            hook = service.engine.host.loop.engine.hook
             body = {"prompt": "a b c d", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
             kept_before = hook.ring.num_admitted + len(hook.ring.held_out)
             for _ in range(3):
