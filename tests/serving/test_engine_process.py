@@ -121,6 +121,32 @@ def test_figures_of_all_processes_are_in_one_place(server: ServerProcess) -> Non
     assert [tokens() for _ in range(8)] == [before + 8 * 24] * 8
 
 
+def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> None:
+    """Requests that say no come to the engine as such; what it learnt is told by /metrics, and is on disk when it has ended."""
+
+    def figures() -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("fledge:learn_")}
+
+    learn = ["--learn", "--learn-budget", "50", "--learn-memory", "8", "--learn-dir", str(tmp_path / "learnt")]
+    with start(tiny_folder, "--api-workers", "2", *learn) as server:
+        wait_until_all_are_ready(server)
+        for number in range(8):
+            answer(server.url, CHAT, GREEDY | {"messages": [{"role": "user", "content": "a" * number}]})
+        answer(server.url, CHAT, GREEDY | {"learn": False})
+        answer(server.url, TEXT, {"prompt": "a b", "max_tokens": 12, "ignore_eos": True, "learn": False})
+        found = figures()
+        assert found["fledge:learn_requests_total"] == 8
+        assert found["fledge:learn_opted_out_total"] == 2
+        assert found["fledge:learn_stopped"] == 0
+        # While no request runs, and figures are still given.
+        wait_for(lambda: figures()["fledge:learn_steps_total"] > found["fledge:learn_steps_total"])
+        assert figures()["fledge:learn_idle_seconds_total"] > 0
+        process = next(iter(children(server)["engine"]))
+    wait_for(lambda: ended(process.pid))
+    assert (tmp_path / "learnt" / "current.json").is_file()
+
+
 def test_http_processes_have_no_torch(server: ServerProcess) -> None:
     found = children(server)
     assert len(found["engine"]) == len(found["worker"]) == 1
