@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fledge.errors import RequestError
+
+if TYPE_CHECKING:  # the server's HTTP side has no torch
+    from torch import Tensor
 
 
 @runtime_checkable
@@ -25,7 +26,7 @@ class TokenMask(Protocol):
 
 
 # (tokens produced so far, logits of the next one) -> logits
-LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 
 _NUMBERS = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -12,7 +12,7 @@ from fledge.checkpoints.gguf import convert
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.errors import ModelError, RequestError
-from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
+from fledge.tokenizer import ByteDecoder, IncrementalDecoder, Tokenizer, bad_word_token_ids
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.test_gguf import sentencepiece_metadata
 from tests.tiny import tiny_decoder
@@ -178,3 +178,23 @@ def test_bad_words_with_and_without_a_space() -> None:
     words = bad_word_token_ids(WordTokenizer(), ["cat", " zebra", "12"])
     # A space that is a token of its own changes nothing: what follows it is banned already.
     assert words == [[1], [2], [3, 4], [5, 4], [6, 7]]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_table_of_bytes_gives_the_text_of_the_whole(tokenizer: Tokenizer, seed: int, skip_special_tokens: bool) -> None:
+    """Any ids: those that break characters, marks, and ids beyond the tokenizer's. Other tokenizers have no table."""
+    decoder = tokenizer.incremental_decoder(skip_special_tokens)
+    if any("\u2581" in token for token in tokenizer.tokens(tokenizer.encode("a b"))):  # sentencepiece
+        assert isinstance(decoder, IncrementalDecoder)
+        return
+    assert isinstance(decoder, ByteDecoder)
+    rng = random.Random(seed)
+    ids = [rng.randrange(tokenizer.vocab_size + 3) for _ in range(300)] + tokenizer.encode("h\u00e9\U0001f389")[:-1]
+    pieces, at = [], 0
+    while at < len(ids):
+        step = rng.choice([1, 1, 2, 5])
+        pieces.append(decoder.feed(ids[at : at + step] if step > 1 else ids[at]))
+        at += step
+    pieces.append(decoder.flush())
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens)

@@ -1,4 +1,4 @@
-"""An asynchronous load client for any OpenAI-compatible server: ours, vLLM's, others.
+"""Load on any OpenAI-compatible server, ours, vLLM's, others, and what it is worth.
 
 Figures, by the names in use: TTFT (time to first token), TPOT (time per output token after the first), ITL (time between
 arrivals of text), and tokens/s per user (one over TPOT, the median over requests) and in total. Acceptance is read from
@@ -12,18 +12,22 @@ gave 34,324 tokens/s per user for a stream of a few thousand.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import random
+import os
+import pickle
 import re
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 import httpx
 import numpy as np
 
+from fledge.bench.load_client import Conversation, LoadSettings, Outcome, Sample, run_users
 from fledge.errors import UserError
+
+__all__ = ["Acceptance", "LoadReport", "LoadSettings", "Sample", "run_level"]
 
 PERCENTILES = (50, 90, 99)
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -31,50 +35,8 @@ DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 SAMPLE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$")
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    url: str
-    model: str | None = None  # None: the first that the server lists
-    api_key: str | None = None
-    max_tokens: int = 256
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    request_rate: float | None = None  # requests a second, Poisson; None: as fast as the concurrency allows
-    speculate: bool | None = None  # Fledge's extension; None: not sent
-    seed: int = 0
-    timeout: float = 600.0
-
-
-@dataclass
-class Sample:
-    """One request as its caller saw it."""
-
-    seconds: float = 0.0
-    first_token_seconds: float | None = None
-    gaps: list[float] = field(default_factory=list)  # between arrivals of text
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    first_arrival_share: float = 0.0  # of the text, in the first read; 0: not known, counted as one token
-    error: str | None = None
-
-    @property
-    def decode_seconds(self) -> float:
-        """From the first arrival of text to the last; 0 when all of it came together."""
-        return 0.0 if self.first_token_seconds is None else self.seconds - self.first_token_seconds
-
-    @property
-    def decode_tokens(self) -> float:
-        """Tokens that arrived in that time: all but those of the first read, at least one, by their share of the text."""
-        return self.completion_tokens - max(1.0, self.first_arrival_share * self.completion_tokens)
-
-    @property
-    def token_seconds(self) -> float | None:
-        """Time per output token after the first; None when the stream shows no time between two tokens."""
-        if self.decode_seconds <= 0 or self.decode_tokens <= 0:
-            return None
-        return self.decode_seconds / self.decode_tokens
+# One process of the client reads about so many streams of a fast server.
+USERS_A_PROCESS = 16
 
 
 @dataclass(frozen=True)
@@ -193,102 +155,61 @@ class LoadReport:
         }
 
 
+def default_processes(concurrency: int) -> int:
+    """Half of the cores at most: the server has the others."""
+    return max(1, min((os.cpu_count() or 1) // 2, math.ceil(concurrency / USERS_A_PROCESS)))
+
+
 async def run_level(
     settings: LoadSettings,
-    conversations: Sequence[Sequence[dict[str, str]]],
+    conversations: Sequence[Conversation],
     concurrency: int,
-    on_done: Callable[[Sample], None] = lambda _: None,
+    on_done: Callable[[int], None] = lambda _: None,
 ) -> LoadReport:
-    """Sends every conversation once, at most `concurrency` at a time."""
+    """Sends every conversation once, at most `concurrency` at a time. `on_done`: told how many are answered."""
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    chance = random.Random(settings.seed)
-    waiting = iter(conversations)
-    samples: list[Sample] = []
-    next_start = time.perf_counter()
-
-    async with httpx.AsyncClient(base_url=settings.url, headers=headers, limits=limits, timeout=settings.timeout) as client:
-        model = settings.model or await _first_model(client)
+    async with httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=settings.timeout) as client:
+        settings = replace(settings, model=settings.model or await _first_model(client))
         before = await _acceptance(client)
-
-        async def user() -> None:
-            nonlocal next_start
-            for messages in waiting:
-                if settings.request_rate is not None:
-                    next_start += chance.expovariate(settings.request_rate)
-                    await asyncio.sleep(max(0.0, next_start - time.perf_counter()))
-                sample = await _ask(client, model, messages, settings)
-                samples.append(sample)
-                on_done(sample)
-
-        begin = next_start = time.perf_counter()
-        await asyncio.gather(*(user() for _ in range(concurrency)))
-        seconds = time.perf_counter() - begin
+        num_processes = min(settings.processes or default_processes(concurrency), concurrency)
+        if num_processes == 1:
+            outcome = await run_users(settings, conversations, concurrency, on_done)
+        else:
+            outcome = await asyncio.to_thread(_run_processes, settings, conversations, concurrency, num_processes)
+            on_done(len(outcome.samples))
         acceptance = (await _acceptance(client)).since(before)
-    return LoadReport(concurrency, seconds, samples, acceptance)
+    return LoadReport(concurrency, outcome.end - outcome.begin, outcome.samples, acceptance)
 
 
-async def _ask(client: httpx.AsyncClient, model: str, messages: Sequence[dict[str, str]], settings: LoadSettings) -> Sample:
-    body: dict[str, object] = {
-        "model": model,
-        "messages": list(messages),
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if settings.ignore_eos:
-        body["ignore_eos"] = True
-    if settings.speculate is not None:
-        body["speculate"] = settings.speculate
-    sample = Sample()
-    begin = last = time.perf_counter()
-    characters = first_characters = 0
+def _run_processes(
+    settings: LoadSettings, conversations: Sequence[Conversation], concurrency: int, num_processes: int
+) -> Outcome:
+    """Users and conversations in equal shares; all begin when the last is ready. Their clocks are the machine's."""
+    if settings.request_rate is not None:
+        settings = replace(settings, request_rate=settings.request_rate / num_processes)
+    command = [sys.executable, "-m", "fledge.bench.load_client"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(num_processes)]
     try:
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                sample.error = f"status {response.status_code}: {text[:200]}"
-                return sample
-            rest = b""
-            async for data in response.aiter_bytes():
-                now, before = time.perf_counter(), characters
-                *lines, rest = (rest + data).split(b"\n")
-                for line in map(bytes.strip, lines):
-                    if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                        continue
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        sample.error = str(chunk["error"])[:200]
-                        return sample
-                    if usage := chunk.get("usage"):
-                        sample.prompt_tokens = usage.get("prompt_tokens", 0)
-                        sample.completion_tokens = usage.get("completion_tokens", 0)
-                    characters += _num_characters(chunk)
-                if characters == before:
-                    continue
-                if sample.first_token_seconds is None:
-                    sample.first_token_seconds, first_characters = now - begin, characters
-                else:
-                    sample.gaps.append(now - last)
-                last = now
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        sample.error = f"{type(error).__name__}: {error}"
-    sample.seconds = last - begin  # to the last arrival of text: closing the stream is not decoding
-    sample.first_arrival_share = first_characters / characters if characters else 0.0
-    return sample
-
-
-def _num_characters(chunk: dict) -> int:
-    """How much text an event carries, thoughts and tool calls included."""
-    total = 0
-    for choice in chunk.get("choices") or ():
-        delta = choice.get("delta") or {}
-        total += len(delta.get("content") or "") + len(delta.get("reasoning") or delta.get("reasoning_content") or "")
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            total += len(function.get("name") or "") + len(function.get("arguments") or "")
-    return total
+        for number, process in enumerate(processes):
+            users = len(range(number, concurrency, num_processes))
+            part = list(conversations[number::num_processes])
+            pickle.dump((replace(settings, seed=settings.seed + number), part, users), process.stdin)
+            process.stdin.flush()
+        if any(process.stdout.readline() != b"ready\n" for process in processes):
+            raise UserError("a process of the load client failed; its error is above")
+        for process in processes:
+            process.stdin.write(b"go\n")
+            process.stdin.flush()
+        outcomes: list[Outcome] = [pickle.load(process.stdout) for process in processes]
+    except (EOFError, BrokenPipeError):
+        raise UserError("a process of the load client failed; its error is above") from None
+    finally:
+        for process in processes:
+            process.stdin.close()
+            process.stdout.close()
+            process.wait()
+    samples = [sample for outcome in outcomes for sample in outcome.samples]
+    return Outcome(samples, min(one.begin for one in outcomes), max(one.end for one in outcomes))
 
 
 async def _first_model(client: httpx.AsyncClient) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.bench.datasets import load_items
-from fledge.bench.load import LoadReport, LoadSettings, Sample, run_level
+from fledge.bench.load import LoadReport, LoadSettings, run_level
 from fledge.errors import UserError, literal
 from fledge.files import write_atomically
 
@@ -91,11 +91,8 @@ def run_levels(
     runs: Runs = [(name, []) for name, _ in variants] if plain else [("server", [])]
     for level in levels:
         for (name, reports), variant in zip(runs, [one for _, one in variants] if plain else [settings], strict=True):
-            done = 0
 
-            def count(_: Sample, level: int = level, name: str = name) -> None:
-                nonlocal done
-                done += 1
+            def count(done: int, level: int = level, name: str = name) -> None:
                 say(f"{name}, concurrency {level}: {done} of {len(conversations)} answered")
 
             reports.append(asyncio.run(run_level(variant, conversations, level, count)))

@@ -51,6 +51,7 @@ class GgufTokenizer(ModelTokenizer):
 
     def __init__(self, file: GgufFile) -> None:
         self._texts = {}
+        self.path = file.path
         self._backend, self._named = build_tokenizer(file.metadata, str(file.path))
         self._template = file.metadata.get("tokenizer.chat_template")
         self._ids = {key: self._backend.token_to_id(piece) for key, piece in self._named.items()}
@@ -66,6 +67,10 @@ class GgufTokenizer(ModelTokenizer):
         return PreTrainedTokenizerFast(
             tokenizer_object=self._backend, clean_up_tokenization_spaces=False, chat_template=self._template, **self._named
         )
+
+    @property
+    def backend(self) -> Tokenizer:
+        return self._backend
 
     @property
     def vocab_size(self) -> int:

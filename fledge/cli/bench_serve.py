@@ -18,6 +18,7 @@ def bench_serve(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, where the server can.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also measure without speculation, on a Fledge server.")] = False,
+    processes: Annotated[int, typer.Option(help="Of the client; 0: one for 16 users, at most half of the cores.")] = 0,
     model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
@@ -37,6 +38,8 @@ def bench_serve(
         levels = []
     if not levels or min(levels) < 1:
         raise UserError(f"--concurrency: numbers separated by commas are wanted, such as 1,4,16, not {concurrency!r}")
+    if processes < 0:
+        raise UserError("--processes must not be negative")
     if request_rate is not None and request_rate <= 0:
         raise UserError("--request-rate must be positive")
     conversations = read_conversations(data)
@@ -49,6 +52,7 @@ def bench_serve(
         temperature=temperature,
         ignore_eos=ignore_eos,
         request_rate=request_rate,
+        processes=processes,
     )
     console = Console()
     with console.status("…") as status:

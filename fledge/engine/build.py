@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,14 +15,12 @@ import torch
 from fledge import sources
 from fledge.checkpoints import gguf
 from fledge.checkpoints.coverage import recorded_coverage
-from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
-from fledge.drafters import default_drafter
 from fledge.engine.admission import AdmissionPolicy
 from fledge.engine.config import EngineConfig, check_head_size
 from fledge.engine.engine import Engine
@@ -31,6 +29,7 @@ from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.fit import check_fits
 from fledge.engine.kv_pool import PagePool
+from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.engine.resident import give_back_code, give_back_heap
 from fledge.errors import UserError
 from fledge.kernels import native
@@ -40,40 +39,16 @@ from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.controller import SpeculationController
-from fledge.speculation.depth import DepthPolicy, TreeShape
+from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.drafting import Drafter, EagleSpeculator
 from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
-DEFAULT_DEPTH = 5
 Network = TypeVar("Network", Decoder, EagleDrafter)
 # On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes. The head is two
 # thirds of them.
 DRAFTER_BITS, DRAFT_HEAD_BITS = 8, 4
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What to draft with and how far. `drafter`: auto, none, ngram, a shipped drafter's name, a folder or a hub id."""
-
-    drafter: str | EagleDrafter | None = "auto"
-    depth: int | str = DEFAULT_DEPTH  # a number, or "auto" to stop when confidence falls
-    tree: TreeShape | None = None
-    adaptive: bool = True  # less deep, down to not at all, where the load makes drafting slower than plain decoding
-    drift_guard: bool = True  # less deep for a request whose drafts fare clearly worse than usual
-
-    def fixed_depth(self) -> Speculation:
-        """Always to the depth that was asked for, to measure what it is worth."""
-        return replace(self, adaptive=False, drift_guard=False)
-
-    def resolve_drafter(self, model: str) -> str | Path | EagleDrafter | None:
-        """The drafter's folder or network, `ngram`, or None for plain decoding."""
-        name = self.drafter
-        if name is None or name == "none":
-            return None
-        if name == "auto":
-            return default_drafter(model) or "ngram"
-        return name if name == "ngram" or isinstance(name, EagleDrafter) else find_drafter(name)
+__all__ = ["DEFAULT_DEPTH", "Speculation", "build_engine", "fit", "keeps_blocks", "paged_kv"]
 
 
 @contextmanager

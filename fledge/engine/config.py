@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from fledge.config import DrafterConfig, ModelConfig
-from fledge.devices import resolve_device
-from fledge.engine.fit import Needs, check_longest, memory_left
 from fledge.errors import UserError
-from fledge.kernels import native
-from fledge.kernels.formats import kv_cache
-from fledge.kernels.linear.packed import packing_supported
-from fledge.kernels.quantization import check_name
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
 
+    from fledge.config import DrafterConfig, ModelConfig
+
+# Whatever needs torch is imported by the methods: the server's HTTP processes read flags into this, and have no torch.
+
+DTYPES = ("float32", "float16", "bfloat16")
 CPU_CACHE_DTYPES = ("float32", "float16", "q8_0")
+QUANTIZATIONS = ("none", "int8", "int4", "gguf")
+
+
+def check_quantization(name: str) -> str:
+    if name not in QUANTIZATIONS:
+        raise UserError(
+            f"--quantization {name}: not supported; use int8 or int4 (made from the weights as they are loaded), "
+            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+        )
+    return name
 
 
 def check_head_size(kv_cache_dtype: str, head_dim: int) -> None:
+    from fledge.kernels.formats import kv_cache
+
     if kv_cache_dtype == "q8_0" and head_dim % kv_cache.BLOCK:
         raise UserError(
             f"--kv-cache-dtype q8_0 takes heads whose size is a multiple of {kv_cache.BLOCK}, not {head_dim}; use float16"
@@ -45,6 +55,10 @@ class EngineConfig:
     reserved_bytes: int = 0  # of a GPU's memory, that the KV cache must leave to others
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
+        from fledge.devices import resolve_device
+        from fledge.kernels import native
+        from fledge.kernels.linear.packed import packing_supported
+
         device = resolve_device(self.device)
         kind = device.type
         if self.dtype not in ("auto", *DTYPES):
@@ -56,7 +70,7 @@ class EngineConfig:
             raise UserError("bfloat16 is not supported on CPU; use --dtype float16 (packed weights) or float32")
         if kind == "cpu" and dtype == "float16" and not packing_supported():
             raise UserError("float16 needs packed CPU weights, which this machine lacks; use --dtype float32")
-        if check_name(self.quantization) != "none" and kind == "cpu" and native.library() is None:
+        if check_quantization(self.quantization) != "none" and kind == "cpu" and native.library() is None:
             raise UserError(
                 f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
                 "install one, or leave it out"
@@ -82,6 +96,8 @@ class EngineConfig:
         )
 
     def _cache_dtype(self, device: str, dtype: str, head_dim: int) -> str:
+        from fledge.kernels import native
+
         name = self.kv_cache_dtype
         if device == "cuda":
             if name not in ("auto", dtype):
@@ -108,7 +124,9 @@ class EngineConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        import torch
+
+        return getattr(torch, self.dtype)
 
     @property
     def weights(self) -> str:
@@ -118,14 +136,22 @@ class EngineConfig:
     @property
     def activation_dtype(self) -> torch.dtype:
         """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
+        import torch
+
         return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
         """Of the cache's tensors; bytes: Q8_0 blocks."""
+        from fledge.kernels.formats import kv_cache
+
         return kv_cache.KV_DTYPES[self.kv_cache_dtype]
 
     def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
+        import torch
+
+        from fledge.engine.fit import Needs, check_longest, memory_left
+
         needs, memory = Needs.of(self, model, drafter), memory_left(self)
         if torch.device(self.device).type == "cpu":
             cache = memory // 4  # untouched pages cost nothing: the memory is taken from the system as it is first written

@@ -28,7 +28,7 @@ from fledge.sampling import SamplingParams, check_params
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.drafting import Drafter
 from fledge.speculation.stats import AcceptanceStats
-from fledge.tokenizer import IncrementalDecoder, Tokenizer, bad_word_token_ids
+from fledge.tokenizer import Tokenizer, bad_word_token_ids
 
 
 class EngineHook(Protocol):
@@ -109,13 +109,17 @@ class Engine:
         speculate: bool = True,
         learn: bool = True,
         client: str = "",
+        with_text: bool = True,
     ) -> Request:
-        """`learn`: the hook may keep it in memory to learn from. `client`: whose it is, for shares."""
+        """`learn`: the hook may keep it in memory to learn from. `client`: whose it is, for shares. `with_text`: False leaves
+        making text to whoever reads the tokens, unless stop strings are to be found in it."""
         params = self.check_request(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
             raise RequestError(f"a request {request_id!r} is already running")
-        decoder = IncrementalDecoder(self.tokenizer, params.skip_special_tokens) if self.tokenizer is not None else None
+        decoder = None
+        if self.tokenizer is not None and (with_text or params.stop):
+            decoder = self.tokenizer.incremental_decoder(params.skip_special_tokens)
         request = Request(request_id, list(prompt), params, frozenset(self.model.eos_token_ids), decoder, speculate)
         request.learn, request.client = learn, client
         if self.config.prefix_caching:

@@ -6,14 +6,16 @@ import random
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fledge.engine.kv_pool import PageKeys
 from fledge.engine.stop_strings import StopMatcher
 from fledge.sampling import SamplingParams
 from fledge.speculation.stats import AcceptanceStats
-from fledge.speculation.verification import VerifiedPass
-from fledge.tokenizer import IncrementalDecoder
+from fledge.tokenizer import StreamDecoder
+
+if TYPE_CHECKING:  # it needs torch, and the server's HTTP side reads this module without it
+    from fledge.speculation.verification import VerifiedPass
 
 
 class TokenLogprob(NamedTuple):
@@ -40,7 +42,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
-    decoder: IncrementalDecoder | None = None
+    decoder: StreamDecoder | None = None  # None: no text is made
     speculate: bool = True
     learn: bool = True  # what it shows may be learnt from; see `fledge.learning`
     client: str = ""  # whose it is

@@ -30,16 +30,6 @@ GROUP_SIZE = 32
 # The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
 # copy of its own: a tied embedding stays what it is, for rows are looked up in it.
 BITS = {"int8": (8, 8), "int4": (4, 8)}
-QUANTIZATIONS = ("none", *BITS, "gguf")
-
-
-def check_name(quantization: str) -> str:
-    if quantization not in QUANTIZATIONS:
-        raise UserError(
-            f"--quantization {quantization}: not supported; use int8 or int4 (made from the weights as they are loaded), "
-            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
-        )
-    return quantization
 
 
 @dataclass(frozen=True)

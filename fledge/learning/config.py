@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from fledge.errors import UserError
+
+if TYPE_CHECKING:  # the server's HTTP processes read flags into this, and have no torch
+    import torch
 
 
 @dataclass(frozen=True)

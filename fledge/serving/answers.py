@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fledge.engine.request import Request, TokenLogprob
-from fledge.serving.async_engine import Progress
+from fledge.engine.request import TokenLogprob
+from fledge.serving.generation import Answer, Progress
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer
 
@@ -14,57 +14,60 @@ from fledge.tokenizer import Tokenizer
 LEAST_LOGPROB = -9999.0
 
 
-def usage(prompt_tokens: int, requests: Iterable[Request], with_speculation: bool = False) -> dict[str, Any]:
-    requests = list(requests)
-    completion = sum(request.num_answer for request in requests)
+def usage(prompt_tokens: int, answers: Iterable[Answer], with_speculation: bool = False) -> dict[str, Any]:
+    answers = list(answers)
+    completion = sum(answer.num_tokens for answer in answers)
     result: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
     }
-    if all(request.page_keys is not None for request in requests):
+    if all(answer.num_cached is not None for answer in answers):  # None: prompts share no pages
         # A prompt with several answers counts once; the first of them may have found it, the others always do.
         # Answers to one prompt share its list: comparing the tokens would take longer than a step, with each piece of a stream.
-        cached = {id(request.prompt): request.num_cached or 0 for request in reversed(requests)}
+        cached = {id(answer.prompt): answer.num_cached or 0 for answer in reversed(answers)}
         result["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
     if with_speculation:
-        stats = AcceptanceStats.total(request.stats for request in requests)
+        stats = AcceptanceStats.total(answer.stats for answer in answers)
         result["completion_tokens_details"] = {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,
         }
-        result["speculation"] = stats.to_dict() | speeds(requests)
+        result["speculation"] = stats.to_dict() | speeds(answers)
     return result
 
 
-def speeds(requests: Sequence[Request]) -> dict[str, float]:
+def speeds(answers: Sequence[Answer]) -> dict[str, float]:
     """Decoding speed (tokens after the first over the time after the first) and time to the first token, on average."""
-    begun = [request for request in requests if request.first_token_time is not None]
-    ended = [request for request in begun if request.finish_time is not None]
-    seconds = sum(request.finish_time - request.first_token_time for request in ended)
-    tokens = sum(request.num_answer - 1 for request in ended)
-    waits = [request.first_token_time - request.arrival for request in begun]
+    seconds = waits = 0.0
+    tokens = num_ended = 0
+    for answer in answers:
+        if answer.first_token_time is not None and answer.finish_time is not None:
+            num_ended += 1
+            seconds += answer.finish_time - answer.first_token_time
+            waits += answer.first_token_time - answer.arrival
+            tokens += answer.num_tokens - 1
     return {
         "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
-        "time_to_first_token": sum(waits) / len(waits) if waits else 0.0,
+        "time_to_first_token": waits / num_ended if num_ended else 0.0,
     }
 
 
 def spans(progress: Progress) -> dict[str, Any]:
     """For a stream that shows speculation at work: which pieces of the text the drafter had proposed."""
-    stats = progress.request.stats
+    answer = progress.answer
     return {
         "spans": [[text, drafted] for text, drafted in progress.spans],
-        "tokens": progress.request.num_answer,
-        "steps": stats.steps,
-        "accepted": stats.accepted,
+        "tokens": answer.num_tokens,
+        "steps": answer.stats.steps,
+        "accepted": answer.stats.accepted,
     }
 
 
 def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
     """Without the end token, which has no text."""
-    request, logprobs = progress.request, progress.logprobs
-    ended = progress.finish_reason == "stop" and logprobs and logprobs[-1].token in request.end_token_ids
+    answer, logprobs = progress.answer, progress.logprobs
+    ended = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
     return logprobs[:-1] if ended else logprobs
 
 

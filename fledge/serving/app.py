@@ -21,6 +21,7 @@ from fledge.serving.errors import ApiError
 from fledge.serving.gate import Gate
 from fledge.serving.json_checks import check_json
 from fledge.serving.limits import Limits
+from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.service import LONG_TEXT, Service
 from fledge.tokenizer import Tokenizer
@@ -49,12 +50,9 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
-        tasks = [asyncio.create_task(service.metrics.watch_loop())]
-        if not flags.disable_log_stats:
-            tasks.append(asyncio.create_task(service.metrics.log_every(flags.log_interval)))
+        watching = asyncio.create_task(service.engine.watch_event_loop())
         yield
-        for task in tasks:
-            task.cancel()
+        watching.cancel()
         service.close()
         await service.engine.stop()
 
@@ -86,10 +84,9 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> Any:
-        engine = service.engine.check_ready()
-        drafter = engine.drafter.description if engine.drafter is not None else None
+        info = service.engine.check_ready()
         listed = {"object": "model", "created": started, "owned_by": "fledge", "root": flags.model, "parent": None}
-        listed |= {"max_model_len": engine.config.max_model_len, "drafter": drafter}
+        listed |= {"max_model_len": info.max_model_len, "drafter": info.drafter}
         return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
 
     @app.post("/tokenize", responses=ERRORS)
@@ -123,7 +120,7 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(payload: DetokenizeRequest) -> Any:
         service.check_model(payload.model)
-        known = service.engine.check_ready().model.vocab_size
+        known = service.engine.check_ready().vocab_size
         foreign = next((token for token in payload.tokens if token >= known), None)
         if foreign is not None:
             raise ApiError(f"token {foreign} is outside the vocabulary of {known}", param="tokens")
@@ -134,7 +131,7 @@ def create_app(service: Service) -> FastAPI:
         return {"prompt": await service.tokenize(work, LONG_TEXT + 1)}
 
     async def health() -> Response:
-        """Whether the engine works."""
+        """Whether this process and its engine work."""
         state = service.engine.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
@@ -149,7 +146,9 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # Until the engine is there, all figures are zero.
+        text = await service.engine.figures() if service.engine.state == "ready" else Metrics(flags.names[0]).render()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

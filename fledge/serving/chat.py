@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,14 @@ from fastapi import Request
 
 from fledge.serving import prompts
 from fledge.serving.answers import chat_logprobs, spans, usage, visible_logprobs
-from fledge.serving.async_engine import Generation, Progress, Work
 from fledge.serving.errors import ApiError
 from fledge.serving.gate import caller_of
+from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class ChatCall:
     model: str
     prompt: list[int]
     works: list[Work]
+    options: CallOptions
     new_parser: Callable[[], MessageParser]
     id: str
     created: int
@@ -50,9 +51,9 @@ class ChatCall:
 async def create(service: Service, payload: ChatRequest, request: Request) -> Any:
     caller = caller_of(request)
     call = await prepare(service, payload, caller)
-    generation = await service.engine.submit(call.works, caller)
+    generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
-        return EventStream(generation, stream(call, generation))
+        return EventStream(generation, ChatStream(call))
     return await unless_gone(request, generation, collect(call, generation))
 
 
@@ -62,7 +63,7 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     service.check_chat_limits(payload.messages, payload.tools)
     tools = None if payload.tool_choice == "none" else payload.tools
     new_tool_parser, forced_schema = _tool_parser(service, payload)
-    length = prompts.length(payload.messages)
+    length = prompts.length(payload.messages, tools)
     text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
@@ -73,24 +74,21 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None
 
-    if forced_schema is not None:
-        grammar = await service.compile(lambda: service.grammars.json_schema(forced_schema), caller)
-    else:
-        grammar = await service.grammar(payload, caller)
-    begin = None
+    works = [Work(prompt, shared, service.answer_seed(payload.seed, choice)) for choice in range(payload.n)]
+    grammar, begin_mark = service.grammar_of(payload, forced_schema), None
     if grammar is not None:
-        begin = await service.tokenize(lambda tokenizer: _after_thought(tokenizer, new_reasoning()))
-
-    def work(choice: int) -> Work:
-        processors = [service.grammars.processor(grammar, begin)] if grammar is not None else []
-        return Work(prompt, service.answer_params(shared, payload.seed, choice, processors), payload.speculate, payload.learn)
+        service.check_grammar(shared)
+        begin_mark = await service.tokenize(lambda tokenizer: _end_of_thought(tokenizer, new_reasoning()))
+    number = await service.engine.compile(*grammar, caller) if grammar is not None else None
+    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number, begin_mark)
 
     return ChatCall(
         service,
         payload,
         model,
         prompt,
-        [work(choice) for choice in range(payload.n)],
+        works,
+        options,
         lambda: MessageParser(
             new_reasoning(),
             new_tool_parser() if new_tool_parser is not None else None,
@@ -137,83 +135,105 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
     return TOOL_PARSERS[service.flags.tool_call_parser], None
 
 
-def _after_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> Callable[[Sequence[int]], int] | None:
-    """Where in an answer its grammar begins to hold: after the thought, if there is one."""
+def _end_of_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> list[int] | None:
+    """What precedes the part of an answer that its grammar holds for, if it begins with a thought."""
     if reasoning is None or reasoning.state == "answering":
         return None
-    mark = tokenizer.encode(reasoning.end, add_special_tokens=False)
-
-    def begin(tokens: Sequence[int]) -> int:
-        at = -1
-        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
-            at = tokens.index(mark[0], at + 1)
-            if list(tokens[at : at + len(mark)]) == mark:
-                return at + len(mark)
-        return -1
-
-    return begin
+    return tokenizer.encode(reasoning.end, add_special_tokens=False)
 
 
 async def collect(call: ChatCall, generation: Generation) -> dict[str, Any]:
     parsers = [call.new_parser() for _ in call.works]
     logprobs: list[list[Any]] = [[] for _ in call.works]
-    last: dict[int, Progress] = {}
-    async for progress in generation:
+
+    def push(progress: Progress) -> None:
         parsers[progress.index].push(progress.text)
         if (found := call.logprobs(progress)) is not None:
             logprobs[progress.index] += found["content"]
-        last[progress.index] = progress
+
+    await generation.consume(push)
     choices = []
-    for index, parser in enumerate(parsers):
+    for answer, parser in zip(generation.answers, parsers, strict=True):
         parser.finish()
-        request = last[index].request
         choices.append(
             {
-                "index": index,
+                "index": answer.index,
                 "message": parser.message(),
-                "logprobs": {"content": logprobs[index]} if call.payload.logprobs else None,
-                "finish_reason": parser.finish_reason(request.finish_reason),
-                "stop_reason": request.stop_reason,
+                "logprobs": {"content": logprobs[answer.index]} if call.payload.logprobs else None,
+                "finish_reason": parser.finish_reason(answer.finish_reason),
+                "stop_reason": answer.stop_reason,
             }
         )
-    requests = [progress.request for progress in last.values()]
-    figures = usage(len(call.prompt), requests, call.payload.include_speculation)
+    figures = usage(len(call.prompt), generation.answers, call.payload.include_speculation)
     return call.envelope("chat.completion") | {"choices": choices, "usage": figures}
 
 
-async def stream(call: ChatCall, generation: Generation) -> AsyncIterator[bytes]:
-    payload, envelope = call.payload, call.envelope("chat.completion.chunk")
-    options = payload.stream_options
-    parsers = [call.new_parser() for _ in call.works]
-    requests: dict[int, Any] = {}
+class ChatStream:
+    """The events of a streamed chat."""
 
-    def chunk(index: int, delta: dict[str, Any], **extra: Any) -> bytes:
-        data = envelope | {"choices": [{"index": index, "delta": delta, "finish_reason": None} | extra]}
-        if options is not None and options.continuous_usage_stats:
-            data["usage"] = usage(len(call.prompt), requests.values())
-        elif options is not None and options.include_usage:
-            data["usage"] = None
-        return event(data)
+    def __init__(self, call: ChatCall) -> None:
+        self.call, self.envelope = call, call.envelope("chat.completion.chunk")
+        self.parsers = [call.new_parser() for _ in call.works]
+        self.answers: dict[int, Answer] = {}
+        options = call.payload.stream_options
+        self.with_usage = call.payload.include_speculation or (options is not None and options.include_usage)
+        self.has_plain_text = not (
+            call.payload.logprobs
+            or call.payload.include_speculation
+            or (options is not None and options.continuous_usage_stats)
+            or any(parser.reasoning is not None or parser.tools is not None for parser in self.parsers)
+        )
+        self.text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, logprobs=None))
 
-    for index in range(payload.n):
-        yield chunk(index, {"role": "assistant", "content": ""}, logprobs=None)
-    async for progress in generation:
-        index, parser = progress.index, parsers[progress.index]
-        requests[index] = progress.request
+    def begin(self) -> bytes:
+        return b"".join(
+            self._chunk(index, {"role": "assistant", "content": ""}, logprobs=None) for index in range(self.call.payload.n)
+        )
+
+    def push(self, progress: Progress) -> bytes:
+        """Hot path where there is nothing but text: one precomputed event a step."""
+        index = progress.answer.index
+        if self.has_plain_text:
+            text = progress.text
+            data = self.text_events.event(index, text) if text else b""
+            if progress.finish_reason is not None:
+                self.answers[index] = progress.answer
+                data += self._last(progress)
+            return data
+        self.answers[index] = progress.answer
+        parser, payload = self.parsers[index], self.call.payload
         deltas = parser.push(progress.text)
         if progress.finish_reason is not None:
             deltas += parser.finish()
-        extra: dict[str, Any] = {"logprobs": call.logprobs(progress)}
+        extra: dict[str, Any] = {"logprobs": self.call.logprobs(progress)}
         if payload.include_speculation:
             extra["speculation"] = spans(progress)
         if not deltas and (extra["logprobs"] or payload.include_speculation):
             deltas = [{}]
+        chunks = []
         for delta in deltas:
-            yield chunk(index, delta, **extra)
+            chunks.append(self._chunk(index, delta, **extra))
             extra = {"logprobs": None}
         if progress.finish_reason is not None:
-            reason, stop = parser.finish_reason(progress.finish_reason), progress.request.stop_reason
-            yield chunk(index, {}, finish_reason=reason, stop_reason=stop, logprobs=None)
-    if payload.include_speculation or (options is not None and options.include_usage):
-        figures = usage(len(call.prompt), requests.values(), payload.include_speculation)
-        yield event(envelope | {"choices": [], "usage": figures})
+            chunks.append(self._last(progress))
+        return b"".join(chunks)
+
+    def end(self) -> bytes:
+        if not self.with_usage:
+            return b""
+        figures = usage(len(self.call.prompt), self.answers.values(), self.call.payload.include_speculation)
+        return event(self.envelope | {"choices": [], "usage": figures})
+
+    def _last(self, progress: Progress) -> bytes:
+        index, stop_reason = progress.index, progress.answer.stop_reason
+        reason = self.parsers[index].finish_reason(progress.finish_reason)
+        return self._chunk(index, {}, finish_reason=reason, stop_reason=stop_reason, logprobs=None)
+
+    def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> bytes:
+        data = self.envelope | {"choices": [{"index": index, "delta": delta, "finish_reason": None} | extra]}
+        options = self.call.payload.stream_options
+        if options is not None and options.continuous_usage_stats:
+            data["usage"] = usage(len(self.call.prompt), self.answers.values())
+        elif options is not None and options.include_usage:
+            data["usage"] = None
+        return event(data)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 
 from fledge.serving.answers import completion_logprobs, spans, usage, visible_logprobs
-from fledge.serving.async_engine import Generation, Progress, Work
 from fledge.serving.errors import ApiError
 from fledge.serving.gate import caller_of
+from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class CompletionCall:
     model: str
     prompts: list[list[int]]
     works: list[Work]
+    options: CallOptions
     echoes: list[str]  # per prompt: what precedes the answer
     id: str
     created: int
@@ -51,9 +52,9 @@ class CompletionCall:
 async def create(service: Service, payload: CompletionRequest, request: Request) -> Any:
     caller = caller_of(request)
     call = await prepare(service, payload, caller)
-    generation = await service.engine.submit(call.works, caller)
+    generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
-        return EventStream(generation, stream(call, generation))
+        return EventStream(generation, CompletionStream(call))
     return await unless_gone(request, generation, collect(call, generation))
 
 
@@ -70,85 +71,112 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     longest = max(prompts, key=len)
     shared = service.sampling_params(payload, service.max_tokens(longest, payload.max_tokens), payload.logprobs)
     by_length = {len(longest): shared}
-    grammar = await service.grammar(payload, caller)
     works = []
     for prompt in prompts:
         if len(prompt) not in by_length:
             max_tokens = service.max_tokens(prompt, payload.max_tokens)
             by_length[len(prompt)] = service.sampling_params(payload, max_tokens, payload.logprobs)
         for choice in range(payload.n):
-            processors = [service.grammars.processor(grammar)] if grammar is not None else []
-            params = service.answer_params(by_length[len(prompt)], payload.seed, choice, processors)
-            works.append(Work(prompt, params, payload.speculate, payload.learn))
+            works.append(Work(prompt, by_length[len(prompt)], service.answer_seed(payload.seed, choice)))
     echoes = [""] * len(prompts)
     if payload.echo:
-        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts])
-    return CompletionCall(service, payload, model, prompts, works, echoes, f"cmpl-{secrets.token_hex(16)}", int(time.time()))
+        length = 4 * sum(map(len, prompts))  # characters, about
+        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts], length)
+    grammar, number = service.grammar_of(payload), None
+    if grammar is not None:
+        service.check_grammar(shared)
+        number = await service.engine.compile(*grammar, caller)
+    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number)
+    name = f"cmpl-{secrets.token_hex(16)}"
+    return CompletionCall(service, payload, model, prompts, works, options, echoes, name, int(time.time()))
 
 
 async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int]) -> list[int]:
     if not isinstance(given, str):
         service.max_tokens(given, None)  # refused now, rather than after all others were tokenised
         return given
+    await asyncio.sleep(0)
     return await service.tokenize(lambda tokenizer: service.encode(tokenizer, given, payload.add_special_tokens), len(given))
 
 
 async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any]:
     texts = [call.echo(index) for index in range(len(call.works))]
     logprobs: list[dict[str, Any] | None] = [None] * len(call.works)
-    last: dict[int, Progress] = {}
-    async for progress in generation:
+
+    def push(progress: Progress) -> None:
         index = progress.index
         before = logprobs[index]
         offset = before["text_offset"][-1] + len(before["tokens"][-1]) if before and before["tokens"] else len(call.echo(index))
         new = call.logprobs(progress, offset)
-        logprobs[index] = new if before is None else {name: before[name] + new[name] for name in new}
+        logprobs[index] = new if before is None or new is None else {name: before[name] + new[name] for name in new}
         texts[index] += progress.text
-        last[index] = progress
+
+    await generation.consume(push)
     choices = [
         {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs[index],
-            "finish_reason": last[index].request.finish_reason,
-            "stop_reason": last[index].request.stop_reason,
+            "index": answer.index,
+            "text": texts[answer.index],
+            "logprobs": logprobs[answer.index],
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
         }
-        for index, text in enumerate(texts)
+        for answer in generation.answers
     ]
-    requests = [progress.request for progress in last.values()]
-    figures = usage(call.num_prompt_tokens, requests, call.payload.include_speculation)
+    figures = usage(call.num_prompt_tokens, generation.answers, call.payload.include_speculation)
     return call.envelope() | {"choices": choices, "usage": figures}
 
 
-async def stream(call: CompletionCall, generation: Generation) -> AsyncIterator[bytes]:
-    payload, options = call.payload, call.payload.stream_options
-    requests: dict[int, Any] = {}
-    offsets = [len(call.echo(index)) for index in range(len(call.works))]
+class CompletionStream:
+    """The events of a streamed completion."""
 
-    def chunk(index: int, text: str, **extra: Any) -> bytes:
+    def __init__(self, call: CompletionCall) -> None:
+        self.call, self.envelope = call, call.envelope()
+        self.answers: dict[int, Answer] = {}
+        self.offsets = [len(call.echo(index)) for index in range(len(call.works))]
+        payload, options = call.payload, call.payload.stream_options
+        self.with_usage = payload.include_speculation or (options is not None and options.include_usage)
+        self.has_plain_text = not (
+            payload.logprobs is not None
+            or payload.include_speculation
+            or (options is not None and options.continuous_usage_stats)
+        )
+        self.text_events = TextEvents(self._chunk)
+
+    def begin(self) -> bytes:
+        if not self.call.payload.echo:
+            return b""
+        return b"".join(self._chunk(index, self.call.echo(index)) for index in range(len(self.call.works)))
+
+    def push(self, progress: Progress) -> bytes:
+        """Hot path where there is nothing but text: one precomputed event a step."""
+        index, answer = progress.answer.index, progress.answer
+        if self.has_plain_text and progress.finish_reason is None:
+            text = progress.text
+            return self.text_events.event(index, text) if text else b""
+        self.answers[index] = answer
+        logprobs = self.call.logprobs(progress, self.offsets[index])
+        self.offsets[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
+        extra: dict[str, Any] = {"logprobs": logprobs}
+        if self.call.payload.include_speculation:
+            extra["speculation"] = spans(progress)
+        if progress.finish_reason is not None:
+            extra |= {"finish_reason": progress.finish_reason, "stop_reason": answer.stop_reason}
+        if progress.text or logprobs or progress.finish_reason is not None or self.call.payload.include_speculation:
+            return self._chunk(index, progress.text, **extra)
+        return b""
+
+    def end(self) -> bytes:
+        if not self.with_usage:
+            return b""
+        figures = usage(self.call.num_prompt_tokens, self.answers.values(), self.call.payload.include_speculation)
+        return event(self.envelope | {"choices": [], "usage": figures})
+
+    def _chunk(self, index: int, text: str, **extra: Any) -> bytes:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None} | extra
-        data = call.envelope() | {"choices": [choice]}
+        data = self.envelope | {"choices": [choice]}
+        options = self.call.payload.stream_options
         if options is not None and options.continuous_usage_stats:
-            data["usage"] = usage(call.num_prompt_tokens, requests.values())
+            data["usage"] = usage(self.call.num_prompt_tokens, self.answers.values())
         elif options is not None and options.include_usage:
             data["usage"] = None
         return event(data)
-
-    if payload.echo:
-        for index in range(len(call.works)):
-            yield chunk(index, call.echo(index))
-    async for progress in generation:
-        index, request = progress.index, progress.request
-        requests[index] = request
-        logprobs = call.logprobs(progress, offsets[index])
-        offsets[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
-        extra: dict[str, Any] = {"logprobs": logprobs}
-        if payload.include_speculation:
-            extra["speculation"] = spans(progress)
-        if progress.finish_reason is not None:
-            extra |= {"finish_reason": progress.finish_reason, "stop_reason": request.stop_reason}
-        if progress.text or logprobs or progress.finish_reason is not None or payload.include_speculation:
-            yield chunk(index, progress.text, **extra)
-    if payload.include_speculation or (options is not None and options.include_usage):
-        figures = usage(call.num_prompt_tokens, requests.values(), payload.include_speculation)
-        yield event(call.envelope() | {"choices": [], "usage": figures})

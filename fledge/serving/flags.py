@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fledge.engine.build import DEFAULT_DEPTH, Speculation
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import EngineConfig, check_quantization
+from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
-from fledge.kernels.quantization import check_name
 from fledge.learning.config import LearnConfig
 from fledge.serving import limits
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
@@ -28,6 +27,8 @@ from fledge.speculation.depth import TreeShape
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = {"half": "float16", "float": "float32"}
 METHODS = ("eagle3", "eagle", "ngram")
+# From so many cores on the engine has a process of its own, and for every so many there is an HTTP process.
+PROCESS_CORES, WORKER_CORES, MAX_WORKERS = 4, 4, 4
 
 
 # Keys of --speculative-config that may be given with these values only, and why.
@@ -115,6 +116,8 @@ class ServeFlags:
     disable_log_stats: bool = False
     gpu_memory_utilization: float | None = None
     shutdown_timeout: float = 30.0
+    engine_process: bool = False  # the engine in a process of its own
+    api_workers: int = 1  # processes that speak HTTP
     max_queue: int = 256
     limits: Limits = field(default_factory=Limits)
     log_interval: float = 10.0
@@ -214,6 +217,18 @@ def parser() -> argparse.ArgumentParser:
     )
     own.add_argument("--threads", type=int, default=0, help="CPU threads")
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
+    own.add_argument(
+        "--engine-process",
+        action=argparse.BooleanOptionalAction,
+        help="run the engine in a process of its own; without it, in a thread of the only HTTP process "
+        f"(default: with {PROCESS_CORES} or more cores)",
+    )
+    own.add_argument(
+        "--api-workers",
+        type=int,
+        default=0,
+        help="processes that speak HTTP (default: by cores, at most 4); several need --engine-process",
+    )
     own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps; see docs/learn.md")
@@ -249,6 +264,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         "--drift-probe-every": (given.drift_probe_every, 0),
         "--max-num-seqs": (given.max_num_seqs, 0),
         "--shutdown-timeout": (given.shutdown_timeout, 0),
+        "--api-workers": (given.api_workers, 0),
     }
     for one in fields(limits.Limits):
         least = 0 if one.name == "request_timeout" else 1 if one.metadata["kind"] is int else 0.001
@@ -261,7 +277,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     config = EngineConfig(
         device=given.device,
         dtype=DTYPES.get(given.dtype, given.dtype),
-        quantization=check_name("none" if given.quantization in ("null", "None") else given.quantization),
+        quantization=check_quantization("none" if given.quantization in ("null", "None") else given.quantization),
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
         max_batched_tokens=given.max_num_batched_tokens,
@@ -295,6 +311,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         engine_config=config,
         limits=limits.from_flags(given),
         learn=_learn_config(given),
+        **_processes(given),
         speculative_config=_speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard),
         **{name: getattr(given, name) for name in same},
     )
@@ -319,6 +336,21 @@ def _learn_config(given: argparse.Namespace) -> LearnConfig | None:
     if "budget" in asked and not 0 < asked["budget"] <= 100:
         raise UserError(f"--learn-budget is a percentage, more than 0 and at most 100, not {asked['budget']:g}")
     return LearnConfig(**asked)
+
+
+def _processes(given: argparse.Namespace) -> dict[str, Any]:
+    """Where the engine runs, and how many processes speak HTTP: by the cores, unless it is asked for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    apart, workers = given.engine_process, given.api_workers
+    if workers > 1 and apart is False:
+        raise UserError("--api-workers: several need an engine in a process of its own; leave out --no-engine-process")
+    if workers > 1 and given.uds:
+        raise UserError("--api-workers: one process listens on a --uds; leave one of them out")
+    apart = (workers > 1 or cores >= PROCESS_CORES) if apart is None else apart
+    return {
+        "engine_process": apart,
+        "api_workers": workers or (min(MAX_WORKERS, max(1, cores // WORKER_CORES)) if apart and not given.uds else 1),
+    }
 
 
 def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeConfig:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fledge.drift.live import LiveProbe
-from fledge.engine.engine import Engine
-from fledge.engine.request import Delta, Request
 from fledge.serving.learn_metrics import learn_metrics
-from fledge.speculation.guard import DriftGuard, GuardCounts
 from fledge.speculation.stats import AcceptanceStats
+
+if TYPE_CHECKING:
+    from fledge.drift.live import LiveProbe
+    from fledge.engine.engine import Engine
+    from fledge.engine.request import Request
+    from fledge.speculation.guard import DriftGuard, GuardCounts
 
 log = logging.getLogger("fledge.serving")
 
@@ -40,8 +43,27 @@ GUARD = {
 }
 
 
+class Histogram:
+    """Counts by bucket. The client library's own takes 3 µs a value; an engine step has as many values as requests."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> None:
+        self.name, self.text, self.labels, self.bounds = name, text, labels, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def family(self) -> Metric:
+        names = [*map(str, map(float, self.bounds)), "+Inf"]
+        family = HistogramMetricFamily(self.name, self.text, labels=LABELS)
+        family.add_metric(self.labels, list(zip(names, accumulate(self.counts), strict=True)), self.sum)
+        return family
+
+
 class Metrics:
-    """Counters that the engine thread feeds, and gauges that are read from the engine when they are asked for."""
+    """Counters that the engine's loop feeds, and gauges that are read from the engine when they are asked for."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -54,8 +76,11 @@ class Metrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, LABELS, registry=self.registry).labels(*self.labels)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*self.labels)
+        self.histograms: list[Histogram] = []
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...] = SECONDS) -> Histogram:
+            self.histograms.append(Histogram(name, text, self.labels, bounds))
+            return self.histograms[-1]
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of the requests that began to answer.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens produced.")
@@ -76,8 +101,8 @@ class Metrics:
         for reason in ("stop", "length", "abort"):
             self.success.labels(*self.labels, reason)
         self.registry.register(self)
-        self._latencies = [0.0, 0]  # their sum and count
-        self.tokens_in = self.tokens_out = 0  # for the log line; plain numbers, written by the engine thread only
+        self.tokens_in = self.tokens_out = 0  # for the log line
+        self._logged, self._logged_at = self._snapshot(), time.perf_counter()
 
     def watch(self, engine: Engine) -> None:
         self.engine = engine
@@ -85,21 +110,28 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def mean_latency(self) -> float:
-        return self._latencies[0] / self._latencies[1] if self._latencies[1] else 1.0
+    # Fed by the engine's loop
 
-    # Fed by the engine thread
+    def began(self, request: Request, now: float) -> None:
+        """Its first tokens have come."""
+        self.first_token.observe(now - request.arrival)
+        self.prompt_tokens.inc(len(request.prompt))
+        self.tokens_in += len(request.prompt)
 
-    def progressed(self, delta: Delta, seconds: float, first: bool) -> None:
-        count = len(delta.tokens)
-        self.generation_tokens.inc(count)
-        self.tokens_out += count
-        if first:
-            self.first_token.observe(seconds)
-            self.prompt_tokens.inc(len(delta.request.prompt))
-            self.tokens_in += len(delta.request.prompt)
-        else:
-            self.inter_token.observe(seconds)
+    def progressed(self, num_tokens: int, gaps: Mapping[float, int]) -> None:
+        """Of a step: its tokens over all requests, and by seconds since their last ones the number of requests."""
+        self.generation_tokens.inc(num_tokens)
+        self.tokens_out += num_tokens
+        for seconds, count in gaps.items():
+            self.inter_token.observe(seconds, count)
+
+    def observed(self, lags: Iterable[float], rejected: int) -> None:
+        """What a front reports of itself."""
+        for lag in lags:
+            self.loop_lag.observe(lag)
+            self.max_loop_lag = max(self.max_loop_lag, lag)
+        if rejected:
+            self.rejected.inc(rejected)
 
     def finished(self, request: Request, started: float | None) -> None:
         self.success.labels(*self.labels, request.finish_reason or "abort").inc()
@@ -115,8 +147,6 @@ class Metrics:
             self.per_token.observe(decode / (request.num_answer - 1))
         self.request_prompt.observe(len(request.prompt))
         self.request_generation.observe(request.num_answer)
-        self._latencies[0] += total
-        self._latencies[1] += 1
 
     # Read when asked for
 
@@ -135,6 +165,8 @@ class Metrics:
             family.add_metric(self.labels, value)
             return family
 
+        for one in self.histograms:
+            yield one.family()
         yield gauge("vllm:num_requests_running", "Requests being decoded.", running)
         yield gauge("fledge:event_loop_lag_max_seconds", "The longest that the event loop was late so far.", self.max_loop_lag)
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
@@ -204,25 +236,22 @@ class Metrics:
         pool = self.engine.pool if self.engine is not None else None
         return 1 - pool.num_free / pool.num_pages if pool is not None and pool.num_pages else 0.0
 
-    async def watch_loop(self, seconds: float = 0.1) -> None:
-        """Measures how long the event loop is kept busy by one thing: every stream waits as long."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + seconds
-            await asyncio.sleep(seconds)
-            lag = max(0.0, loop.time() - due)
-            self.loop_lag.observe(lag)
-            self.max_loop_lag = max(self.max_loop_lag, lag)
+    def has_news(self) -> bool:
+        """Whether there is something to say that was not logged."""
+        return self._snapshot()[:2] != self._logged[:2] or any(self.queue_lengths())
 
-    async def log_every(self, seconds: float) -> None:
+    def resume(self) -> None:
+        """After a time without requests, which no rate shall count."""
+        self._logged_at = time.perf_counter()
+
+    def log_when_due(self, seconds: float) -> None:
         """One line an interval while there is something to say."""
-        before, then = self._snapshot(), time.perf_counter()
-        while True:
-            await asyncio.sleep(seconds)
-            after, now = self._snapshot(), time.perf_counter()
-            if after[:2] != before[:2] or any(self.queue_lengths()):
-                log.info(self._line(before, after, now - then))
-            before, then = after, now
+        now = time.perf_counter()
+        if now - self._logged_at < seconds:
+            return
+        if self.has_news():
+            log.info(self._line(self._logged, self._snapshot(), now - self._logged_at))
+        self._logged, self._logged_at = self._snapshot(), now
 
     def _snapshot(self) -> tuple[int, int, int, int, list[int], int]:
         stats = self.engine.stats if self.engine is not None else AcceptanceStats()

@@ -11,9 +11,10 @@ from fledge.serving.errors import ApiError
 from fledge.serving.json_checks import check_json
 from fledge.serving.limits import Limits
 from fledge.serving.protocol import ChatMessage, TextPart, Tool
-from fledge.serving.service import Service
+from fledge.serving.service import SHORT_TEXT, Service
 from fledge.tokenizer import Tokenizer
 
+MESSAGE_CHARACTERS = 32  # what a template writes around a message
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Callers may set what a template takes beyond its messages, not what the server passes itself.
 RESERVED_KWARGS = {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
@@ -43,9 +44,10 @@ def render(
     )
 
 
-def length(messages: Sequence[ChatMessage]) -> int:
-    """Characters of all texts, about."""
-    return sum(len(plain_text(message.content)) for message in messages)
+def length(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
+    """Characters that a template writes, about. Those of tools and calls are not counted: they are taken for not short."""
+    texts = sum(len(plain_text(message.content)) + MESSAGE_CHARACTERS for message in messages)
+    return texts + SHORT_TEXT if tools or any(message.tool_calls for message in messages) else texts
 
 
 def plain_text(content: str | Sequence[TextPart] | None) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
 
 from fledge.serving import chat, prompts
 from fledge.serving.answers import usage
-from fledge.serving.async_engine import Generation, Progress
 from fledge.serving.gate import caller_of
+from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, event, unless_gone
@@ -21,9 +20,9 @@ async def create(service: Service, payload: ResponsesRequest, request: Request) 
     caller = caller_of(request)
     call = await chat.prepare(service, as_chat(payload), caller)
     response = Response(payload, call)
-    generation = await service.engine.submit(call.works, caller)
+    generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
-        return EventStream(generation, response.stream(generation), done=b"")
+        return EventStream(generation, response, done=b"")
     return await unless_gone(request, generation, response.collect(generation))
 
 
@@ -63,45 +62,57 @@ class Response:
     def __init__(self, payload: ResponsesRequest, call: chat.ChatCall) -> None:
         self.payload, self.call, self.parser = payload, call, call.new_parser()
         self.id, self.item_id = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
+        self.place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
+        self.item = {"type": "message", "id": self.item_id, "role": "assistant"}
+        self.answer: Answer | None = None  # once it is complete
         self.sequence = -1
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
-        last: Progress | None = None
-        async for progress in generation:
-            self.parser.push(progress.text)
-            last = progress
-        self.parser.finish()
-        return self.body(last)
+        await generation.consume(self._take)
+        return self.body(self.answer)
 
-    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        item = {"type": "message", "id": self.item_id, "role": "assistant"}
-        yield self._event("response.created", response=self.body(None))
-        yield self._event("response.in_progress", response=self.body(None))
-        opened = item | {"status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=opened)
-        yield self._event("response.content_part.added", **place, part=_part(""))
-        last: Progress | None = None
-        async for progress in generation:
-            last = progress
-            deltas = self.parser.push(progress.text)
-            if progress.finish_reason is not None:
-                deltas += self.parser.finish()
-            for delta in deltas:
-                if delta.get("content"):
-                    yield self._event("response.output_text.delta", **place, delta=delta["content"], logprobs=[])
-        text, body = self.parser.content, self.body(last)
-        yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **place, part=_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=body["output"][-1])
-        yield self._event(f"response.{body['status']}", response=body)
+    def _take(self, progress: Progress) -> list[dict[str, Any]]:
+        deltas = self.parser.push(progress.text)
+        if progress.finish_reason is not None:
+            deltas += self.parser.finish()
+            self.answer = progress.answer
+        return deltas
 
-    def body(self, last: Progress | None) -> dict[str, Any]:
-        """`last`: the progress that ended it; None while it runs."""
+    def begin(self) -> bytes:
+        opened = self.item | {"status": "in_progress", "content": []}
+        return b"".join(
+            (
+                self._event("response.created", response=self.body(None)),
+                self._event("response.in_progress", response=self.body(None)),
+                self._event("response.output_item.added", output_index=0, item=opened),
+                self._event("response.content_part.added", **self.place, part=_part("")),
+            )
+        )
+
+    def push(self, progress: Progress) -> bytes:
+        return b"".join(
+            self._event("response.output_text.delta", **self.place, delta=delta["content"], logprobs=[])
+            for delta in self._take(progress)
+            if delta.get("content")
+        )
+
+    def end(self) -> bytes:
+        text, body = self.parser.content, self.body(self.answer)
+        return b"".join(
+            (
+                self._event("response.output_text.done", **self.place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **self.place, part=_part(text)),
+                self._event("response.output_item.done", output_index=0, item=body["output"][-1]),
+                self._event(f"response.{body['status']}", response=body),
+            )
+        )
+
+    def body(self, answer: Answer | None) -> dict[str, Any]:
+        """`answer`: None while it is under way."""
         payload = self.payload
-        status = "in_progress" if last is None else "incomplete" if last.finish_reason == "length" else "completed"
+        status = "in_progress" if answer is None else "incomplete" if answer.finish_reason == "length" else "completed"
         output: list[dict[str, Any]] = []
-        if last is not None:
+        if answer is not None:
             message = {"type": "message", "id": self.item_id, "role": "assistant", "status": status}
             output = [message | {"content": [_part(self.parser.content)]}]
             if self.parser.thought:
@@ -127,11 +138,11 @@ class Response:
             "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted is not None else {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
-            "usage": self._usage(last) if last is not None else None,
+            "usage": self._usage(answer) if answer is not None else None,
         }
 
-    def _usage(self, last: Progress) -> dict[str, Any]:
-        counts = usage(len(self.call.prompt), [last.request])
+    def _usage(self, answer: Answer) -> dict[str, Any]:
+        counts = usage(len(self.call.prompt), [answer])
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts.get("prompt_tokens_details", {"cached_tokens": 0}),

@@ -1,54 +1,83 @@
-"""Runs the app: binds, serves, and shuts down in an orderly way."""
+"""Runs the app: binds, starts the engine and other HTTP processes, serves, and shuts down in an orderly way.
+
+    main process ── HTTP ──┐                        with --no-engine-process the engine is a thread of the main process
+       │ starts            ├── sockets ── engine    each has a socket to the engine; all listen on the same port
+       ├── api worker ─────┤
+       └── api worker ─────┘
+
+The main process has the signals. The others end with it: the engine when its socket closes, workers on SIGTERM; all of them
+are killed by the system when it dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import logging
 import math
 import signal
 import socket
+import subprocess
 import sys
+import time
 
 import uvicorn
 
 from fledge.errors import UserError, printable
 from fledge.serving.app import create_app
+from fledge.serving.engine_host import begin_child, start_child
 from fledge.serving.flags import ServeFlags
 from fledge.serving.http_limits import limited_protocol
+from fledge.serving.logs import give_back_large_blocks, log_to_stderr
 from fledge.serving.service import Service
+from fledge.serving.streaming import ExposeSocket
 
 # How long after our own limit connections are cut: by then everyone has been told.
 BACKSTOP_SECONDS = 5
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
+WATCH_SECONDS = 0.05
+
+log = logging.getLogger("fledge.serving")
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Waits for running requests as uvicorn does; those that outlast the limit get an answer that says so."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
+        self.service.engine.before_stop = self._wait_for_workers
+        self.workers: list[subprocess.Popen] = []
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.engine.draining = True
+        for worker in self.workers:
+            worker.terminate()
         limit = asyncio.create_task(self._stop_late())
         try:
             await super().shutdown(sockets)
         finally:
             limit.cancel()
 
+    async def _wait_for_workers(self) -> None:
+        deadline = time.monotonic() + self.service.flags.shutdown_timeout + BACKSTOP_SECONDS
+        while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
+            await asyncio.sleep(WATCH_SECONDS)
+
     async def _stop_late(self) -> None:
         await self.service.engine.stop_after(self.service.flags.shutdown_timeout)
         self.service.close()
 
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's, ten times a second."""
+        if any(worker.poll() is not None for worker in self.workers) and not self.should_exit:
+            self.service.engine.fail("an HTTP process of the server ended")
+        return await super().on_tick(counter)
 
-def build(flags: ServeFlags) -> _Server:
+
+def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
     """The server, not started yet; it ends when its engine does."""
-    service = Service(flags)
+    service = Service(flags, connection)
     config = uvicorn.Config(
-        create_app(service),
+        ExposeSocket(create_app(service)),
         uds=flags.uds,
         root_path=flags.root_path,
         log_level=flags.uvicorn_log_level,
@@ -59,45 +88,75 @@ def build(flags: ServeFlags) -> _Server:
         timeout_keep_alive=math.ceil(flags.limits.idle_timeout),
         timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout) + BACKSTOP_SECONDS,
     )
-    server = _Server(config, service)
+    server = Server(config, service)
     service.engine.on_failure = lambda: setattr(server, "should_exit", True)
     return server
 
 
 def run(flags: ServeFlags) -> None:
-    _log_to_stderr(flags.uvicorn_log_level)
-    _give_back_large_blocks()
+    log_to_stderr(flags.uvicorn_log_level)
+    give_back_large_blocks()
+    sockets = [] if flags.uds else bind(flags)
     server = build(flags)
     # The server waits for running requests and then raises the signal again: by then it has been followed.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    sockets = None if flags.uds else [_bind(flags)]
     scheme = "https" if flags.ssl_certfile else "http"
     where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
-    log = logging.getLogger("fledge.serving")
     log.info("serving %s at %s", printable(", ".join(flags.names)), where)
     if flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds:
         log.info("open to this machine alone; --host 0.0.0.0 opens it to the network (give an --api-key then)")
     elif not flags.api_key and not flags.uds:
         log.warning("open to whoever reaches %s:%s: give an --api-key", flags.host, flags.port)
-    server.run(sockets=sockets)
+    if flags.engine_process:
+        log.info("the engine has a process of its own; %s HTTP", _count(flags.api_workers))
+    for connection, listening in zip(server.service.other_connections, sockets[1:], strict=True):
+        server.workers.append(start_child("fledge.serving.server", flags, [connection, listening]))
+        connection.close()
+        listening.close()
+    try:
+        server.run(sockets=sockets[:1] or None)
+    finally:
+        for worker in server.workers:
+            _end(worker, flags.shutdown_timeout + BACKSTOP_SECONDS)
     if server.service.engine.failure is not None:
         raise server.service.engine.failure
 
 
-def _give_back_large_blocks() -> None:
-    """Logits of a crowded step are tens of megabytes. Left alone, glibc comes to keep such blocks, in pieces, once they were
-    freed, and a server's memory grows with the most crowded step so far."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+def _count(number: int) -> str:
+    return "one process speaks" if number == 1 else f"{number} processes speak"
 
 
-def _bind(flags: ServeFlags) -> socket.socket:
-    """Before the model is loaded: a taken port shows at once."""
+def _end(worker: subprocess.Popen, seconds: float) -> None:
+    worker.terminate()
+    try:
+        worker.wait(seconds)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        worker.wait()
+
+
+def bind(flags: ServeFlags) -> list[socket.socket]:
+    """A socket for each HTTP process, before the model is loaded: a taken port shows at once.
+
+    With several, the system spreads connections over them. They may share the port with each other, but not with another
+    server: that is tried first.
+    """
+    first = _listener(flags, shared=False)
+    if flags.api_workers == 1:
+        return [first]
+    port = first.getsockname()[1]
+    first.close()
+    return [_listener(flags, shared=True, port=port) for _ in range(flags.api_workers)]
+
+
+def _listener(flags: ServeFlags, shared: bool, port: int | None = None) -> socket.socket:
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        bound.bind((flags.host, flags.port))
+        bound.bind((flags.host, flags.port if port is None else port))
     except (OSError, OverflowError) as error:
         bound.close()
         raise UserError(f"cannot listen on {flags.host}:{flags.port} ({error}); choose another --port or --host") from None
@@ -105,10 +164,16 @@ def _bind(flags: ServeFlags) -> socket.socket:
     return bound
 
 
-def _log_to_stderr(level: str) -> None:
-    log = logging.getLogger("fledge")
-    log.setLevel({"trace": "DEBUG"}.get(level, level.upper()))
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
+def main() -> None:
+    """A further HTTP process. Ctrl-C reaches the whole group; the main process says when to end."""
+    flags, (connection, listening) = begin_child(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log_to_stderr(flags.uvicorn_log_level)
+    server = build(flags, connection)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.run(sockets=[listening])
+    sys.exit(0 if server.service.engine.failure is None else 1)
+
+
+if __name__ == "__main__":
+    main()

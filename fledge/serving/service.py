@@ -1,138 +1,107 @@
-"""What all routes share: the engine, the tokenizer, sampling defaults and grammars."""
+"""What all routes share: the engine, the tokenizer, sampling defaults and limits."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-import logging
+import os
 import random
-import threading
-from collections import Counter
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fledge import sources
-from fledge.drift.watching import coverage, watch_drafts
-from fledge.engine.build import build_engine
-from fledge.engine.engine import Engine
-from fledge.engine.memory import memory_plan
-from fledge.errors import UserError
-from fledge.kernels.attention.paged import PagedKV
-from fledge.sampling import LogitsProcessor, SamplingParams
+from fledge.sampling import SamplingParams, check_params
 from fledge.serving.async_engine import AsyncEngine
+from fledge.serving.channel import Channel
+from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
-from fledge.serving.metrics import Metrics
+from fledge.serving.messages import Ready, ToFront
 from fledge.serving.protocol import SamplingFields
-from fledge.speculation.drafting import EagleSpeculator
-from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-log = logging.getLogger("fledge.serving")
 
-# What a model's generation_config.json may set for requests that leave it open.
-DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-# What of it captured cycles do not do, and the values that change nothing.
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
-# Longer texts are tokenised in a thread apart, so that short ones do not wait for them.
+# Short texts are tokenised on the event loop: 2,048 characters take about a millisecond, a thread's turn as long.
+SHORT_TEXT = 2048
+# Longer texts are tokenised in a thread apart, so that others do not wait for them.
 LONG_TEXT = 32_768
 # A step in which a long text's tokens are counted before they are made.
 COUNTED_CHARACTERS = 65_536
-# A caller may have so many grammars compiled at the same time; others take turns beside it.
-COMPILING_PER_CALLER = 2
 
 
 class Service:
-    def __init__(self, flags: ServeFlags, build: Callable[[], Engine] | None = None) -> None:
+    """`connection`: to an engine that another front has started; None: this one starts it, by the flags."""
+
+    def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
-        self.metrics = Metrics(flags.names[0])
         self.limits = flags.limits
-        self.engine = AsyncEngine(build or self._build, self.metrics, flags.max_queue, self.limits.request_timeout)
+        self.other_connections: list[socket.socket] = []  # for other fronts, which this one starts
+        host: EngineHost | None = None
+        if connection is None:
+            pairs = [socket.socketpair() for _ in range(flags.api_workers)]
+            connection, *self.other_connections = [ours for ours, _ in pairs]
+            theirs = [engine_side for _, engine_side in pairs]
+            host = EngineProcess(flags, theirs) if flags.engine_process else EngineThread(flags, theirs, build)
+        channel: Channel[ToFront] = Channel(connection, ToFront)
+        self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
         self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
-        # One thread for each tokenizer, which must not be entered twice; long texts have a tokenizer of their own.
+        # One thread for each tokenizer, which must not be entered twice.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._tokenizing_long = ThreadPoolExecutor(1, "tokenizer-long")
-        self._compiling = ThreadPoolExecutor(self.limits.max_grammars_compiling, "grammar")
-        self._grammars = None
-        self._grammars_lock = threading.Lock()
-        self._closed = False
-        self._compiling_by_caller: dict[str, asyncio.Semaphore] = {}
-        self._num_compiling: Counter[str] = Counter()
 
-    def _build(self) -> Engine:
-        flags = self.flags
-        found = sources.find(flags.model)  # a GGUF file has no generation_config.json
-        if flags.generation_config != "vllm":
-            place = found if flags.generation_config == "auto" else Path(flags.generation_config)
-            self.defaults = _generation_defaults(place) | self.defaults
-        config = flags.engine_config
-        if flags.gpu_memory_utilization is not None:
-            config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
-        speculative = flags.speculative_config
-        if flags.learn is not None:
-            from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for
+    def _prepare(self, info: Ready) -> Tokenizer:
+        """In a thread, when the engine is ready."""
+        self.defaults = info.defaults | self.defaults
+        path = Path(info.tokenizer)
+        if path.is_file():
+            from fledge.checkpoints.gguf_file import GgufFile
+            from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 
-            engine = build_learning_engine(flags.model, speculative.speculation, config, flags.learn)
+            tokenizer: Tokenizer = GgufTokenizer(GgufFile(path))
         else:
-            engine = build_engine(flags.model, speculative.speculation, config)
-        log.info(memory_plan(engine).describe())
-        if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
-            engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
-        for line in engine.warm_up():
-            log.info(line)
-        if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
-            for owner in (engine.executor, engine.drafter):
-                if isinstance(cache := getattr(owner, "cache", None), PagedKV):
-                    cache.take_memory()
-        if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
-            raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
-        if flags.drift_probe_every or engine.controller.guard is not None:
-            self.metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or None)
-            if probe is not None:
-                log.info(coverage(engine, probe))
-        return engine
+            if self.flags.engine_process:
+                # transformers imports torch if there is one: 250 MB and seconds in each HTTP process, for nothing.
+                os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+                sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+            tokenizer = Tokenizer(path)
+        tokenizer.incremental_decoder()  # its table
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: collecting through it would pause every stream
+        return tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.engine.check_ready().tokenizer
+        """The event loop's."""
+        self.engine.check_ready()
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        return self.engine.check_ready().config.max_model_len
+        return self.engine.check_ready().max_model_len
+
+    @cached_property
+    def thread_tokenizer(self) -> Tokenizer:
+        """A second one, for the thread that takes texts which are not short."""
+        return self.tokenizer.copy()
 
     @cached_property
     def long_tokenizer(self) -> Tokenizer:
-        """A second one, for the thread that takes long texts."""
+        """A third one, for the thread that takes long texts."""
         return self.tokenizer.copy()
 
-    @property
-    def grammars(self):
-        """Made on first use: reading the vocabulary takes a moment."""
-        with self._grammars_lock:
-            if self._grammars is None:
-                try:
-                    from fledge.serving.structured import GrammarCompiler
-                except ImportError:
-                    raise ApiError("structured output needs xgrammar on the server: pip install xgrammar", 501) from None
-                model = self.engine.engine.model
-                self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size, model.eos_token_ids, self.limits)
-                self.engine.before_step = self._grammars.clock.new_step
-                if self._closed:  # while it was made
-                    self._grammars.close()
-            return self._grammars
-
     def close(self) -> None:
-        """Ends what is being compiled; callers that wait for it are told."""
-        self._closed = True
-        if self._grammars is not None:
-            self._grammars.close()
+        """Those that wait for a grammar are told that the server ends."""
+        self.engine.cancel_waiting()
 
     def check_limits(self, fields: SamplingFields, num_prompts: int = 1) -> None:
         """What a request asks for, before any of it is made."""
@@ -172,9 +141,11 @@ class Service:
         return name or self.flags.names[0]
 
     async def tokenize(self, work: Callable[[Tokenizer], Result], length: int = 0) -> Result:
-        """Runs what uses the tokenizer, off the event loop. `length`: characters that it must take in."""
+        """Runs what uses the tokenizer, off the event loop unless it is short. `length`: characters that it must take in."""
+        if length <= SHORT_TEXT:
+            return work(self.tokenizer)
         is_long = length > LONG_TEXT
-        tokenizer = self.long_tokenizer if is_long else self.tokenizer
+        tokenizer = self.long_tokenizer if is_long else self.thread_tokenizer
         threads = self._tokenizing_long if is_long else self._tokenizing
         return await asyncio.get_running_loop().run_in_executor(threads, work, tokenizer)
 
@@ -193,41 +164,37 @@ class Service:
                     )
         return tokenizer.encode(text, add_special_tokens)
 
-    async def compile(self, work: Callable[[], Result], caller: str = "") -> Result:
-        """Runs `work` in a thread that waits for the process which compiles. Nobody takes all of these threads."""
-        turn = self._compiling_by_caller.setdefault(caller, asyncio.Semaphore(COMPILING_PER_CALLER))
-        self._num_compiling[caller] += 1
-        try:
-            async with turn:
-                return await asyncio.get_running_loop().run_in_executor(self._compiling, work)
-        finally:
-            self._num_compiling[caller] -= 1
-            if not self._num_compiling[caller]:
-                del self._num_compiling[caller], self._compiling_by_caller[caller]
-
-    async def grammar(self, fields: SamplingFields, caller: str = "") -> Any | None:
-        """The compiled grammar that a request asks for by `response_format` or `structured_outputs`."""
+    def grammar_of(self, fields: SamplingFields, forced_schema: Any = None) -> tuple[str, Any] | None:
+        """What a request asks for by `response_format`, `structured_outputs` or a forced tool: a kind and its value."""
         wanted, extension = fields.response_format, fields.structured_outputs
+        if forced_schema is not None:
+            return "json_schema", json.dumps(forced_schema)
         if wanted is not None and wanted.type == "json_schema":
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
             if schema is None:
                 raise ApiError("response_format json_schema needs json_schema.schema", param="response_format")
-            return await self.compile(lambda: self.grammars.json_schema(schema), caller)
+            return "json_schema", json.dumps(schema)
         if wanted is not None and wanted.type == "json_object":
-            return await self.compile(lambda: self.grammars.json_object(), caller)
+            return "json_object", None
         if extension is None:
             return None
+        schema = extension.json_ if isinstance(extension.json_, str | None) else json.dumps(extension.json_)
         kinds = {
-            "json": (extension.json_, lambda: self.grammars.json_schema(extension.json_)),
-            "regex": (extension.regex, lambda: self.grammars.regex(extension.regex)),
-            "choice": (extension.choice, lambda: self.grammars.choice(extension.choice)),
-            "grammar": (extension.grammar, lambda: self.grammars.ebnf(extension.grammar)),
-            "json_object": (extension.json_object or None, lambda: self.grammars.json_object()),
+            "json": ("json_schema", schema),
+            "regex": ("regex", extension.regex),
+            "choice": ("choice", extension.choice),
+            "grammar": ("ebnf", extension.grammar),
+            "json_object": ("json_object", extension.json_object or None),
         }
-        given = [work for value, work in kinds.values() if value is not None]
+        given = [(kind, value) for kind, value in kinds.values() if value is not None]
         if len(given) != 1:
             raise ApiError(f"structured_outputs takes exactly one of {', '.join(kinds)}", param="structured_outputs")
-        return await self.compile(given[0], caller)
+        kind, value = given[0]
+        return kind, None if kind == "json_object" else value
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        if params.ignore_eos:
+            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
 
     def max_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How long the answer may get; as long as the context allows if the request does not say."""
@@ -245,7 +212,7 @@ class Service:
     def sampling_params(
         self, fields: SamplingFields, max_tokens: int, logprobs: int | None = None, special_tokens: bool = False
     ) -> SamplingParams:
-        """What all answers of a request share; `answer_params` has the rest."""
+        """What all answers of a request share; `answer_seed` has the rest."""
         if logprobs is not None and logprobs > self.flags.max_logprobs:
             raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param="top_logprobs")
 
@@ -258,7 +225,7 @@ class Service:
             raise ApiError("repetition_penalty must lie between 0.01 and 100", param="repetition_penalty")
         if 0 < temperature < LEAST_TEMPERATURE:
             temperature = LEAST_TEMPERATURE
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(fields.min_tokens, max_tokens),
             temperature=temperature,
@@ -276,18 +243,15 @@ class Service:
             skip_special_tokens=fields.skip_special_tokens and not special_tokens,
             logprobs=logprobs,
         )
+        info = self.engine.check_ready()
+        check_params(params, info.vocab_size, info.eos_token_ids)
+        return params
 
-    def answer_params(
-        self, shared: SamplingParams, seed: int | None, choice: int = 0, processors: Sequence[LogitsProcessor] = ()
-    ) -> SamplingParams:
-        """Of one answer. `seed`: the request's; each of its answers has another, or they would all be the same."""
-        if processors and shared.ignore_eos:
-            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
+    def answer_seed(self, seed: int | None, choice: int) -> int | None:
+        """`seed`: the request's; each of its answers has another, or they would all be the same."""
         if seed is not None:
-            seed = (seed + choice) % (1 << 63) if choice else seed
-        elif self._seeds is not None:
-            seed = self._seeds.getrandbits(63)
-        return shared.for_answer(seed, processors)
+            return (seed + choice) % (1 << 63) if choice else seed
+        return self._seeds.getrandbits(63) if self._seeds is not None else None
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -295,14 +259,3 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return {int(token): bias for token, bias in given.items()} if given else None
     except ValueError:
         raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None
-
-
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
-    return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}

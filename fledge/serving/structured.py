@@ -47,6 +47,21 @@ class MaskClock:
         return seconds > self.limit or (self.spent > STEP_MASKS * self.limit and seconds > self.limit / STEP_MASKS)
 
 
+def after_mark(mark: Sequence[int]) -> Callable[[Sequence[int]], int]:
+    """Where in an answer its grammar begins to hold: after these tokens, which end a thought; -1: not yet."""
+    mark = list(mark)
+
+    def begin(tokens: Sequence[int]) -> int:
+        at = -1
+        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
+            at = tokens.index(mark[0], at + 1)
+            if list(tokens[at : at + len(mark)]) == mark:
+                return at + len(mark)
+        return -1
+
+    return begin
+
+
 class GrammarCompiler:
     """Compiles what callers ask for, for one vocabulary; what was compiled before is kept. Safe to use from several threads."""
 

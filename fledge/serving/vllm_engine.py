@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fledge import sources
-from fledge.engine.build import DEFAULT_DEPTH, Speculation
+from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flags import DEFAULT_MODEL, normalise, parser
 from fledge.sources import BUILT_INS

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fledge.engine.config import check_quantization
 from fledge.errors import UserError
 from fledge.kernels.quantization import (
     QuantizedLinear,
     QuantizedWeight,
-    check_name,
     dequantize,
     held,
     holds,
@@ -104,4 +104,4 @@ def test_refused():
     with pytest.raises(UserError, match=r"groups of 32 inputs and layers\.0\..* has 40"):
         quantize_linears(tiny_decoder(hidden_size=40), "int8")
     with pytest.raises(UserError, match=r"awq.*int8 or int4"):
-        check_name("awq")
+        check_quantization("awq")

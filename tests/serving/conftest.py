@@ -16,6 +16,7 @@ from tests.serving.model_folder import make_model
 from tests.serving.processes import ServerProcess, wait_until_ready
 
 TINY_FLAGS = [
+    "--no-engine-process",  # which tests can look into; those of the process ask for it
     "--no-adaptive-depth",  # how much is drafted does not depend on the time it takes
     "--served-model-name",
     "tiny",
@@ -28,6 +29,8 @@ TINY_FLAGS = [
     "--max-num-seqs",
     "8",
 ]
+# On a machine that does other things a grammar takes its time.
+PATIENT = ["--max-grammar-seconds", "60"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +55,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_server(tiny_folder: Path) -> Iterator[ServerProcess]:
     """A real process, shared by tests that leave it as they find it."""
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *tools]) as server:
+    with ServerProcess([str(tiny_folder), *TINY_FLAGS, *tools, *PATIENT]) as server:
         yield server
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from fledge.serving import flags
 from fledge.serving.app import create_app
-from fledge.serving.async_engine import MAX_FAILURES
+from fledge.serving.build import build
+from fledge.serving.engine_loop import MAX_FAILURES
 from fledge.serving.service import Service
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.processes import wait_until_ready
@@ -37,7 +38,7 @@ def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[
 async def check_all_free(service: Service) -> None:
     """Nothing is left behind: no request, no page."""
     for _ in range(200):
-        engine = service.engine.engine
+        engine = service.engine.host.loop.engine
         if not engine.requests and not service.engine.num_in_flight:
             break
         await asyncio.sleep(0.01)
@@ -306,7 +307,7 @@ def test_usage_says_how_much_of_the_prompt_was_cached(in_process) -> None:
         assert first["usage"]["prompt_tokens"] - 32 < cached < second["usage"]["prompt_tokens"]
         chunks = await stream(client, messages=longer, max_tokens=2, stream_options={"include_usage": True})
         assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
-        pool = service.engine.engine.pool
+        pool = service.engine.host.loop.engine.pool
         assert (await client.get("/metrics")).text.count(
             f'vllm:prefix_cache_hits_total{{engine="0",model_name="tiny"}} {pool.num_found:.1f}'
         ) == 1
@@ -346,7 +347,12 @@ def test_figures_bear_vllms_names(in_process) -> None:
 def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None:
     async def main() -> None:
         build_now = threading.Event()
-        service = Service(flags.parse([str(tiny_folder), *TINY_FLAGS]), lambda: build_now.wait(60) and service._build())
+
+        def build_later(*given: Any) -> Any:
+            assert build_now.wait(60)
+            return build(*given)
+
+        service = Service(flags.parse([str(tiny_folder), *TINY_FLAGS]), build=build_later)
         app = create_app(service)
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -365,7 +371,7 @@ def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None
                 build_now.set()
                 await wait_until_ready(client)
                 assert await health() == (200, "ready")
-                service.engine.engine.step = lambda: 1 / 0
+                service.engine.host.loop.engine.step = lambda: 1 / 0
                 for _ in range(MAX_FAILURES):
                     assert (await health())[0] == 200
                     await ask(client, status=500, max_tokens=4)
@@ -376,7 +382,7 @@ def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None
 
 def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        engine = service.engine.engine
+        engine = service.engine.host.loop.engine
         step = engine.step
 
         def fail():
@@ -403,7 +409,7 @@ def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> Non
     async def main() -> None:
         async with in_process() as (client, service):
             asked = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
-            while len(service.engine.engine.requests) < 1:
+            while len(service.engine.host.loop.engine.requests) < 1:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(stop_after / 1000)
             await service.engine.stop()

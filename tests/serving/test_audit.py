@@ -14,8 +14,8 @@ import pytest
 
 from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
-from fledge.serving.async_engine import Work
 from fledge.serving.fair_queue import FairQueue
+from fledge.serving.generation import Generation, Work
 from fledge.serving.service import Service
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.processes import ServerProcess
@@ -27,7 +27,7 @@ SHORT = {"messages": HELLO, "max_tokens": 4}
 
 def test_stop_tokens_outside_the_vocabulary_harm_nobody(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        vocab = service.engine.engine.model.vocab_size
+        vocab = service.engine.host.loop.engine.model.vocab_size
         innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 200, "ignore_eos": True}))
         for _ in range(4):
             await ask(client, status=400, max_tokens=10, stop_token_ids=[2_000_000_000], min_tokens=1)
@@ -49,12 +49,17 @@ def test_a_fault_of_one_request_ends_that_request(in_process) -> None:
         def broken(tokens: list[int], logits: Any) -> Any:
             raise ZeroDivisionError("secret")
 
+        loop = service.engine.host.loop
+        add = loop.engine.add_request
+
+        def add_broken(prompt: list[int], params: SamplingParams, **more: Any) -> Any:
+            return add(prompt, params.for_answer(None, [broken]) if prompt == [5, 6, 7] else params, **more)
+
+        loop.engine.add_request = add_broken
         for _ in range(5):  # more than an engine survives if they were its own
-            params = SamplingParams(max_tokens=8, temperature=0, logits_processors=[broken])
-            generation = await service.engine.submit([Work([5, 6, 7], params)])
+            generation = await service.engine.submit([Work([5, 6, 7], SamplingParams(max_tokens=8, temperature=0))])
             with pytest.raises(Exception, match="failed to answer"):
-                async for _ in generation:
-                    pass
+                await generation.consume(lambda _: None)
         assert (await beside).json()["choices"] == alone
         assert service.engine.state == "ready"
 
@@ -69,7 +74,7 @@ def test_an_exception_outside_a_step_ends_the_server(tiny_folder: Path) -> None:
             raise MemoryError("not in a step")
 
         assert client.get("/health").status_code == 200
-        engine._admit = fail
+        engine.host.loop._admit = fail
         assert client.post(CHAT, json=SHORT).status_code in (500, 503)
         server.thread.join(20)
         assert not server.thread.is_alive()
@@ -103,7 +108,7 @@ def test_huge_lists_are_refused_at_once(in_process, path: str, body: bytes) -> N
 def test_nothing_is_made_for_answers_that_have_no_place(in_process, monkeypatch) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         made = []
-        monkeypatch.setattr(service, "answer_params", lambda *_: made.append(1))
+        monkeypatch.setattr(service, "sampling_params", lambda *_: made.append(1))
         stops = [str(number) for number in range(60)]
         body = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 1, "stop": stops}
         assert (await client.post(TEXT, json=body)).status_code == 400
@@ -124,7 +129,7 @@ def test_answers_share_their_parameters(in_process, monkeypatch) -> None:
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self)))
         body = {"prompt": ["a"] * 32, "n": 4, "max_tokens": 1, "logit_bias": {str(n): 1 for n in range(300)}}
         assert (await client.post(TEXT, json=body)).status_code == 200
-        assert len(checked) == 1
+        assert len(checked) == 2  # by the front, and by the engine that it is sent to
 
     run(in_process, test)
 
@@ -236,8 +241,8 @@ def test_one_callers_many_prompts_do_not_starve_another(in_process) -> None:
 
 def test_an_answer_has_a_deadline(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        step = service.engine.engine.step
-        service.engine.engine.step = lambda: (time.sleep(0.02), step())[1]
+        step = service.engine.host.loop.engine.step
+        service.engine.host.loop.engine.step = lambda: (time.sleep(0.02), step())[1]
         told = await ask(client, status=504, messages=HELLO, max_tokens=400, ignore_eos=True)
         assert told["error"]["code"] == "timeout"
 
@@ -345,8 +350,9 @@ def test_grammars_that_compile_slowly_do_not_block_others(tiny_folder: Path) -> 
             fast = threads.submit(post, {"choice": ["maybe"]})
             assert fast.result().status_code == 200
             assert not slow.done()
-            server.service.close()  # what the end of the server does: nobody waits for the slow one
-            assert slow.result(20).status_code == 400
+            loop = server.service.engine.event_loop
+            loop.call_soon_threadsafe(server.service.close)  # what the end of the server does: nobody waits for the slow one
+            assert slow.result(20).status_code == 503
 
 
 def test_sigterm_ends_the_process_while_a_grammar_compiles(tiny_folder: Path) -> None:
@@ -371,7 +377,7 @@ def test_an_ambiguous_grammar_ends_its_own_request(in_process) -> None:
             "seed": 1,
         }
         innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 100, "ignore_eos": True}))
-        service.grammars.clock.limit = 0.002  # a vocabulary of 380 is quick to mask
+        service.engine.host.loop.grammars._get_compiler().clock.limit = 0.002  # a vocabulary of 380 is quick to mask
         response = await client.post(CHAT, json=body)
         assert response.status_code == 400, response.text
         assert "too long to follow" in response.text
@@ -426,7 +432,7 @@ def test_a_refusal_of_the_engine_is_told_before_a_stream_begins(in_process) -> N
         response = await client.post(TEXT, json={"prompt": [5, 99_999], "stream": True})
         assert response.status_code == 400
         with pytest.raises(RequestError):
-            service.engine.engine.check_request([], SamplingParams())
+            service.engine.host.loop.engine.check_request([], SamplingParams())
         await check_all_free(service)
 
     run(in_process, test)
@@ -467,11 +473,16 @@ def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> 
     """Closed while it is still made: nothing is compiled, and no process is left behind."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        service.close()
+        grammars = service.engine.host.loop.grammars
+        grammars._is_closed = True
+        assert (await client.post(CHAT, json=SHORT | {"structured_outputs": {"regex": "a"}})).status_code == 400
+        assert grammars.compiler is None
+        grammars._get_compiler()
+        grammars._is_closed = False
         response = await client.post(CHAT, json=SHORT | {"structured_outputs": {"regex": "a"}})
         assert response.status_code == 400
         assert "shutting down" in response.text
-        assert service.grammars._process._process is None
+        assert grammars.compiler._process._process is None
 
     run(in_process, test)
 
@@ -479,14 +490,18 @@ def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> 
 def test_a_dead_engine_is_known_before_its_requests_are_told(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         engine, states = service.engine, []
-        deliver = engine._deliver
-        engine._deliver = lambda events: (states.append(engine.state), deliver(events))
-        engine.engine.step = lambda: 1 / 0
-        for _ in range(3):
-            await ask(client, status=500, **SHORT)
-        assert states[-1] == "failing"
-        assert states.count("failing") >= 1
-        assert states[states.index("failing") - 1] == "ready"
+        fail = Generation.fail
+
+        def failed(self: Generation, *given: Any, **more: Any) -> None:
+            states.append(engine.state)
+            fail(self, *given, **more)
+
+        engine.host.loop.engine.step = lambda: 1 / 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Generation, "fail", failed)
+            for _ in range(3):
+                await ask(client, status=500, **SHORT)
+        assert states == ["ready", "ready", "failing"]
         assert (await client.get("/health")).status_code == 503
 
     run(in_process, test)

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from fledge.bench.load import Acceptance, LoadReport, LoadSettings, Sample, run_level
+from fledge.bench.load_client import ProtocolError, ResponseReader
 from fledge.bench.load_report import read_conversations
 from fledge.cli import bench_serve, serve
 from fledge.errors import UserError
@@ -132,6 +133,35 @@ def test_events_of_one_read_arrive_together() -> None:
     assert len(sample.gaps) == 1
     assert sample.decode_tokens == pytest.approx(20)
     assert 20 < report.per_user_tokens_per_second <= 105  # 20 tokens in 0.2 s, whatever the machine adds
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1a;x=y\r\n" + b"d" * 26 + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_responses_are_read_however_they_are_cut(size: int) -> None:
+    reader, body = ResponseReader(), b""
+    for at in range(0, len(CHUNKED), size):
+        assert not reader.is_complete or at > len(CHUNKED) - 4
+        body += reader.feed(CHUNKED[at : at + size])
+    assert (reader.status, body, reader.is_complete, reader.keeps_open) == (200, b"abc" + b"d" * 26, True, True)
+    reader = ResponseReader()
+    head = b"HTTP/1.1 404 No\r\nContent-Length: 4\r\nConnection: close\r\n\r\n"
+    assert b"".join(reader.feed(head[at : at + size]) for at in range(0, len(head), size)) == b""
+    with pytest.raises(ProtocolError):
+        reader.end()
+    assert reader.feed(b"gone") == b"gone"
+    assert (reader.status, reader.is_complete, reader.keeps_open) == (404, True, False)
+
+
+def test_several_processes_send_every_request_once(tiny_server: ServerProcess) -> None:
+    prompts = [[{"role": "user", "content": f"the cat {number}"}] for number in range(7)]
+    settings = LoadSettings(tiny_server.url, max_tokens=20, ignore_eos=True, processes=3)
+    report = asyncio.run(run_level(settings, prompts, 5))
+    assert report.errors == []
+    assert len(report.samples) == 7
+    assert report.output_tokens == 140
+    assert 0 < max(sample.seconds for sample in report.samples) <= report.seconds
 
 
 def test_acceptance_is_read_from_prometheus_text() -> None:

@@ -387,7 +387,7 @@ def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client)
     while server.service.engine.num_in_flight and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not server.service.engine.num_in_flight
-    engine = server.service.engine.engine
+    engine = server.service.engine.host.loop.engine
     engine.check_integrity()
     assert engine.pool.num_free == engine.pool.num_pages
     assert not server.log.tracebacks, server.log.tracebacks[:5]

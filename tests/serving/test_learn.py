@@ -12,9 +12,12 @@ from fledge.serving import flags
 
 
 def test_requests_are_learnt_from_unless_they_say_no(in_process):
+    learn = ["--learn", "--learn-memory", "8", "--learn-budget", "50"]
+
     async def main() -> None:
-        async with in_process("--learn", "--learn-memory", "8", "--learn-budget", "50") as (client, service):
-            hook = service.engine.engine.hook
+        async with in_process(*learn, "--api-key", "k0", "k1") as (client, service):
+            client.headers["Authorization"] = "Bearer k0"
+            hook = service.engine.host.loop.engine.hook
             body = {"prompt": "a b c d", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
             kept_before = hook.ring.num_admitted + len(hook.ring.held_out)
             for _ in range(3):
@@ -22,13 +25,18 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
                 assert answer.status_code == 200
             assert hook.ring.num_admitted + len(hook.ring.held_out) == kept_before
             assert hook.requests == 0
+            callers, client_of = [], hook._client
+            hook._client = lambda name: callers.append(name) or client_of(name)
             texts = []
             for word in "abcdefgh":
                 chat = {"messages": [{"role": "user", "content": word * 3}], "max_tokens": 24, "temperature": 0}
-                answer = await client.post("/v1/chat/completions", json={**chat, "ignore_eos": True})
+                key = {"Authorization": f"Bearer k{len(texts) % 2}"}
+                answer = await client.post("/v1/chat/completions", json={**chat, "ignore_eos": True}, headers=key)
                 texts.append(answer.json()["choices"][0]["message"]["content"])
             assert len(texts) == 8
             assert hook.requests == 8
+            assert len(callers) == 8
+            assert len(set(callers)) == 2  # each caller's share is its own
             lines = (await client.get("/metrics")).text.splitlines()
             figures = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fledge:learn_"))
             labels = 'engine="0",model_name="tiny"'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fledge.drift.live import LiveProbe
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -20,7 +22,9 @@ def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened
     request = engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
     while not request.finished:
         for delta in engine.step():
-            metrics.progressed(delta, 0.01, first=delta.request.num_answer == len(delta.tokens))
+            if delta.request.num_answer == len(delta.tokens):
+                metrics.began(delta.request, time.perf_counter())
+            metrics.progressed(len(delta.tokens), {0.01: 1})
     metrics.finished(request, request.arrival)
     lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines() if line[0] != "#")
     assert float(lines['fledge:drift_drafts_probed_total{engine="0",model_name="tiny"}']) == metrics.probe.looked_at > 0

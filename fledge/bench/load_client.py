@@ -1,0 +1,394 @@
+"""The users of a load test: each has a connection, sends a request, reads its stream to the end, sends the next.
+
+Lean, so that the client is not what is measured: a read of the socket is stored with its time, and looked into when all
+requests are complete, or when its own is once much is stored. With several processes (`python -m fledge.bench.load_client`,
+started by `fledge.bench.load`) each has a share of the users and of the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+Conversation = Sequence[dict[str, str]]
+Arrival = tuple[float, bytes]  # a read of the socket: when, and its part of the body
+# Streams that are kept until the end of a run. Reading one takes a fifth of a millisecond, in which its user asks nothing.
+KEPT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    url: str
+    model: str | None = None  # None: the first that the server lists
+    api_key: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    request_rate: float | None = None  # requests a second, Poisson; None: as fast as the concurrency allows
+    speculate: bool | None = None  # Fledge's extension; None: not sent
+    seed: int = 0
+    timeout: float = 600.0
+    processes: int = 1  # of the client
+
+
+@dataclass
+class Sample:
+    """One request as its caller saw it."""
+
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+    gaps: list[float] = field(default_factory=list)  # between arrivals of text
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_arrival_share: float = 0.0  # of the text, in the first read; 0: not known, counted as one token
+    error: str | None = None
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first arrival of text to the last; 0 when all of it came together."""
+        return 0.0 if self.first_token_seconds is None else self.seconds - self.first_token_seconds
+
+    @property
+    def decode_tokens(self) -> float:
+        """Tokens that arrived in that time: all but those of the first read, at least one, by their share of the text."""
+        return self.completion_tokens - max(1.0, self.first_arrival_share * self.completion_tokens)
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Time per output token after the first; None when the stream shows no time between two tokens."""
+        if self.decode_seconds <= 0 or self.decode_tokens <= 0:
+            return None
+        return self.decode_seconds / self.decode_tokens
+
+
+class ProtocolError(Exception):
+    """What came is no HTTP/1.1 response."""
+
+
+class ResponseReader:
+    """Takes a response's head off and its chunks apart, as its bytes come."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.is_complete = False
+        self.keeps_open = True
+        self._rest = b""
+        self._is_chunked = False
+        self._missing: int | None = None  # bytes of the body, or of the current chunk with its line end; None: until the end
+        self._has_head = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the body that `data` completes."""
+        self._rest = data = self._rest + data if self._rest else data
+        if not self._has_head:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                return b""
+            self._read_head(data[:end].decode("latin-1"))
+            self._rest = data[end + 4 :]
+        if self._is_chunked:
+            return self._chunks()
+        body, self._rest = self._rest, b""
+        if self._missing is not None:
+            self._missing -= len(body)
+            self.is_complete = self._missing <= 0
+        return body
+
+    def end(self) -> None:
+        """The server has closed the connection."""
+        if not self.is_complete and (not self._has_head or self._is_chunked or self._missing is not None):
+            raise ProtocolError("the server closed the connection before the end of its answer")
+        self.is_complete = True
+        self.keeps_open = False
+
+    def _read_head(self, head: str) -> None:
+        first, *lines = head.split("\r\n")
+        words = first.split(" ", 2)
+        if not first.startswith("HTTP/1.") or len(words) < 2 or not words[1].isdecimal():
+            raise ProtocolError(f"no HTTP response: {first[:80]!r}")
+        self.status, self._has_head = int(words[1]), True
+        headers = {name.strip().lower(): value.strip().lower() for name, _, value in (line.partition(":") for line in lines)}
+        self.keeps_open = headers.get("connection") != "close"
+        if "chunked" in headers.get("transfer-encoding", ""):
+            self._is_chunked = True
+        elif "content-length" in headers:
+            self._missing = int(headers["content-length"])
+            self.is_complete = not self._missing
+
+    def _chunks(self) -> bytes:
+        data, at, parts = self._rest, 0, []
+        while True:
+            if self._missing is None:
+                end = data.find(b"\r\n", at)
+                if end < 0:
+                    break
+                size = int(data[at:end].partition(b";")[0], 16)
+                if not size:
+                    self.is_complete = True
+                    break
+                self._missing, at = size + 2, end + 2
+            part = data[at : at + self._missing]
+            at += len(part)
+            self._missing -= len(part)
+            # The chunk's last two bytes are its line end.
+            parts.append(part[: len(part) - max(0, 2 - self._missing)])
+            if self._missing:
+                break
+            self._missing = None
+        self._rest = data[at:]
+        return b"".join(parts)
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.reader = ResponseReader()
+        self.arrivals: list[Arrival] = []
+        self.done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        try:
+            body = self.reader.feed(data)
+        except (ProtocolError, ValueError) as error:
+            return self._end(ProtocolError(str(error)))
+        if body:
+            self.arrivals.append((now, body))
+        return self._end() if self.reader.is_complete else None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.transport = None
+        try:
+            self.reader.end()
+            self._end()
+        except ProtocolError as short:
+            self._end(error or short)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if self.done is not None and not self.done.done():
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+
+    async def ask(self, request: bytes, timeout: float) -> tuple[int, list[Arrival]]:
+        assert self.transport is not None
+        self.reader, self.arrivals = ResponseReader(), []
+        self.done = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        async with asyncio.timeout(timeout):
+            await self.done
+        if not self.reader.keeps_open:
+            self.close()
+        return self.reader.status, self.arrivals
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+
+class Stream(NamedTuple):
+    """An answer that was not looked into yet."""
+
+    begin: float
+    arrivals: list[Arrival]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(data) for _, data in self.arrivals)
+
+    def sample(self) -> Sample:
+        return read_stream(self.begin, self.arrivals)
+
+
+class User:
+    """Sends one request after the other, over one connection as long as it lasts."""
+
+    def __init__(self, settings: LoadSettings) -> None:
+        self.settings = settings
+        place = urlsplit(settings.url)
+        self.host, self.is_secure = place.hostname or "localhost", place.scheme == "https"
+        self.port = place.port or (443 if self.is_secure else 80)
+        key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
+        self.head = (
+            f"POST {place.path}/v1/chat/completions HTTP/1.1\r\nHost: {place.netloc.rpartition('@')[2]}\r\n{key}"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
+        ).encode()
+        self.connection: Connection | None = None
+
+    async def connect(self) -> Connection:
+        if self.connection is None or self.connection.transport is None:
+            loop = asyncio.get_running_loop()
+            _, self.connection = await loop.create_connection(Connection, self.host, self.port, ssl=self.is_secure or None)
+        return self.connection
+
+    async def ask(self, conversation: Conversation) -> Sample | Stream:
+        request = self._request(conversation)
+        begin = time.perf_counter()
+        try:
+            status, arrivals = await (await self.connect()).ask(request, self.settings.timeout)
+        except (OSError, ProtocolError, TimeoutError) as error:
+            self.close()
+            return Sample(error=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - begin)
+        if status != 200:
+            text = b"".join(body for _, body in arrivals).decode(errors="replace")
+            return Sample(error=f"status {status}: {text[:200]}")
+        return Stream(begin, arrivals)
+
+    def _request(self, conversation: Conversation) -> bytes:
+        settings = self.settings
+        body: dict[str, object] = {
+            "model": settings.model,
+            "messages": list(conversation),
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if settings.ignore_eos:
+            body["ignore_eos"] = True
+        if settings.speculate is not None:
+            body["speculate"] = settings.speculate
+        data = json.dumps(body).encode()
+        return b"%b%d\r\n\r\n%b" % (self.head, len(data), data)
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+
+def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
+    """What a stream's reads say, once it is complete."""
+    sample, last, rest = Sample(), begin, b""
+    characters = first_characters = 0
+    for now, data in arrivals:
+        before = characters
+        *lines, rest = (rest + data).split(b"\n")
+        for line in map(bytes.strip, lines):
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            try:
+                chunk = msgspec.json.decode(line[6:])
+            except msgspec.DecodeError as error:
+                sample.error = f"an event that is not JSON: {error}"
+                return sample
+            if "error" in chunk:
+                sample.error = str(chunk["error"])[:200]
+                return sample
+            if usage := chunk.get("usage"):
+                sample.prompt_tokens = usage.get("prompt_tokens", 0)
+                sample.completion_tokens = usage.get("completion_tokens", 0)
+            characters += num_characters(chunk)
+        if characters == before:
+            continue
+        if sample.first_token_seconds is None:
+            sample.first_token_seconds, first_characters = now - begin, characters
+        else:
+            sample.gaps.append(now - last)
+        last = now
+    sample.seconds = last - begin  # to the last arrival of text: closing the stream is not decoding
+    sample.first_arrival_share = first_characters / characters if characters else 0.0
+    return sample
+
+
+def num_characters(chunk: dict[str, Any]) -> int:
+    """How much text an event carries, thoughts and tool calls included."""
+    total = 0
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        total += len(delta.get("content") or "") + len(delta.get("reasoning") or delta.get("reasoning_content") or "")
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            total += len(function.get("name") or "") + len(function.get("arguments") or "")
+    return total
+
+
+class Outcome(NamedTuple):
+    samples: list[Sample]
+    begin: float
+    end: float
+
+
+async def run_users(
+    settings: LoadSettings,
+    conversations: Sequence[Conversation],
+    num_users: int,
+    on_done: Callable[[int], None] = lambda _: None,
+    wait: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Sends every conversation once. `wait` returns when all may begin; by then connections are open."""
+    chance = random.Random(settings.seed)
+    waiting = iter(conversations)
+    samples: list[Sample] = []
+    kept: list[Stream] = []
+    num_done, room = 0, KEPT_BYTES
+    users = [User(settings) for _ in range(num_users)]
+    with contextlib.suppress(OSError):  # each request says so itself
+        await asyncio.gather(*(user.connect() for user in users))
+    wait()
+    begin = next_start = time.perf_counter()
+
+    async def work(user: User) -> None:
+        nonlocal next_start, num_done, room
+        for conversation in waiting:
+            if settings.request_rate is not None:
+                next_start += chance.expovariate(settings.request_rate)
+                await asyncio.sleep(max(0.0, next_start - time.perf_counter()))
+            answer = await user.ask(conversation)
+            if isinstance(answer, Stream):
+                room -= answer.num_bytes
+                if room > 0:
+                    kept.append(answer)
+                else:
+                    samples.append(answer.sample())
+            else:
+                samples.append(answer)
+            num_done += 1
+            on_done(num_done)
+
+    await asyncio.gather(*map(work, users))
+    end = time.perf_counter()
+    for user in users:
+        user.close()
+    return Outcome(samples + [stream.sample() for stream in kept], begin, end)
+
+
+def main() -> None:
+    """A process of several: its part on standard input, a line when it is ready, another to begin, its samples as output."""
+    settings, conversations, num_users = pickle.load(sys.stdin.buffer)
+
+    def wait() -> None:
+        print("ready", flush=True)
+        sys.stdin.buffer.readline()
+
+    outcome = run(run_users(settings, conversations, num_users, wait=wait))
+    sys.stdout.buffer.write(pickle.dumps(outcome))
+
+
+def run(work: Any) -> Any:
+    """With the faster event loop, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+if __name__ == "__main__":
+    from fledge.bench import load_client  # what it sends must bear this module's name, not `__main__`
+
+    load_client.main()

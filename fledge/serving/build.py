@@ -1,0 +1,71 @@
+"""From the command line to the engine that a server runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fledge import sources
+from fledge.drift.watching import coverage, watch_drafts
+from fledge.engine.build import build_engine
+from fledge.engine.engine import Engine
+from fledge.engine.memory import memory_plan
+from fledge.errors import UserError
+from fledge.kernels.attention.paged import PagedKV
+from fledge.serving.flags import ServeFlags
+from fledge.serving.metrics import Metrics
+from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.ngram import NgramSpeculator
+
+log = logging.getLogger("fledge.serving")
+
+# What a model's generation_config.json may set for requests that leave it open.
+DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
+    """The engine, warmed up, and the model's defaults for sampling."""
+    found = sources.find(flags.model)  # a GGUF file has no generation_config.json
+    defaults: dict[str, Any] = {}
+    if flags.generation_config != "vllm":
+        defaults = generation_defaults(found if flags.generation_config == "auto" else Path(flags.generation_config))
+    config = flags.engine_config
+    if flags.gpu_memory_utilization is not None:
+        config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
+    speculative = flags.speculative_config
+    if flags.learn is not None:
+        from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for
+
+        engine = build_learning_engine(flags.model, speculative.speculation, config, flags.learn)
+    else:
+        engine = build_engine(flags.model, speculative.speculation, config)
+    log.info(memory_plan(engine).describe())
+    if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
+        engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    for line in engine.warm_up():
+        log.info(line)
+    if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
+        for owner in (engine.executor, engine.drafter):
+            if isinstance(cache := getattr(owner, "cache", None), PagedKV):
+                cache.take_memory()
+    if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
+        raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
+    if flags.drift_probe_every or engine.controller.guard is not None:
+        metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or None)
+        if probe is not None:
+            log.info(coverage(engine, probe))
+    return engine, defaults
+
+
+def generation_defaults(folder: Path) -> dict[str, Any]:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
+    return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}

@@ -1,0 +1,138 @@
+"""Where the engine's loop runs: in a process of its own, or in a thread of the only front."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fledge.serving.flags import ServeFlags
+
+if TYPE_CHECKING:
+    from fledge.serving.engine_loop import EngineLoop
+
+PR_SET_PDEATHSIG = 1
+
+
+class EngineHost(Protocol):
+    def start(self) -> None: ...
+
+    def join(self, timeout: float) -> bool:
+        """Waits for its end; the connection's has come before. False: it goes on."""
+        ...
+
+    def why_ended(self) -> str:
+        """For an engine that ended without a word."""
+        ...
+
+
+class EngineThread:
+    """A daemon: it does not keep the process from ending while a model is loaded."""
+
+    def __init__(self, flags: ServeFlags, connections: Sequence[socket.socket], build: Any = None) -> None:
+        self.flags, self.connections, self.build = flags, connections, build
+        self.loop: EngineLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        from fledge.serving.build import build
+        from fledge.serving.engine_loop import EngineLoop
+
+        self.loop = EngineLoop(self.flags, self.connections, self.build or build)
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self.loop is not None
+        self.loop.run()
+
+    def join(self, timeout: float) -> bool:
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def why_ended(self) -> str:
+        return "the engine's thread ended"
+
+
+class EngineProcess:
+    """A fresh interpreter: nothing of this process's threads or devices is in it. It ends when this process does."""
+
+    def __init__(self, flags: ServeFlags, connections: Sequence[socket.socket]) -> None:
+        self.flags, self.connections = flags, connections
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        self.process = start_child("fledge.serving.engine_host", self.flags, self.connections)
+        for connection in self.connections:
+            connection.close()
+
+    def join(self, timeout: float) -> bool:
+        assert self.process is not None
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return True
+
+    def why_ended(self) -> str:
+        assert self.process is not None
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "the engine's process closed its connection"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"the engine's process {how}"
+
+
+def start_child(module: str, flags: ServeFlags, connections: Sequence[socket.socket]) -> subprocess.Popen:
+    """`python -m MODULE DESCRIPTOR…`, which reads the flags from its standard input."""
+    descriptors = [connection.fileno() for connection in connections]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(os.getpid()), *map(str, descriptors)], pass_fds=descriptors, stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pickle.dump(flags, pipe)
+    return process
+
+
+def begin_child(arguments: Sequence[str]) -> tuple[ServeFlags, list[socket.socket]]:
+    """The other side of `start_child`. From here on the process dies with its parent."""
+    parent, *descriptors = map(int, arguments)
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: there the closed connection ends it, between two steps
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died before
+        os._exit(1)
+    flags = pickle.load(sys.stdin.buffer)
+    return flags, [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+
+def main() -> None:
+    """The engine's process. Signals to a whole group are for the fronts, which let requests finish; then they hang up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    flags, connections = begin_child(sys.argv[1:])
+    from fledge.serving.logs import give_back_large_blocks, log_to_stderr
+
+    log_to_stderr(flags.uvicorn_log_level)
+    give_back_large_blocks()
+    from fledge.serving.build import build
+    from fledge.serving.engine_loop import EngineLoop
+
+    failure = EngineLoop(flags, connections, build).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if failure is None else 1)  # no thread that compiles is waited for
+
+
+if __name__ == "__main__":
+    main()

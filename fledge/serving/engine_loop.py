@@ -1,0 +1,438 @@
+"""The engine's side of the server: takes calls from one or more fronts, steps the engine, sends each front its new tokens.
+
+    fronts   Add, Abort  --->  between two steps: check, queue, abort
+                               from the queue into the engine: callers take turns
+             Step        <---  after each step, one message to each front that has tokens in it
+
+It runs in a process of its own, or in a thread of the only front. It never waits for a front. What is wrong with one call ends
+that call. An engine that cannot be trusted any more ends the loop: every front is told why.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from fledge.engine.engine import Engine
+from fledge.engine.request import Delta, Request
+from fledge.errors import UserError
+from fledge.sampling import SamplingParams
+from fledge.serving.channel import Channel
+from fledge.serving.errors import ApiError, as_api_error, internal_error, overloaded
+from fledge.serving.fair_queue import FairQueue
+from fledge.serving.flags import ServeFlags
+from fledge.serving.grammar_jobs import GrammarJobs
+from fledge.serving.messages import (
+    Abort,
+    Add,
+    AskFigures,
+    Compile,
+    Compiled,
+    Failed,
+    Figures,
+    Finish,
+    Forget,
+    Observe,
+    Output,
+    Ready,
+    Span,
+    Step,
+    Taken,
+    ToEngine,
+    refusal,
+    unpack_params,
+)
+from fledge.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from fledge.serving.structured import Grammar
+
+log = logging.getLogger("fledge.serving")
+
+# A step that fails takes its requests with it; after so many in a row the engine is not trusted any more.
+MAX_FAILURES = 3
+# For the last messages of an engine that ends.
+LAST_WORDS_SECONDS = 2.0
+
+
+class Front(Channel[ToEngine]):
+    """A process that speaks HTTP."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, ToEngine)
+        self.num_in_flight = 0  # answers taken and not finished
+        self.outputs: list[Output] = []  # of the current step
+
+
+@dataclass(eq=False)
+class Call:
+    """The answers that one HTTP request waits for."""
+
+    front: Front
+    message: Add
+    params: list[SamplingParams]
+    grammar: Grammar | None
+    num_unfinished: int
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A running answer."""
+
+    call: Call
+    index: int
+    request: Request
+    held: list[Span] = field(default_factory=list)  # text not passed on yet: it may begin a stop string
+    num_sent: int = 0  # characters passed on
+    started: float | None = None  # when it left the queue
+    last_token: float = 0.0
+
+    def failure(self) -> UserError | None:
+        """Why a logits processor cannot go on, as a grammar that takes too long."""
+        failures = (getattr(processor, "failure", None) for processor in self.request.params.logits_processors)
+        return next(filter(None, failures), None)
+
+    def output(self, delta: Delta, is_first: bool) -> Output:
+        request = self.request
+        output = Output(self.call.message.id, self.index, delta.tokens)
+        if is_first:
+            output.num_cached = request.num_cached
+        if request.decoder is not None:
+            output.spans = self._spans(delta)
+        if request.params.logprobs is not None:
+            output.logprobs, request.logprobs = request.logprobs, []
+        if self.call.message.with_details:
+            output.drafted = delta.drafted
+            output.progress = (request.stats.steps, request.stats.accepted)
+        if delta.finished:
+            assert request.finish_reason is not None
+            assert request.first_token_time is not None
+            assert request.finish_time is not None
+            times = request.first_token_time, request.finish_time
+            output.finish = Finish(request.finish_reason, request.stop_reason, *times, list(astuple(request.stats)))
+        return output
+
+    def _spans(self, delta: Delta) -> list[Span]:
+        """Text that may be shown: not what may turn out to be the start of a stop string."""
+        request = self.request
+        held, self.held = [*self.held, *delta.spans], []
+        ready = len(request.text) - request.held_back() - self.num_sent
+        kept = len(request.text) - self.num_sent  # less than was held when a stop string was cut off
+        spans: list[Span] = []
+        for text, drafted in held:
+            text = text[: max(kept, 0)]
+            kept -= len(text)
+            now, later = text[: max(ready, 0)], text[max(ready, 0) :]
+            ready -= len(now)
+            if now:
+                spans.append((now, drafted))
+            if later:
+                self.held.append((later, drafted))
+        self.num_sent += sum(len(text) for text, _ in spans)
+        return spans
+
+
+class EngineLoop:
+    """`connections`: one for each front; the loop ends when the first one's other end closes."""
+
+    def __init__(
+        self,
+        flags: ServeFlags,
+        connections: Sequence[socket.socket],
+        build: Callable[[ServeFlags, Metrics], tuple[Engine, dict]],
+    ) -> None:
+        self.flags, self._build = flags, build
+        self.metrics = Metrics(flags.names[0])
+        self.engine: Engine | None = None
+        self.failure: UserError | None = None
+        self.fronts = [Front(connection) for connection in connections]
+        self.grammars: GrammarJobs | None = None
+        self._main = self.fronts[0]
+        self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
+        self._tracked: dict[str, Tracked] = {}
+        self._unstarted: dict[str, Tracked] = {}
+        self._calls: dict[tuple[Front, int], Call] = {}
+        self._grammars: dict[tuple[Front, int], Grammar] = {}
+        self._failures = 0
+        self._wake, self._woken = socket.socketpair()  # threads that compile end the wait for messages
+        self._poll = select.poll()
+        self._by_descriptor = {front.fileno(): front for front in self.fronts}
+        for descriptor in (*self._by_descriptor, self._woken.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        self.metrics.num_queued = self._waiting.__len__
+
+    def run(self) -> UserError | None:
+        """Until the first front has gone; why it had to end before that."""
+        try:
+            self._start()
+            while not self._main.is_closed:
+                self._take_messages()
+                self._admit()
+                if self.engine.has_unfinished():
+                    self._step()
+                if not self.flags.disable_log_stats:
+                    self.metrics.log_when_due(self.flags.log_interval)
+        except UserError as error:
+            self.failure = error
+        except BaseException:  # whatever it is, nobody must wait for a loop that has gone
+            log.exception("the engine failed")
+            self.failure = UserError("the engine failed; the log above says why")
+        if self.failure is not None:
+            self._last_words(Failed(str(self.failure)))
+        if self.grammars is not None:
+            self.grammars.close()
+        for front in self.fronts:
+            front.close()
+        if self.engine is not None and self.engine.hook is not None:
+            self.engine.hook.close()
+        return self.failure
+
+    def _start(self) -> None:
+        try:
+            engine, defaults = self._build(self.flags, self.metrics)
+        except UserError:
+            raise
+        except BaseException:
+            log.exception("the engine could not be built")
+            raise UserError("the engine could not be built; the log above says why") from None
+        self.engine = engine
+        self.metrics.watch(engine)
+        self.grammars = GrammarJobs(engine, self.flags.limits, lambda: self._wake.send(b"w"))
+        ready = Ready(
+            vocab_size=engine.model.vocab_size,
+            eos_token_ids=list(engine.model.eos_token_ids),
+            max_model_len=engine.config.max_model_len,
+            max_num_seqs=engine.config.max_num_seqs,
+            drafter=engine.drafter.description if engine.drafter is not None else None,
+            tokenizer=str(engine.tokenizer.path),
+            defaults=defaults,
+        )
+        for front in self.fronts:
+            front.send(ready)
+
+    def _last_words(self, message: Failed) -> None:
+        for front in self.fronts:
+            front.send(message)
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while any(front.has_unsent for front in self.fronts) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for front in self.fronts:
+                front.flush()
+
+    # Messages
+
+    def _take_messages(self) -> None:
+        """All that are there; when there is nothing else to do, lets the engine's hook work, or waits for one."""
+        ready = self._poll.poll(0)
+        is_idle = not self.engine.has_unfinished() and not self._waiting
+        if is_idle and not ready and not self.engine.idle():
+            patience = self._patience()
+            ready = self._poll.poll(patience)
+            if patience is None:
+                self.metrics.resume()
+        for descriptor, events in ready:
+            if descriptor == self._woken.fileno():
+                self._woken.recv(4096)
+                self._take_grammars()
+                continue
+            front = self._by_descriptor[descriptor]
+            if events & select.POLLOUT:
+                front.flush()
+            if events & ~select.POLLOUT:
+                for message in front.receive():
+                    self._take(front, message)
+            self._watch(front)
+
+    def _patience(self) -> float | None:
+        """Milliseconds to wait: for ever, unless there is a line to log."""
+        if self.flags.disable_log_stats or not self.metrics.has_news():
+            return None
+        return 1000 * self.flags.log_interval
+
+    def _watch(self, front: Front) -> None:
+        """Polls for what the front still has to be sent; one that has gone is forgotten."""
+        if front.is_closed:
+            if self._by_descriptor.pop(front.fileno(), None) is not None:
+                self._poll.unregister(front.fileno())
+                self.fronts.remove(front)
+                for call in [call for (owner, _), call in self._calls.items() if owner is front]:
+                    self._abort(call)
+                for key in [key for key in self._grammars if key[0] is front]:
+                    del self._grammars[key]
+            return
+        self._poll.modify(front.fileno(), select.POLLIN | select.POLLOUT if front.has_unsent else select.POLLIN)
+
+    def _send(self, front: Front, message: object) -> None:
+        if front.is_closed:
+            return
+        front.send(message)
+        if front.has_unsent or front.is_closed:
+            self._watch(front)
+
+    def _take(self, front: Front, message: ToEngine) -> None:
+        assert self.grammars is not None
+        match message:
+            case Add():
+                self._add(front, message)
+            case Abort(call):
+                if (found := self._calls.get((front, call))) is not None:
+                    self._abort(found)
+            case Compile():
+                self.grammars.start((front, message.id), message)
+            case Forget(number):
+                self.grammars.forget((front, number))
+                self._grammars.pop((front, number), None)
+            case Observe(lags, rejected):
+                self.metrics.observed(lags, rejected)
+            case AskFigures(number):
+                self._send(front, Figures(number, self.metrics.render()))
+
+    def _take_grammars(self) -> None:
+        assert self.grammars is not None
+        for (front, number), result in self.grammars.finished():
+            if isinstance(result, ApiError):
+                self._send(front, refusal(number, result))
+            elif not front.is_closed:
+                self._grammars[front, number] = result
+                self._send(front, Compiled(number))
+
+    # Calls
+
+    def _add(self, front: Front, message: Add) -> None:
+        """Into the queue, if all of its answers can be produced."""
+        grammar = self._grammars.pop((front, message.grammar), None) if message.grammar is not None else None
+        try:
+            self._check_capacity(len(message.answers))
+            assert message.grammar is None or grammar is not None
+            # Answers to one prompt share all that is checked: a thousand of them must not hold up a step.
+            params = [unpack_params(one) for one in message.params]
+            for prompt, one in {(answer.prompt, answer.params) for answer in message.answers}:
+                self.engine.check_request(message.prompts[prompt], params[one])
+        except Exception as error:
+            return self._send(front, refusal(message.id, as_api_error(error)))
+        call = Call(front, message, params, grammar, len(message.answers))
+        self._calls[front, message.id] = call
+        front.num_in_flight += len(message.answers)
+        for index in range(len(message.answers)):
+            self._waiting.push(message.caller, (call, index))
+        return self._send(front, Taken(message.id))
+
+    def _check_capacity(self, num_answers: int) -> None:
+        """Fronts refuse what has no room; several of them may do so too late."""
+        in_flight = sum(front.num_in_flight for front in self.fronts)
+        if in_flight + num_answers > self.engine.config.max_num_seqs + self.flags.max_queue:
+            self.metrics.observed([], 1)
+            raise overloaded(f"the server is busy with {in_flight} answers; try again later", 1)
+
+    def _admit(self) -> None:
+        """From the queue into the engine: as many as it decodes together, and a few for it to go on with."""
+        together = self.engine.config.max_num_seqs
+        while self._waiting and len(self._tracked) < together + max(1, together // 8):
+            call, index = self._waiting.pop()
+            message, answer = call.message, call.message.answers[index]
+            prompt = message.prompts[answer.prompt]
+            try:
+                processors = [self.grammars.processor(call.grammar, message.begin_mark)] if call.grammar is not None else []
+                params = call.params[answer.params].for_answer(answer.seed, processors)
+                request = self.engine.add_request(
+                    prompt, params, speculate=message.speculate, learn=message.learn, client=message.caller, with_text=False
+                )
+            except Exception as error:
+                self._fail(call, as_api_error(error))
+                continue
+            request.arrival = message.arrival
+            request.prompt = prompt  # one list for all answers to it
+            self._tracked[request.id] = self._unstarted[request.id] = Tracked(call, index, request)
+
+    def _finished(self, tracked: Tracked) -> None:
+        call = tracked.call
+        self._tracked.pop(tracked.request.id, None)
+        self._unstarted.pop(tracked.request.id, None)
+        self.metrics.finished(tracked.request, tracked.started)
+        call.num_unfinished -= 1
+        call.front.num_in_flight -= 1
+        if not call.num_unfinished:
+            self._calls.pop((call.front, call.message.id), None)
+
+    def _abort(self, call: Call) -> None:
+        self._calls.pop((call.front, call.message.id), None)
+        num_waiting = len(self._waiting.remove(lambda item: item[0] is call))
+        call.num_unfinished -= num_waiting
+        call.front.num_in_flight -= num_waiting
+        for tracked in [one for one in self._tracked.values() if one.call is call]:
+            self.engine.abort(tracked.request)
+            self._finished(tracked)
+
+    def _fail(self, call: Call, error: ApiError) -> None:
+        """Ends one call, with all its answers."""
+        self._abort(call)
+        self._send(call.front, refusal(call.message.id, error))
+
+    # Steps
+
+    def _step(self) -> None:
+        begin = time.perf_counter()
+        self.grammars.new_step()
+        try:
+            deltas = self.engine.step()
+        except Exception as error:
+            log.exception("an engine step failed")
+            self._failures += 1
+            if self._failures >= MAX_FAILURES or _is_device_error(error):
+                raise UserError("the engine failed; the log above says why") from None
+            for call in list(self._calls.values()):
+                self._fail(call, internal_error())
+            return
+        self._failures = 0
+        self._deliver(deltas, begin, time.perf_counter())
+
+    def _deliver(self, deltas: list[Delta], begin: float, now: float) -> None:
+        """Hot path: runs after every step for every running request."""
+        for tracked in [one for one in self._unstarted.values() if one.request.prefill_end]:
+            tracked.started = begin
+            del self._unstarted[tracked.request.id]
+        failed: dict[int, tuple[Call, ApiError]] = {}
+        gaps: Counter[float] = Counter()
+        num_tokens = 0
+        for delta in deltas:
+            tracked = self._tracked.get(delta.request.id)
+            if tracked is None:  # of a request that was aborted while its step was under way
+                continue
+            num_tokens += len(delta.tokens)
+            is_first = not tracked.last_token
+            if is_first:
+                self.metrics.began(delta.request, now)
+            else:
+                gaps[now - tracked.last_token] += 1
+            tracked.last_token = now
+            if tracked.request.params.logits_processors and (failure := tracked.failure()) is not None:
+                failed[id(tracked.call)] = (tracked.call, ApiError(str(failure)))
+            elif delta.request.failure is not None:
+                log.error("a request failed in a step", exc_info=delta.request.failure)
+                failed[id(tracked.call)] = (tracked.call, internal_error())
+            else:
+                tracked.call.front.outputs.append(tracked.output(delta, is_first))
+            if delta.finished:
+                self._finished(tracked)
+        self.metrics.progressed(num_tokens, gaps)
+        total = sum(front.num_in_flight for front in self.fronts)
+        for front in list(self.fronts):
+            if front.outputs:
+                outputs, front.outputs = front.outputs, []
+                self._send(front, Step(outputs, total - front.num_in_flight))
+        for call, error in failed.values():
+            self._fail(call, error)
+
+
+def _is_device_error(error: Exception) -> bool:
+    """After one of these every further call on the device fails."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)

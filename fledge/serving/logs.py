@@ -1,0 +1,26 @@
+"""What every process of the server does first: where its log goes, and how it gives memory back."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import sys
+
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
+
+
+def give_back_large_blocks() -> None:
+    """Logits of a crowded step are tens of megabytes. Left alone, glibc comes to keep such blocks, in pieces, once they were
+    freed, and a server's memory grows with the most crowded step so far."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def log_to_stderr(level: str) -> None:
+    log = logging.getLogger("fledge")
+    log.setLevel({"trace": "DEBUG"}.get(level, level.upper()))
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)

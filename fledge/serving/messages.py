@@ -1,0 +1,183 @@
+"""What the HTTP side and the engine tell each other: msgpack over a socket.
+
+front                              engine
+-----                              ------
+Compile, Forget   ------------->   a grammar, kept under the caller's number until it is used
+Add, Abort        ------------->   a call: one or more answers
+Observe, AskFigures ----------->   what /metrics needs
+                  <-------------   Ready or Failed, once
+                  <-------------   Taken or Refused, Compiled, Figures: answers to the above
+                  <-------------   Step: after each engine step, the new tokens of all of this front's requests
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fledge.engine.request import TokenLogprob
+from fledge.sampling import SamplingParams
+from fledge.serving.errors import ApiError
+
+Span = tuple[str, bool]  # a piece of text, and whether the drafter had proposed it
+
+# Of SamplingParams, what a call's answers share and a front can set.
+_SHARED = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "logprobs",
+)  # fmt: skip
+_DEFAULTS = {name: getattr(SamplingParams, name) for name in _SHARED}
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """Fields by position, the kind first."""
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """One answer of a call: which of its prompts and parameters it has, and its seed."""
+
+    prompt: int
+    params: int
+    seed: int | None
+
+
+# Front to engine
+
+
+class Add(_Message, tag=1):
+    id: int
+    caller: str
+    arrival: float
+    prompts: list[list[int]]
+    params: list[dict[str, Any]]  # see `pack_params`
+    answers: list[Answer]
+    speculate: bool = True
+    learn: bool = True
+    with_details: bool = False  # which tokens were drafted, and the figures so far, with each step
+    grammar: int | None = None  # the number that it was compiled under
+    begin_mark: list[int] | None = None  # the grammar holds after these tokens of the answer; None: from the beginning
+
+
+class Abort(_Message, tag=2):
+    id: int
+
+
+class Compile(_Message, tag=3):
+    id: int
+    caller: str
+    kind: str  # the name of a method of GrammarCompiler
+    value: Any = None
+
+
+class Forget(_Message, tag=4):
+    """The grammar will not be used."""
+
+    id: int
+
+
+class Observe(_Message, tag=5):
+    """What the front saw of itself: how late its event loop was, and the requests it turned away."""
+
+    lags: list[float]
+    rejected: int
+
+
+class AskFigures(_Message, tag=6):
+    id: int
+
+
+ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures
+
+
+# Engine to front
+
+
+class Ready(_Message, tag=1):
+    """The engine, as far as a front has to know it."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: list[int]
+    drafter: str | None  # in words
+    tokenizer: str  # a model folder or a GGUF file
+    defaults: dict[str, Any]  # sampling, from the model's generation_config.json
+
+
+class Failed(_Message, tag=2):
+    """The engine is not trusted any more, or could not be built."""
+
+    reason: str
+
+
+class Taken(_Message, tag=3):
+    id: int
+
+
+class Refused(_Message, tag=4):
+    """Ends a call, also one that is running, or a compilation."""
+
+    id: int
+    message: str
+    status: int
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = {}
+
+
+class Compiled(_Message, tag=5):
+    id: int
+
+
+class Figures(_Message, tag=6):
+    id: int
+    text: bytes
+
+
+class Finish(msgspec.Struct, array_like=True, frozen=True):
+    reason: str
+    stop_reason: str | int | None
+    first_token_time: float
+    finish_time: float
+    stats: list[Any]  # fields of AcceptanceStats, in their order
+
+
+class Output(msgspec.Struct, array_like=True):
+    """What a step added to one answer. Text is made by the front, unless the engine needed it to find stop strings."""
+
+    id: int
+    index: int
+    tokens: list[int]
+    finish: Finish | None = None
+    num_cached: int | None = None  # with its first tokens
+    spans: list[Span] | None = None
+    logprobs: list[TokenLogprob] | None = None
+    drafted: list[bool] | None = None
+    progress: tuple[int, int] | None = None  # verification passes and accepted tokens so far
+
+
+class Step(_Message, tag=7):
+    outputs: list[Output]
+    others_in_flight: int  # answers that other fronts wait for
+
+
+ToFront = Ready | Failed | Taken | Refused | Compiled | Figures | Step
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """What is not as usual: most requests set two or three."""
+    return {name: value for name in _SHARED if (value := getattr(params, name)) != _DEFAULTS[name]}
+
+
+def unpack_params(given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**given)
+
+
+def refusal(call: int, error: ApiError) -> Refused:
+    return Refused(call, error.message, error.status, error.param, error.code, error.headers)
+
+
+def as_error(refused: Refused) -> ApiError:
+    return ApiError(refused.message, refused.status, param=refused.param, code=refused.code, headers=refused.headers)

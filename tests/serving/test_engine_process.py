@@ -1,0 +1,271 @@
+"""The engine in a process of its own behind several HTTP processes: the same answers, and an orderly end, whoever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.serving.conftest import PATIENT, TINY_FLAGS
+from tests.serving.processes import ServerProcess
+from tests.serving.test_api import CHAT, HELLO, TEXT
+from tests.serving.test_audit import SLOW
+
+APART = [*TINY_FLAGS, *PATIENT, "--engine-process", "--disable-uvicorn-access-log"]
+AT_ONCE = 20  # seconds on a machine that does other things; on an idle one it is milliseconds
+ENDLESS = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True, "stream": True}
+GREEDY = {"messages": HELLO, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, GREEDY),
+    (CHAT, GREEDY | {"n": 3, "temperature": 1, "seed": 7}),
+    (CHAT, GREEDY | {"logprobs": True, "top_logprobs": 3}),
+    (CHAT, GREEDY | {"stop": ["a", "e"], "ignore_eos": False}),
+    (CHAT, GREEDY | {"logit_bias": {"40": 50}}),
+    (CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 30, "structured_outputs": {"regex": "[a-f]{10}"}}),
+    (TEXT, {"prompt": ["the cat", "a dog"], "echo": True, "max_tokens": 12, "temperature": 0}),
+    (TEXT, {"prompt": [5, 6, 7], "logprobs": 2, "max_tokens": 12, "temperature": 0}),
+]
+
+
+def start(folder: Path, *more: str) -> ServerProcess:
+    return ServerProcess([str(folder), *APART, *more])
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(server: ServerProcess) -> dict[str, list[psutil.Process]]:
+    """By what they are: the engine, HTTP workers."""
+    found: dict[str, list[psutil.Process]] = {"engine": [], "worker": []}
+    for child in psutil.Process(server.process.pid).children():
+        words = " ".join(child.cmdline())
+        if "engine_host" in words:
+            found["engine"].append(child)
+        elif "fledge.serving.server" in words:
+            found["worker"].append(child)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[ServerProcess]:
+    with start(tiny_folder, "--api-workers", "2") as process:
+        wait_until_all_are_ready(process)
+        yield process
+
+
+def wait_until_all_are_ready(server: ServerProcess) -> None:
+    """Connections go to either process: both must have answered several times."""
+    for _ in range(20):
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+
+def answer(url: str, path: str, body: dict[str, Any]) -> Any:
+    response = httpx.post(url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return [choice | {"index": 0} for choice in response.json()["choices"]], response.json()["usage"]["completion_tokens"]
+
+
+def streamed(url: str, path: str, body: dict[str, Any]) -> list[str]:
+    texts: dict[int, str] = {}
+    with httpx.stream("POST", url + path, json=body | {"stream": True}, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        for choice in json.loads(line)["choices"]:
+            piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + piece
+    return [texts[index] for index in sorted(texts)]
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_answers_are_those_of_an_engine_in_a_thread(server: ServerProcess, tiny_server: ServerProcess, number: int) -> None:
+    path, body = REQUESTS[number]
+    choices, count = answer(server.url, path, body)
+    assert (choices, count) == answer(tiny_server.url, path, body)
+    whole = [choice.get("text") or choice["message"]["content"] for choice in choices]
+    assert streamed(server.url, path, body) == whole
+
+
+def test_figures_of_all_processes_are_in_one_place(server: ServerProcess) -> None:
+    def tokens() -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("vllm:generation_tokens_total")).rsplit(" ", 1)[1])
+
+    before = tokens()
+    for _ in range(8):  # over new connections, which the system spreads
+        answer(server.url, CHAT, GREEDY)
+    assert [tokens() for _ in range(8)] == [before + 8 * 24] * 8
+
+
+def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> None:
+    """Requests that say no come to the engine as such; what it learnt is told by /metrics, and is on disk when it has ended."""
+
+    def figures() -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("fledge:learn_")}
+
+    learn = ["--learn", "--learn-budget", "50", "--learn-memory", "8", "--learn-dir", str(tmp_path / "learnt")]
+    with start(tiny_folder, "--api-workers", "2", *learn) as server:
+        wait_until_all_are_ready(server)
+        for number in range(8):
+            answer(server.url, CHAT, GREEDY | {"messages": [{"role": "user", "content": "a" * number}]})
+        answer(server.url, CHAT, GREEDY | {"learn": False})
+        answer(server.url, TEXT, {"prompt": "a b", "max_tokens": 12, "ignore_eos": True, "learn": False})
+        found = figures()
+        assert found["fledge:learn_requests_total"] == 8
+        assert found["fledge:learn_opted_out_total"] == 2
+        assert found["fledge:learn_stopped"] == 0
+        # While no request runs, and figures are still given.
+        wait_for(lambda: figures()["fledge:learn_steps_total"] > found["fledge:learn_steps_total"])
+        assert figures()["fledge:learn_idle_seconds_total"] > 0
+        process = next(iter(children(server)["engine"]))
+    wait_for(lambda: ended(process.pid))
+    assert (tmp_path / "learnt" / "current.json").is_file()
+
+
+def test_http_processes_have_no_torch(server: ServerProcess) -> None:
+    found = children(server)
+    assert len(found["engine"]) == len(found["worker"]) == 1
+    for process in (psutil.Process(server.process.pid), *found["worker"]):
+        assert not [one.path for one in process.memory_maps() if "libtorch" in one.path]
+    assert [one.path for one in found["engine"][0].memory_maps() if "libtorch" in one.path]
+
+
+def test_a_port_is_not_shared_with_another_server(server: ServerProcess, tiny_folder: Path) -> None:
+    words = [sys.executable, "-m", "fledge.serving", str(tiny_folder), *APART, "--api-workers", "2", "--port", str(server.port)]
+    second = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert "cannot listen" in second.stderr
+
+
+def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> None:
+    with (
+        start(tiny_folder, "--api-workers", "2") as server,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        wait_until_all_are_ready(server)
+        found = children(server)
+
+        def ask(stream: bool) -> tuple[int, str, float]:
+            try:
+                response = httpx.post(server.url + CHAT, json=ENDLESS | {"stream": stream}, timeout=60)
+                return response.status_code, response.text, time.monotonic()
+            except httpx.TransportError as error:
+                return 0, repr(error), time.monotonic()
+
+        asked = [threads.submit(ask, stream) for stream in (True, False) * 6]
+        time.sleep(0.3)
+        found["engine"][0].kill()
+        killed = time.monotonic()
+        late = [threads.submit(ask, False) for _ in range(4)]
+        for status, text, at in [one.result() for one in asked]:
+            assert at - killed < AT_ONCE
+            # Whole ones get the status, streams an event; those that were complete before are right.
+            assert status == 503 or "not running" in text or "[DONE]" in text or '"finish_reason":"length"' in text, (
+                status,
+                text,
+            )
+        assert any("not running" in one.result()[1] for one in asked)
+        for status, text, at in [one.result() for one in late]:
+            assert at - killed < AT_ONCE
+            assert status in (0, 503), text
+        assert server.process.wait(60) == 1
+        assert "was killed by SIGKILL" in server.output().splitlines()[-1]
+        assert "Traceback" not in server.output()
+        wait_for(lambda: all(ended(worker.pid) for worker in found["worker"]))
+
+
+def test_nothing_outlives_a_killed_main_process(tiny_folder: Path) -> None:
+    with start(tiny_folder, "--api-workers", "2") as server:
+        wait_until_all_are_ready(server)
+        found = [one.pid for kind in children(server).values() for one in kind]
+        assert len(found) == 2
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(httpx.post, server.url + CHAT, json=ENDLESS, timeout=60)
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(httpx.TransportError):  # unless it was complete
+                asked.result()
+        wait_for(lambda: all(ended(pid) for pid in found))
+        port = server.port
+    with socket.socket() as again:  # the port is free at once
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))
+
+
+def test_a_killed_http_process_ends_the_server(tiny_folder: Path) -> None:
+    with start(tiny_folder, "--api-workers", "2") as server:
+        wait_until_all_are_ready(server)
+        found = children(server)
+        found["worker"][0].kill()
+        assert server.process.wait(60) == 1
+        wait_for(lambda: ended(found["engine"][0].pid))
+
+
+def test_sigterm_drains_all_processes(tiny_folder: Path) -> None:
+    with (
+        start(tiny_folder, "--api-workers", "2") as server,
+        ThreadPoolExecutor(12) as threads,
+    ):
+        wait_until_all_are_ready(server)
+        found = [one.pid for kind in children(server).values() for one in kind]
+        asked = [threads.submit(lambda: httpx.post(server.url + CHAT, json=ENDLESS, timeout=60).text) for _ in range(12)]
+        time.sleep(0.3)
+        assert server.terminate(120) == 0
+        assert all('"finish_reason":"length"' in one.result() for one in asked)
+        assert all(ended(pid) for pid in found)
+        assert "Traceback" not in server.output()
+
+
+def test_sigterm_while_a_grammar_compiles(tiny_folder: Path) -> None:
+    with (
+        start(tiny_folder, "--shutdown-timeout", "2") as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        found = [one.pid for kind in children(server).values() for one in kind]
+        body = {"messages": HELLO, "max_tokens": 4, "structured_outputs": SLOW[0]}
+        asked = threads.submit(lambda: httpx.post(server.url + CHAT, json=body, timeout=60))
+        time.sleep(2)
+        assert not asked.done()
+        assert server.terminate(90) == 0
+        assert asked.result().status_code == 503
+        assert all(ended(pid) for pid in found)
+        assert not [one for one in psutil.process_iter(["cmdline"]) if _is_orphaned_grammar_worker(one)]
+        assert "Traceback" not in server.output()
+
+
+def _is_orphaned_grammar_worker(process: psutil.Process) -> bool:
+    return process.ppid() == 1 and "fledge.serving.grammar_worker" in (process.info["cmdline"] or ()) and os.getpid() != 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    with ServerProcess([str(tmp_path), "--engine-process", "--api-workers", "2"], wait=False) as server:
+        assert server.process.wait(60) == 1
+        last = server.output().strip().splitlines()[-1]
+        assert last.startswith(f"fledge: {tmp_path}: ")  # the engine's own words, not that it ended
+        assert "Traceback" not in server.output()
