@@ -33,6 +33,7 @@ from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.models.moe import stack_experts
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.drafting import Drafter, EagleSpeculator
@@ -110,6 +111,8 @@ def build_engine(
             # What was quantised in a file is found again only in exact weights.
             exact = is_cpu or config.quantization != "none"
             decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
+    if decoder.config.rope.kind == "longrope":
+        decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
     decoder = fit(decoder, config, pack=is_eager)
     network, coverage = _load_network(speculation, name, decoder, config, pack=is_eager)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
@@ -146,7 +149,9 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
     if config.quantization != "none" and isinstance(network, Decoder):
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
-        return network.to(device=config.device, dtype=config.weight_dtype)
+        network = network.to(device=config.device, dtype=config.weight_dtype)
+        stack_experts(network)
+        return network
     if not pack:
         return network.float()
     # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.

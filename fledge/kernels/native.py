@@ -7,9 +7,11 @@ import mmap
 import os
 import subprocess
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +51,16 @@ class LayerArguments(Structure):
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
         ("eps", c_float),
+        ("gelu", c_int),
         *((name, LinearArguments) for name in ("qkv", "o", "gate_up", "down")),
     ]
+
+
+class ExpertArguments(Structure):
+    _fields_ = [("gate_up", LinearArguments), ("down", LinearArguments)]
 
 
 class SequenceArguments(Structure):
@@ -92,6 +101,7 @@ class Library:
     def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         loaded.run_layer.argtypes = [c_void_p] * 5
         loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        loaded.run_experts.argtypes = [c_void_p, c_long, *[c_void_p] * 4, c_long, c_long, c_int]
         loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
         loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]
         loaded.packed_bytes.argtypes = [c_int, c_long, c_long]
@@ -291,6 +301,28 @@ def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int],
     return list(index), list(shares) if shares is not None else None
 
 
+class LayerLike(Protocol):
+    """`models.layers.Layer`."""
+
+    @property
+    def input_layernorm(self) -> NormLike: ...
+
+    @property
+    def self_attn(self) -> nn.Module: ...
+
+    @property
+    def attention_output_norm(self) -> NormLike | None: ...
+
+    @property
+    def post_attention_layernorm(self) -> NormLike: ...
+
+    @property
+    def mlp(self) -> nn.Module: ...
+
+    @property
+    def mlp_output_norm(self) -> NormLike | None: ...
+
+
 class NativeBatch:
     """The sequences of one pass, for all its layers."""
 
@@ -313,23 +345,21 @@ class NativeBatch:
 
 
 class NativeLayer:
-    """One layer, weights and cache; changes the residual stream in place."""
+    """One layer, weights and cache; changes the residual stream in place. Of a layer with experts, all before these."""
 
-    def __init__(
-        self,
-        attention: nn.Module,
-        mlp: nn.Module,
-        input_norm: NormLike | None,
-        post_norm: NormLike,
-        keys_KSE: Tensor,
-        values_KSE: Tensor,
-    ) -> None:
-        linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm]
+    def __init__(self, layer: LayerLike, keys_KSE: Tensor, values_KSE: Tensor) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.has_experts, self.rope = hasattr(mlp, "experts"), int(attention.rope)
+        linears = [attention.qkv_proj, attention.o_proj, *([] if self.has_experts else [mlp.gate_up_proj, mlp.down_proj])]
+        post_norm = layer.post_attention_layernorm
+        input_norm = None if getattr(layer, "first", False) else layer.input_layernorm
+        outputs = [layer.attention_output_norm, layer.mlp_output_norm]
+        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm, *outputs]
         self.kept = (linears, norms, keys_KSE, values_KSE)  # their memory is pointed to
         self.layer = LayerArguments(
             *(_address(None if norm is None else norm.weight) for norm in norms),
             post_norm.eps,
+            getattr(mlp, "activation", "silu") == "gelu_tanh",
             *(linear.native.arguments for linear in linears),
         )
         num_kv_heads, slots, head_dim = keys_KSE.shape
@@ -350,8 +380,31 @@ class NativeLayer:
             raise MemoryError("no memory for a decoder layer")
 
     @staticmethod
-    def serves(attention: nn.Module, mlp: nn.Module, keys_KSE: Tensor) -> bool:
+    def serves(layer: LayerLike, keys_KSE: Tensor) -> bool:
         """Packed linears throughout, an fp32 cache, and gates in whole panels."""
-        linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        attention, mlp = layer.self_attn, layer.mlp
+        mlps = [*mlp.experts, *([] if mlp.shared_expert is None else [mlp.shared_expert])] if hasattr(mlp, "experts") else [mlp]
+        linears = [getattr(attention, "qkv_proj", None), attention.o_proj]
+        linears += [linear for one in mlps for linear in (one.gate_up_proj, one.down_proj)]
         packed = all(getattr(linear, "native", None) is not None for linear in linears)
-        return packed and keys_KSE.dtype == torch.float32 and mlp.down_proj.in_features % PANEL == 0
+        whole = all(one.down_proj.in_features % PANEL == 0 for one in mlps)
+        return packed and keys_KSE.dtype == torch.float32 and whole
+
+
+class NativeExperts:
+    """The experts of one layer."""
+
+    def __init__(self, experts: Sequence[Any]) -> None:
+        self.experts = experts  # their memory is pointed to
+        linears = ((expert.gate_up_proj.native.arguments, expert.down_proj.native.arguments) for expert in experts)
+        self.arguments = (ExpertArguments * len(experts))(*linears)
+
+    def __call__(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor) -> None:
+        """Adds to the residual stream in place."""
+        (rows, per_row), num_experts = experts_NK.shape, len(self.experts)
+        parts = (x_ND, experts_NK, weights_NK, residual_ND)
+        assert all(part.is_contiguous() for part in parts)
+        pointers = [part.data_ptr() for part in parts]
+        run = library().for_rows(rows).run_experts
+        if run(self.arguments, num_experts, *pointers, rows, per_row, torch.get_num_threads()):
+            raise MemoryError("no memory for experts")

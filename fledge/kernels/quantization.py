@@ -30,6 +30,8 @@ GROUP_SIZE = 32
 # The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
 # copy of its own: a tied embedding stays what it is, for rows are looked up in it.
 BITS = {"int8": (8, 8), "int4": (4, 8)}
+# The choice of experts is read off a few thousand outputs: it is small, and a wrong one costs more than a wrong weight.
+ROUTER = "mlp.gate"
 QUANTIZATIONS = ("none", *BITS, "gguf")
 
 
@@ -158,7 +160,10 @@ class QuantizedLinear(nn.Module):
 
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:
     """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
-    for name, linear in [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]:
+    linears = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    for name, linear in linears:
+        if name.endswith(ROUTER):
+            continue
         if linear.in_features % GROUP_SIZE:
             raise UserError(
                 f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fledge.kernels.linear.fixed_order import rows_apart
 from fledge.kernels.row_copy import copy
 from fledge.kernels.sample import Choice
 from fledge.kernels.step_inputs import DraftInputs
-from fledge.ops.base import DrafterLayerModule, LayerModule, NetworkModule, NormModule
+from fledge.ops.base import DrafterLayerModule, ExpertsModule, LayerModule, NetworkModule, NormModule
 from fledge.ops.torch_ops import TorchOps
 
 
@@ -24,33 +24,38 @@ class CpuOps(TorchOps):
 
     def __init__(self, network: NetworkModule, cache: PagedKV, *, deterministic: bool = False) -> None:
         """`deterministic`: linears outside of layers that are not packed (a head with weights past fp16) go row by row."""
-        super().__init__(cache, network.rotary)
+        super().__init__(cache, *network.rotaries)
         self.deterministic = deterministic
         self.layers = [
-            native.NativeLayer(
-                layer.self_attn,
-                layer.mlp,
-                None if getattr(layer, "first", False) else layer.input_layernorm,
-                layer.post_attention_layernorm,
-                keys,
-                values,
-            )
+            native.NativeLayer(layer, keys, values)
             for layer, keys, values in zip(network.layers, cache.keys, cache.values, strict=True)
         ]
+        with_experts = [cast("ExpertsModule", layer.mlp) for layer in network.layers if hasattr(layer.mlp, "experts")]
+        self.native_experts = {id(module): native.NativeExperts(module.experts) for module in with_experts}
 
     @staticmethod
     def serves(network: NetworkModule, cache: PagedKV) -> bool:
-        return all(native.NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
+        return all(native.NativeLayer.serves(layer, cache.keys[0]) for layer in network.layers)
 
     def layer(
         self, layer: LayerModule, x_ND: Tensor, meta: AttentionMetadata | None, attention_input: Tensor | None = None, **_: bool
     ) -> Tensor:
         assert meta is not None
-        batch = meta.kept.get(self)  # `meta.once` costs a microsecond more, in every layer
+        native_layer = self.layers[layer.index]
+        batch = meta.kept.get((self, native_layer.rope))  # `meta.once` costs a microsecond more, in every layer
         if batch is None:
-            batch = meta.kept[self] = native.NativeBatch(given(meta.host), *self.angles(meta, len(x_ND)))
-        self.layers[layer.index](batch, x_ND, attention_input)
+            batch = native.NativeBatch(given(meta.host), *self.angles(meta, len(x_ND), native_layer.rope))
+            meta.kept[self, native_layer.rope] = batch
+        native_layer(batch, x_ND, attention_input)
+        if native_layer.has_experts:
+            return layer.mlp(x_ND, self, layer.post_attention_layernorm)
         return x_ND
+
+    def experts(
+        self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
+    ) -> Tensor:
+        self.native_experts[id(module)](x_ND, weights_NK, experts_NK, residual_ND)
+        return residual_ND
 
     def keep(self, x_ND: Tensor) -> Tensor:
         return copy(x_ND)

@@ -38,9 +38,9 @@ FEW_BLOCKS, FEW_BLOCKS_SPLITS = 16, 8
 class CudaOps(Ops):
     """Of one network, whose cache and table of angles these are."""
 
-    def __init__(self, cache: PagedKV, rope_table: Tensor) -> None:
-        """`rope_table`: `Rotary.device_table`, as far as positions go."""
-        self.cache, self.rope_table = cache, rope_table
+    def __init__(self, cache: PagedKV, *rope_tables: Tensor) -> None:
+        """`rope_tables`: `device_tables`, as far as positions go."""
+        self.cache, self.rope_tables = cache, rope_tables
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
@@ -52,7 +52,7 @@ class CudaOps(Ops):
         if meta.form is Form.DECODE:
             return rope_attention(
                 qkv_NX,
-                self.rope_table,
+                self.rope_tables[module.rope],
                 given(meta.starts_B),
                 given(meta.counts_B),
                 *self._cache_of(module),
@@ -74,10 +74,10 @@ class CudaOps(Ops):
         store_kv(k_NKE, v_NKE, slots, *self._cache_of(module))
         return self._attend_stored(module, q_NHE, k_NKE, v_NKE, meta)
 
-    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
         assert meta is not None
         positions, _ = meta.tokens(num_tokens, self.cache.page_size)
-        return meta.once((self, "angles"), lambda: self.rope_table[:, positions].unsqueeze(-2).unbind(0))
+        return meta.once((self, "angles", rope), lambda: self.rope_tables[rope][:, positions].unsqueeze(-2).unbind(0))
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         if use_triton(x_ND):
@@ -107,7 +107,7 @@ class CudaOps(Ops):
     def _store_rotated(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
         """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
         positions, slots = meta.tokens(len(qkv_NX), self.cache.page_size)
-        rope_cache(qkv_NX, self.rope_table, positions, slots, *self._cache_of(module), head_norms(module))
+        rope_cache(qkv_NX, self.rope_tables[module.rope], positions, slots, *self._cache_of(module), head_norms(module))
         return qkv_NX.view(len(qkv_NX), -1, module.head_dim)
 
     def _attend_stored(
@@ -186,7 +186,8 @@ class DeterministicOps(CudaOps):
         assert meta is not None
         order = meta.in_fixed_order(len(qkv_NX), self.cache.page_size)
         keys, values = self._cache_of(module)
-        rope_cache(qkv_NX, self.rope_table, order.positions_N, order.slots_N, keys, values, head_norms(module))
+        table = self.rope_tables[module.rope]
+        rope_cache(qkv_NX, table, order.positions_N, order.slots_N, keys, values, head_norms(module))
         if order.places_N is not None:
             num_places = len(order.starts_B) * order.longest
             qkv_NX = qkv_NX.new_zeros(num_places, qkv_NX.shape[1]).index_copy_(0, order.places_N, qkv_NX)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fledge.kernels.attention.paged import PagedKV
-from fledge.ops.base import NetworkModule, Ops
+from fledge.ops.base import NetworkModule, Ops, device_tables
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.cuda_ops import DeterministicOps
 from fledge.ops.torch_ops import TorchOps
@@ -17,5 +17,5 @@ def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = F
     if CpuOps.serves(network, cache):
         return CpuOps(network, cache, deterministic=deterministic)
     if deterministic:
-        return DeterministicOps(cache, network.rotary.device_table(num_positions, cache.keys.device))
-    return TorchOps(cache, network.rotary)
+        return DeterministicOps(cache, *device_tables(network, num_positions, cache.keys.device))
+    return TorchOps(cache, *network.rotaries)

@@ -51,6 +51,7 @@ typedef struct {
     float *out;
     long rows;
     int add;                /* to what is in `out` already */
+    int gelu;               /* of gates: gelu (tanh) instead of silu */
 } Product;
 
 static inline int is_grouped(long format) { return format == GROUPS_OF_BYTES || format == GROUPS_OF_NIBBLES; }
@@ -260,7 +261,13 @@ static void multiply(const Linear *linear, const float *x, float *out, long rows
     parallel(product_panel, &product, num_panels(linear), threads);
 }
 
-/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up */
+static inline float activated(float x, int gelu) {
+    if (!gelu) return x / (1.0f + quick_exp(-x));
+    /* x/2 (1 + tanh y) = x / (1 + exp(-2 y)) */
+    return x / (1.0f + quick_exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up, or gelu */
 static void gated_panel(const void *task, long index) {
     const Product *product = task;
     long size = product->linear->outputs / 2;
@@ -271,16 +278,13 @@ static void gated_panel(const void *task, long index) {
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * size + index * PANEL;
-            for (long i = 0; i < PANEL; i++) {
-                float g = gate[r * PANEL + i];
-                out[i] = g / (1.0f + quick_exp(-g)) * up[r * PANEL + i];
-            }
+            for (long i = 0; i < PANEL; i++) out[i] = activated(gate[r * PANEL + i], product->gelu) * up[r * PANEL + i];
         }
     }
 }
 
-static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int threads) {
-    Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows};
+static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int gelu, int threads) {
+    Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows, .gelu = gelu};
     prepare(&product, threads);
     parallel(gated_panel, &product, num_panels(gate_up) / 2, threads);
 }
