@@ -72,8 +72,6 @@ class ModelConfig:
             known = ", ".join((*FAMILIES, *TEXT_PARTS))
             raise ModelError(f"{name}: architecture {printable(architecture, 80)} is not supported; supported: {known}")
         config = {**FAMILIES[architecture].defaults, **config}
-        if config.get("quantization_config"):
-            raise ModelError(f"{name}: pre-quantised Hugging Face weights are not supported; use the plain checkpoint")
         try:
             num_heads, hidden_size = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
             num_layers = whole_number(config, "num_hidden_layers")

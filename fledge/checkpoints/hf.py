@@ -6,9 +6,10 @@ Strict both ways: a tensor that is missing, left over or of another shape is an 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.layouts import file_names as file_names
+from fledge.checkpoints.packed_linears import PackedLinears
+from fledge.checkpoints.quantized import PackedTensors, Scheme, read_scheme
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_json, write_tensors
 from fledge.config import FAMILIES, ModelConfig, RopeConfig
 from fledge.config_checks import token_ids
@@ -24,6 +27,7 @@ from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
 from fledge.models.layers import ExactNorm
 
+log = logging.getLogger("fledge.checkpoints")
 # Buffers that old exporters wrote beside the weights; they are computed, not learned.
 HARMLESS = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
 TOKENIZER_FILES = (
@@ -48,20 +52,57 @@ def load_config(folder: str | Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *more])))
 
 
-def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """The network takes the tensors as they are read: no second copy, no initialisation."""
+def load_decoder(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    keep: Collection[str] = (),
+) -> Decoder:
+    """The network takes the tensors as they are read: no second copy, no initialisation.
+
+    `keep`: formats of quantised linears that stay as they are (`quantized.KEPT`); others become plain weights.
+    """
     folder, config = Path(folder), load_config(folder)
+    scheme = load_scheme(folder)
     with text_tensors(TensorReader(folder)) as reader:
         if "lm_head.weight" not in reader.shapes:
             config = dataclasses.replace(config, tie_embeddings=True)
-        check_tensors(reader.shapes, tensor_shapes(config), str(folder))
-        decoder, layout = empty_decoder(config), Layout(config)
+        expected, packed = tensor_shapes(config), None
+        if scheme is not None:
+            packed = PackedTensors(reader, scheme)
+            expected = packed.expected(expected)
+        found = {name: shape for name, shape in reader.shapes.items() if packed is None or not packed.ignored(name)}
+        check_tensors(found, expected, str(folder))
+        decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
+        linears = PackedLinears(decoder, keep, dtype, device)
         for name, _ in list(decoder.named_parameters()):
+            names = layout.file_names(name)
+            if packed is not None and all(packed.has(part) for part in names):
+                linears.add(name, [packed.read(part, shapes[part]) for part in names], layout.head_order(name))
+                continue
             kept = torch.float32 if layout.is_exact(name) else dtype
-            value = layout.join(name, [reader.read(part).to(device=device, dtype=kept) for part in layout.file_names(name)])
+            parts = [
+                packed.read(part, shapes[part]).dequantize(kept).to(device)
+                if packed is not None and packed.has(part)
+                else reader.read(part).to(device=device, dtype=kept)
+                for part in names
+            ]
+            value = layout.join(name, parts)
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(value.contiguous(), requires_grad=False))
+    linears.replace()
+    if scheme is not None:
+        log.info("%s: %s; %s", folder, scheme.description, linears.summary())
     return complete(decoder, dtype, device)
+
+
+def load_scheme(folder: str | Path) -> Scheme | None:
+    """How a folder's weights are quantised; None: they are not."""
+    try:
+        return read_scheme(read_json(Path(folder) / "config.json"))
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> Decoder:

@@ -16,7 +16,8 @@ from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
-from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.checkpoints.hf import load_config, load_decoder, load_scheme
+from fledge.checkpoints.quantized import KEPT
 from fledge.devices import resolve_device
 from fledge.drafters import default_drafter
 from fledge.engine.admission import AdmissionPolicy
@@ -110,7 +111,12 @@ def build_engine(
             config = config.resolve(load_config(folder))
             # What was quantised in a file is found again only in exact weights.
             exact = is_cpu or config.quantization != "none"
-            decoder = load_decoder(folder, torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
+            if (scheme := load_scheme(folder)) is not None and config.quantization != "none":
+                raise UserError(
+                    f"--quantization {config.quantization}: {model} is quantised already ({scheme.description}); leave it out"
+                )
+            place = (torch.float32 if exact else config.weight_dtype, "cpu" if exact else config.device)
+            decoder = load_decoder(folder, *place, keep=kept_formats(config, pack=is_eager))
     if decoder.config.rope.kind == "longrope":
         decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
     decoder = fit(decoder, config, pack=is_eager)
@@ -132,6 +138,14 @@ def build_engine(
     parts = (decoder, config, pool, cache, controller, drafter)
     executor = EagerExecutor(*parts) if is_eager else CudaGraphExecutor(*parts, capture=capture is None)
     return Engine(config, executor, pool, controller, drafter=drafter, tokenizer=tokenizer, admission=admission)
+
+
+def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
+    """Formats of a quantised checkpoint that the device's kernels read as they are."""
+    device = torch.device(config.device).type
+    if device == "cpu" and (native.library() is None or not pack):
+        return frozenset()
+    return KEPT[device]
 
 
 def keeps_blocks(config: EngineConfig) -> bool:

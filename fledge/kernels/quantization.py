@@ -5,7 +5,8 @@ A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G
     codes    8 bits: int8  [O, I]       value = code * scale
              4 bits: uint8 [O, I / 2]   two codes a byte along I: the low nibble is the even input, the high nibble the odd
     scales   fp16 [O, I / G]            may be negative
-    offsets  fp16 [O, I / G] or None    4 bits only
+    offsets  fp16 or fp32 [O, I / G],   4 bits only; fp32 where a checkpoint has zero points, which fp16 would round
+             or None
                                         None:  value = (nibble - 8) * scale
                                         given: value = nibble * scale + offset
 
@@ -39,7 +40,7 @@ def check_name(quantization: str) -> str:
     if quantization not in QUANTIZATIONS:
         raise UserError(
             f"--quantization {quantization}: not supported; use int8 or int4 (made from the weights as they are loaded), "
-            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+            "gguf (a GGUF file's own, kept) or none (also for a checkpoint that is quantised already: it stays as it is)"
         )
     return quantization
 
@@ -122,7 +123,10 @@ def holds(weight: QuantizedWeight, original_OI: Tensor) -> bool:
 class QuantizedLinear(nn.Module):
     """Stands for an `nn.Linear`; `forward` is the reference, which kernels on `codes`, `scales` and `offsets` must equal."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, order_I: Tensor | None = None) -> None:
+        """`order`: the input that each column of the weight reads (GPTQ's act-order); None: its own."""
         super().__init__()
         self.bits, self.group_size = weight.bits, weight.group_size
         self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
@@ -130,6 +134,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scales", weight.scales)
         self.register_buffer("offsets", weight.offsets)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("order", order_I)
 
     @classmethod
     def from_linear(
@@ -146,6 +151,7 @@ class QuantizedLinear(nn.Module):
         return self.quantized.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[..., self.order]
         return F.linear(x, dequantize(self.quantized, x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.geglu import geglu
 from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.moe import experts_reference, route
+from fledge.kernels.moe import experts_reference, experts_triton, route
 from fledge.kernels.sample import Choice, Draws
 from fledge.kernels.step_inputs import DraftInputs
+from fledge.kernels.triton_support import use_triton
 
 
 class NormModule(NormLike, Protocol):
@@ -191,6 +192,8 @@ class Ops(ABC):
         self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
     ) -> Tensor:
         """residual + Σ_k weight_k expert_k(x). A row's result does not depend on where its neighbours go."""
+        if module.stacked is not None and use_triton(x_ND):
+            return experts_triton(*module.stacked, x_ND, weights_NK, experts_NK.int(), residual_ND)
 
         def run(expert: ExpertModule, x: Tensor) -> Tensor:
             return self.linear(expert.down_proj, expert.gated(x, self))

@@ -45,6 +45,7 @@ class CudaOps(Ops):
         self.arrivals = arrival_counts(cache.keys.device)
 
     def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
+        x, surroundings = self._in_order(module, x, surroundings)
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
@@ -100,6 +101,15 @@ class CudaOps(Ops):
         weight = embedding.weight
         assert isinstance(weight, Tensor)
         return draft_inputs(h_ND, tokens, weight, *norms, norm_before_residual=layer.norm_before_residual, **drafting)
+
+    def _in_order(self, module: nn.Module, x: Tensor, surroundings: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Inputs as the columns of a weight with act-order read them; their norm comes first."""
+        order = getattr(module, "order", None)
+        if order is None:
+            return x, surroundings
+        norm = surroundings.get("norm")
+        x = x if norm is None else self.norm(norm, x)
+        return x[:, order], surroundings | {"norm": None}
 
     def _cache_of(self, module: AttentionModule) -> tuple[Tensor, Tensor]:
         return self.cache.keys[module.layer], self.cache.values[module.layer]
@@ -180,6 +190,8 @@ class DeterministicOps(CudaOps):
     """
 
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
+        if use_triton(x):
+            x, surroundings = self._in_order(module, x, surroundings)
         return fixed_order_linear(module, x, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:

@@ -345,7 +345,7 @@ def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
     """The target's sizes and stop tokens by its files alone, whatever its architecture."""
     content = text_config(folder)
     if is_supported(content):
-        shape = ModelConfig.from_hf({**content, "quantization_config": None}, name=str(folder))
+        shape = ModelConfig.from_hf(content, name=str(folder))
     else:
         try:
             shape = _shape(SimpleNamespace(**content), content, int(content["vocab_size"]))

@@ -14,6 +14,7 @@ from fledge.config import MLAConfig
 from fledge.kernels.attention.kv_store import store_kv_reference, store_kv_triton
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.models.moe import stack_experts
 from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps, DeterministicOps
 from fledge.ops.torch_ops import TorchOps
@@ -52,6 +53,7 @@ class Setup:
             self.network = tiny_decoder(3, **settings)
             shape = (4, 2, 8)
         self.network.to(device)
+        stack_experts(self.network)
         self.network.embed_tokens.to(device)
         self.device, self.starts = torch.device(device), starts
         self.caches = [PagedKV(*shape, 32, PAGE, torch.float32, device) for _ in range(2)]
