@@ -28,7 +28,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="Answers that do not depend on the batch or on speculation, bit for bit; slower. (vLLM: VLLM_BATCH_INVARIANT=1)",
+        help="Accepted, and has nothing left to switch: answers do not depend on the batch or on speculation anyway.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

@@ -40,7 +40,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.0  # share of the GPU's memory for all of the engine; 0: what is free, less some
     page_size: int = 16
     prefix_caching: bool = True  # texts that begin alike share pages
-    deterministic: bool = False  # answers that do not depend on the batch, on how prompts are cut, or on speculation
+    deterministic: bool = False  # refuses draft trees, and takes exact references where there is no C compiler
     threads: int = 0  # CPU threads; 0: torch's choice
     reserved_bytes: int = 0  # of a GPU's memory, that the KV cache must leave to others
 

@@ -210,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--deterministic",
         action="store_true",
-        help="answers that do not depend on the batch or on speculation, bit for bit; slower (vLLM: VLLM_BATCH_INVARIANT=1)",
+        help="accepted, and has nothing left to switch: answers do not depend on the batch or on speculation anyway",
     )
     own.add_argument("--threads", type=int, default=0, help="CPU threads")
     own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
