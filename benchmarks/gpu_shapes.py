@@ -72,7 +72,7 @@ def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch
     _fill(decoder, device, dtype)
     if config.tie_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
+    decoder.set_rotary(device=device)
     return decoder
 
 

@@ -111,7 +111,7 @@ def place_rows(batch: DeviceBatch, count: int, context: int, tokens: int) -> Non
     inits = [RowInit(row, range(context), range(row * each, (row + 1) * each), tokens) for row in range(count)]
     batch.state.rows.active.zero_()
     new = NewRows(*map(batch.state.upload, batch.new_rows(inits)))
-    dtype = batch.decoder.norm.weight.dtype
+    dtype = batch.decoder.dtype
     batch.choose_first(new, torch.randn(count, batch.decoder.config.hidden_size, device=batch.device, dtype=dtype), GREEDY)
     if batch.method is not None:
         for state in batch.method.row_state:

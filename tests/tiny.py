@@ -7,14 +7,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from fledge.config import FAMILIES, DrafterConfig, ModelConfig
+from fledge.config import DrafterConfig, ModelConfig, MoEConfig, RopeConfig
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm
 
+FULL_ROPE = RopeConfig(original_max_positions=512)
+# What sets the families apart, at the size of the tiny model; layer 1 of the experts' has a plain MLP.
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "MixtralForCausalLM": {"moe": MoEConfig(4, 2, 64, layers=(0, 1, 2, 3))},
+    "Qwen2MoeForCausalLM": {"qkv_bias": True, "moe": MoEConfig(6, 3, 32, False, 64, (0, 2, 3))},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "moe": MoEConfig(8, 3, 32, True, layers=(0, 2, 3))},
+    "Gemma3ForCausalLM": {
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "unit_norms": True,
+        "embedding_scale": 32**0.5,
+        "query_scale": 0.5,
+        "rope": RopeConfig(1e6, "linear", 8.0, 512),
+        "local_rope": FULL_ROPE,
+        "windows": (8, 8, None, 8),
+    },
+    "Phi3ForCausalLM": {"rotated": 6, "fused_files": True, "rope": FULL_ROPE},
+}
+
 
 def tiny_model_config(architecture: str = "LlamaForCausalLM", **overrides: Any) -> ModelConfig:
-    family = FAMILIES[architecture]
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 32,
@@ -24,9 +45,9 @@ def tiny_model_config(architecture: str = "LlamaForCausalLM", **overrides: Any) 
         "num_kv_heads": 2,
         "head_dim": 8,
         "max_positions": 512,
-        "qkv_bias": bool(family.get("qkv_bias")),
-        "qk_norm": bool(family.get("qk_norm")),
-    } | overrides
+        **FAMILY_SETTINGS.get(architecture, {}),
+        **overrides,
+    }
     settings.setdefault("windows", (None,) * settings["num_layers"])
     return ModelConfig(architecture=architecture, **settings)
 

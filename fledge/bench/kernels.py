@@ -14,6 +14,7 @@ from fledge.engine.config import EngineConfig
 from fledge.kernels.linear.dispatch import ROWS, Shape, table
 from fledge.kernels.quantization import BITS, GROUP_SIZE
 from fledge.models.decoder import Decoder
+from fledge.models.moe import SparseMLP
 
 
 def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape]:
@@ -24,18 +25,26 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
     linears: dict[str, nn.Module] = {
         "qkv_proj": layer.self_attn.qkv_proj,
         "o_proj": layer.self_attn.o_proj,
-        "gate_up_proj": layer.mlp.gate_up_proj,
-        "down_proj": layer.mlp.down_proj,
+        **_mlp_linears(layer.mlp),
         "lm_head": decoder.lm_head,
     }
     shapes = []
     for name, linear in linears.items():
         format, group_size = "plain", 1
-        if quantization in BITS:
+        if quantization in BITS and name != "router":
             format, group_size = f"int{BITS[quantization][name == 'lm_head']}", GROUP_SIZE
-        gated = name == "gate_up_proj"
+        gated = name.endswith("gate_up_proj")
         shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size))
     return shapes
+
+
+def _mlp_linears(mlp: nn.Module) -> dict[str, nn.Module]:
+    """Of a plain MLP, or of a router and the shared expert; those that are chosen among have a kernel of their own."""
+    if not isinstance(mlp, SparseMLP):
+        return {"gate_up_proj": mlp.gate_up_proj, "down_proj": mlp.down_proj}
+    shared = mlp.shared_expert
+    named = {} if shared is None else {"shared gate_up_proj": shared.gate_up_proj, "shared down_proj": shared.down_proj}
+    return {"router": mlp.gate, **named}
 
 
 def kernel_table(config: ModelConfig, engine: EngineConfig, rows: Sequence[int] = ROWS) -> Table:

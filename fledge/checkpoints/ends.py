@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fledge import sources
-from fledge.checkpoints.hf import file_names, load_config
+from fledge.checkpoints.hf import load_config, text_tensors
+from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
-from fledge.config import FAMILIES
+from fledge.config import is_supported
 from fledge.errors import ModelError
 from fledge.models.decoder import DecoderLayer
-from fledge.models.layers import RMSNorm
+from fledge.models.layers import ExactNorm, RMSNorm
 
 ENDS = {"embedding": "embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+EXPERTS = ("mlp.experts.", "mlp.shared_expert.", "mlp.gate.")
 INDEX = "model.safetensors.index.json"
 
 
@@ -96,14 +98,20 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
             raise ModelError(f"{folder}: no tensor {listed(lacking)} in it, which training against an endpoint needs")
         tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(names.values())}
     embedding, norm, head = (tensors[name] for name in names.values())
+    is_less_one = _is_known(folder) and load_config(folder).unit_norms
+    if is_less_one:
+        norm = 1 + norm.float()
     with ShapesOnly():
+        kind, eps = ExactNorm if is_less_one else RMSNorm, float(config.get("rms_norm_eps") or 1e-6)
         ends = Ends(
             nn.Embedding(*embedding.shape),
-            RMSNorm(len(norm), float(config.get("rms_norm_eps") or 1e-6)),
+            kind(len(norm), eps),
             nn.Linear(head.shape[1], head.shape[0], bias=False),
         )
     for module, weight in ((ends.embedding, embedding), (ends.norm, norm), (ends.lm_head, head)):
         module.weight = nn.Parameter(weight, requires_grad=False)
+    if isinstance(ends.norm, ExactNorm):
+        ends.norm.like = torch.empty(0, dtype=dtype, device=device)
     return ends
 
 
@@ -113,15 +121,17 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
         return {}
     config = load_config(folder)
     with ShapesOnly():
-        names = [name for name, _ in DecoderLayer(config, config.num_layers - 1).named_parameters()]
-    with _SomeTensors(folder, _wanted(folder)) as reader:
-        files = {name: file_names(f"layers.{config.num_layers - 1}.{name}") for name in names}
-        return {name: torch.cat([reader.read(part).float() for part in parts]) for name, parts in files.items()}
+        named = DecoderLayer(config, config.num_layers - 1).named_parameters()
+        names = [name for name, _ in named if not name.startswith(EXPERTS)]  # a drafter has none
+    layout, last = Layout(config), f"layers.{config.num_layers - 1}."
+    with text_tensors(_SomeTensors(folder, _wanted(folder))) as reader:
+        parts = {name: [reader.read(part).float() for part in layout.file_names(last + name)] for name in names}
+        return {name: layout.join(last + name, found) for name, found in parts.items()}
 
 
 def _is_known(folder: Path) -> bool:
     config = read_json(folder / "config.json")
-    return (config.get("architectures") or [""])[0] in FAMILIES and not config.get("quantization_config")
+    return is_supported(config) and not config.get("quantization_config")
 
 
 def _wanted(folder: Path) -> Callable[[str], bool]:

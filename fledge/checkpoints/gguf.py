@@ -76,7 +76,7 @@ def load_decoder(file: GgufFile) -> Decoder:
             continue
         owner, _, attribute = name.rpartition(".")
         setattr(decoder.get_submodule(owner), attribute, replacement)
-    decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+    decoder.set_rotary()
     file.release()
     return decoder.eval()
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders <-> decoders. The network fuses q, k, v and gate, up; the files keep them apart.
+"""Hugging Face folders <-> decoders. What files name and keep otherwise than the network is in `layouts`.
 
 Strict both ways: a tensor that is missing, left over or of another shape is an error that names it.
 """
@@ -6,32 +6,31 @@ Strict both ways: a tensor that is missing, left over or of another shape is an 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fledge.checkpoints.layouts import Layout
+from fledge.checkpoints.layouts import file_names as file_names
+from fledge.checkpoints.packed_linears import PackedLinears
+from fledge.checkpoints.quantized import PackedTensors, Scheme, read_scheme
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
-from fledge.config import ModelConfig
+from fledge.config import FAMILIES, ModelConfig, RopeConfig
 from fledge.config_checks import token_ids
 from fledge.errors import ModelError
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
-from fledge.models.layers import Rotary
+from fledge.models.layers import ExactNorm
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+log = logging.getLogger("fledge.checkpoints")
 # Buffers that old exporters wrote beside the weights; they are computed, not learned.
 HARMLESS = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,23 +53,67 @@ def load_config(folder: str | Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *more])))
 
 
-def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
-    """The network takes the tensors as they are read: no second copy, no initialisation."""
+def load_decoder(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    keep: Collection[str] = (),
+) -> Decoder:
+    """The network takes the tensors as they are read: no second copy, no initialisation.
+
+    `keep`: formats of quantised linears that stay as they are (`quantized.KEPT`); others become plain weights.
+    """
     folder, config = Path(folder), load_config(folder)
-    with TensorReader(folder) as reader:
+    scheme = load_scheme(folder)
+    with text_tensors(TensorReader(folder)) as reader:
         if "lm_head.weight" not in reader.shapes:
             config = dataclasses.replace(config, tie_embeddings=True)
-        check_tensors(reader.shapes, tensor_shapes(config), str(folder))
-        decoder = empty_decoder(config)
+        expected, packed = tensor_shapes(config), None
+        if scheme is not None:
+            packed = PackedTensors(reader, scheme)
+            expected = packed.expected(expected)
+        found = {name: shape for name, shape in reader.shapes.items() if packed is None or not packed.ignored(name)}
+        check_tensors(found, expected, str(folder))
+        decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
+        linears = PackedLinears(decoder, keep, dtype, device)
         for name, _ in list(decoder.named_parameters()):
-            parts = [reader.read(part).to(device=device, dtype=dtype) for part in file_names(name)]
-            value = parts[0] if len(parts) == 1 else torch.cat(parts)
+            names = layout.file_names(name)
+            if packed is not None and all(packed.has(part) for part in names):
+                linears.add(name, [packed.read(part, shapes[part]) for part in names], layout.head_order(name))
+                continue
+            kept = torch.float32 if layout.is_exact(name) else dtype
+            parts = [
+                packed.read(part, shapes[part]).dequantize(kept).to(device)
+                if packed is not None and packed.has(part)
+                else reader.read(part).to(device=device, dtype=kept)
+                for part in names
+            ]
+            value = layout.join(name, parts)
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(value.contiguous(), requires_grad=False))
-    if config.tie_embeddings:
+    linears.replace()
+    if scheme is not None:
+        log.info("%s: %s; %s", folder, scheme.description, linears.summary())
+    return complete(decoder, dtype, device)
+
+
+def load_scheme(folder: str | Path) -> Scheme | None:
+    """How a folder's weights are quantised; None: they are not."""
+    try:
+        return read_scheme(read_json(Path(folder) / "config.json"))
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """What is computed, not loaded, and must not stay on the meta device."""
+    if decoder.config.tie_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    # Computed, not loaded, so it must not stay on the meta device.
-    decoder.rotary = Rotary(config.head_dim, config.max_positions, config.rope).to(device)
+    for module in decoder.modules():
+        if isinstance(module, ExactNorm):
+            module.like = torch.empty(0, dtype=dtype, device=device)
+    decoder.set_rotary(device=device)
     return decoder.eval()
 
 
@@ -88,12 +131,12 @@ def save_decoder(
     tokenizer_from: str | Path | None = None,
 ) -> Path:
     """Writes a folder that transformers, vLLM and `load_decoder` read. `dtype` None: as the network has it."""
-    dtype = dtype or decoder.norm.weight.dtype
+    dtype, layout = dtype or decoder.dtype, Layout(decoder.config)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in decoder.named_parameters():  # a tied head is named once, as the embedding
-            value = parameter.detach().to(device="cpu", dtype=dtype)
-            yield from zip(file_names(name), _split_rows(name, value, decoder.config), strict=True)
+            parts = layout.split(name, parameter.detach().cpu())
+            yield from ((file, part.to(dtype)) for file, part in zip(layout.file_names(name), parts, strict=True))
 
     return write_folder(folder, config_to_hf(decoder.config), tensors(), dtype, tokenizer_from=tokenizer_from)
 
@@ -122,10 +165,10 @@ def write_folder(
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `ModelConfig.from_hf`, in the spelling that every version of transformers and vLLM reads."""
-    rope, windows = config.rope, config.windows
+    family, moe, windows = FAMILIES[config.architecture], config.moe, config.windows
     hf: dict[str, Any] = {
         "architectures": [config.architecture],
-        "model_type": MODEL_TYPES[config.architecture],
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -136,55 +179,88 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": None,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _scaling_to_hf(config.rope, config),
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
     }
-    if rope.kind != "default":
-        keys = {
-            "llama3": ("low_freq_factor", "high_freq_factor"),
-            "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-        }.get(rope.kind, ())
-        values = {key: getattr(rope, key) for key in keys if getattr(rope, key) is not None}
-        original = rope.original_max_positions or config.max_positions
-        hf["rope_scaling"] = {
-            "rope_type": rope.kind,
-            "factor": rope.factor,
-            "original_max_position_embeddings": original,
-            **values,
-        }
-    if config.architecture == "MistralForCausalLM":
-        hf["sliding_window"] = windows[0] if windows else None  # absent would mean 4096 to transformers
-    elif config.architecture != "LlamaForCausalLM":
-        window = next((window for window in windows if window), None)
+    window = next((window for window in windows if window), None)
+    if config.architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
+        # Absent would mean 4096 to transformers, and a padding token past a small vocabulary.
+        hf |= {"sliding_window": window, "pad_token_id": None}
+    elif family.model_type.startswith("qwen"):
         hf["use_sliding_window"], hf["sliding_window"] = window is not None, window
         if window is not None:
             hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
             hf["max_window_layers"] = windows.index(window)
+    if moe is not None:
+        hf |= {"num_experts_per_tok": moe.experts_per_token}
+        if config.architecture == "MixtralForCausalLM":
+            return hf | {"num_local_experts": moe.num_experts, "intermediate_size": moe.intermediate_size}
+        plain = [layer for layer in range(config.num_layers) if layer not in moe.layers]
+        hf |= {"num_experts": moe.num_experts, "moe_intermediate_size": moe.intermediate_size}
+        hf |= {"norm_topk_prob": moe.normalise, "mlp_only_layers": plain, "decoder_sparse_step": 1}
+        if moe.shared_intermediate_size:
+            hf |= {"shared_expert_intermediate_size": moe.shared_intermediate_size, "qkv_bias": config.qkv_bias}
+    if config.sandwich_norms:
+        assert config.local_rope is not None
+        hf |= {"hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": config.local_rope.theta}
+        hf |= {"query_pre_attn_scalar": round(config.head_dim / config.query_scale**2), "sliding_window": window or 4096}
+        hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+    if config.rotated is not None:
+        hf["partial_rotary_factor"] = config.rotated / config.head_dim
+    if config.rope.kind == "longrope":
+        hf["original_max_position_embeddings"] = config.rope.original_max_positions
     return hf
 
 
-def file_names(parameter: str) -> list[str]:
-    """The tensors in the file that make up one parameter of the network."""
-    prefix = "" if parameter.startswith("lm_head.") else "model."
-    for fused, parts in FUSED.items():
-        if f".{fused}." in parameter:
-            return [prefix + parameter.replace(fused, part) for part in parts]
-    return [prefix + parameter]
+ROPE_KEYS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
+}
+
+
+def _scaling_to_hf(rope: RopeConfig, config: ModelConfig) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    values = {key: getattr(rope, key) for key in ROPE_KEYS.get(rope.kind, ()) if getattr(rope, key) is not None}
+    original = rope.original_max_positions or config.max_positions
+    kind = {"rope_type": rope.kind, "type": rope.kind} if rope.kind == "longrope" else {"rope_type": rope.kind}
+    scaling = {**kind, "factor": rope.factor, "original_max_position_embeddings": original}
+    return scaling | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this configuration holds."""
-    decoder = empty_decoder(config)
+    decoder, layout = empty_decoder(config), Layout(config)
     return {
         part: tuple(rows.shape)
         for name, parameter in decoder.named_parameters()
-        for part, rows in zip(file_names(name), _split_rows(name, parameter, config), strict=True)
+        for part, rows in zip(layout.file_names(name), layout.split(name, parameter), strict=True)
     }
+
+
+# A model of texts and images: its language model's names, in two spellings, and what is not read.
+TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def text_tensors(reader: TensorReader) -> TensorReader:
+    """A reader that knows the tensors of a language model alone by their usual names."""
+    return reader.renamed(_text_name)
+
+
+def _text_name(name: str) -> str | None:
+    if IMAGE_PARTS.match(name):
+        return None
+    for theirs, ours in TEXT_PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -204,10 +280,3 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
         problems.append(f"wrong shape: {listed(wrong)}")
     if problems:
         raise ModelError(f"{source}: the weights do not fit config.json; " + "; ".join(problems))
-
-
-def _split_rows(name: str, value: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-    if ".qkv_proj." in name:
-        kv_rows = config.num_kv_heads * config.head_dim
-        return value.split([config.num_heads * config.head_dim, kv_rows, kv_rows])
-    return value.chunk(2) if ".gate_up_proj." in name else [value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,13 @@ class TensorReader:
         self._stack = ExitStack()
         self._owners: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._names: Callable[[str], str | None] = lambda name: name
+        self._in_file: dict[str, str] = {}
+
+    def renamed(self, names: Callable[[str], str | None]) -> TensorReader:
+        """The same reader, to which tensors have the names that `names` gives them; None: it does not see them."""
+        self._names = names
+        return self
 
     def __enter__(self) -> TensorReader:
         try:
@@ -44,7 +51,7 @@ class TensorReader:
 
     def read(self, name: str) -> Tensor:
         try:
-            return self._owners[name].get_tensor(name)
+            return self._owners[name].get_tensor(self._in_file[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
 
@@ -84,8 +91,9 @@ class TensorReader:
             raise ModelError(f"{file}: damaged or truncated ({error}); fetch the model again") from None
         if lacking := [name for name in wanted or () if name not in shapes]:
             raise ModelError(f"{file}: the index names tensors that it lacks: {listed(lacking)}")
-        self.shapes.update(shapes)
-        self._owners.update(dict.fromkeys(names, opened))
+        for name in names:
+            if (known := self._names(name)) is not None:
+                self.shapes[known], self._owners[known], self._in_file[known] = shapes[name], opened, name
 
 
 class ShapesOnly(TorchFunctionMode):

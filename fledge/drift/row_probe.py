@@ -107,7 +107,7 @@ class _ProbedOps(CudaOps):
     """Attends as usual, and notes where the row looked."""
 
     def __init__(self, drafter: CapturedEagle, meta: AttentionMetadata, step: int, sink: int, num_keys: int) -> None:
-        self.cache, self.rope_table, self.arrivals = drafter.cache, drafter.ops.rope_table, drafter.ops.arrivals
+        self.cache, self.rope_tables, self.arrivals = drafter.cache, drafter.ops.rope_tables, drafter.ops.arrivals
         self.position, self.step, self.sink = meta.starts_B.long(), step, sink
         size = self.cache.page_size
         self.column = torch.arange(num_keys, device=self.position.device)

@@ -18,7 +18,8 @@ from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
-from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.checkpoints.hf import load_config, load_decoder, load_scheme
+from fledge.checkpoints.quantized import KEPT
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
 from fledge.engine.admission import AdmissionPolicy
@@ -38,6 +39,7 @@ from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.models.moe import stack_experts
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.drafting import Drafter, EagleSpeculator
@@ -111,13 +113,21 @@ def build_engine(
             config = config.resolve(target)
             # What was quantised in a file is found again only in exact weights.
             exact = is_cpu or config.quantization != "none"
+            if (scheme := load_scheme(folder)) is not None and config.quantization != "none":
+                raise UserError(
+                    f"--quantization {config.quantization}: {model} is quantised already ({scheme.description}); leave it out"
+                )
             place = (torch.float32, "cpu") if exact else (config.weight_dtype, config.device)
-            load = partial(load_decoder, folder, *place)
+            load = partial(load_decoder, folder, *place, keep=kept_formats(config, pack=is_eager))
+            is_checked = scheme is None  # how much of it stays as small as it is shows when it is read
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
     if name and is_checked:
         check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None)
-    decoder = fit(load(), config, pack=is_eager)
+    decoder = load()
+    if target.rope.kind == "longrope":
+        decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
+    decoder = fit(decoder, config, pack=is_eager)
     if isinstance(network, EagleDrafter):
         decoder.check_taps(network.config.aux_layer_ids)
         network.share(decoder.embed_tokens, decoder.lm_head)
@@ -144,6 +154,14 @@ def _given(decoder: Decoder) -> Decoder:
     return decoder
 
 
+def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
+    """Formats of a quantised checkpoint that the device's kernels read as they are."""
+    device = torch.device(config.device).type
+    if device == "cpu" and (native.library() is None or not pack):
+        return frozenset()
+    return KEPT[device]
+
+
 def keeps_blocks(config: EngineConfig) -> bool:
     """Whether the CPU computes with a GGUF file's weights as they are: unless another type is asked for."""
     return config.dtype == "auto" and config.quantization == "none" and native.library() is not None
@@ -159,7 +177,9 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
     if config.quantization != "none" and isinstance(network, Decoder):
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
-        return network.to(device=config.device, dtype=config.weight_dtype)
+        network = network.to(device=config.device, dtype=config.weight_dtype)
+        stack_experts(network)
+        return network
     if not pack:
         return network.float()
     # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.

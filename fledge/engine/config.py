@@ -23,7 +23,7 @@ def check_quantization(name: str) -> str:
     if name not in QUANTIZATIONS:
         raise UserError(
             f"--quantization {name}: not supported; use int8 or int4 (made from the weights as they are loaded), "
-            "gguf (a GGUF file's own, kept) or none. Checkpoints of AWQ, GPTQ and the like are not read: give the original"
+            "gguf (a GGUF file's own, kept) or none (also for a checkpoint that is quantised already: it stays as it is)"
         )
     return name
 

@@ -27,6 +27,7 @@ log = logging.getLogger("fledge.kernels")
 PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Numbers of the formats that no GGUF file has; cpu/blocks.h.
 GROUP_FORMATS = {8: 108, 4: 104}
+WIDE_OFFSETS = 105
 TENSOR_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
 PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
 MAX_PARTS = 3
@@ -44,6 +45,7 @@ class LinearArguments(Structure):
         ("num_parts", c_long),
         ("bias", c_void_p),
         *((name, c_long) for name in ("inputs", "outputs", "group")),
+        ("order", c_void_p),
     ]
 
 
@@ -59,6 +61,7 @@ class Library:
         loaded.draft_chain.argtypes = [*[c_void_p] * 4, c_long, c_double, c_double, c_void_p, c_void_p]
         loaded.draft_chain.restype = c_long
         loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
+        loaded.run_experts.argtypes = [c_void_p, c_long, *[c_void_p] * 4, c_long, c_long, c_int]
         loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
         loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]
         loaded.packed_bytes.argtypes = [c_int, c_long, c_long]
@@ -187,12 +190,17 @@ class NativeLinear:
     """A linear's weights in the order in which `cpu/linear.h` reads them: plain, quantised in groups, or the blocks of GGUF
     tensors, whose outputs follow each other and whose formats may differ."""
 
-    def __init__(self, weight_OI: Tensor | QuantizedWeight | list[Blocks], bias: Tensor | None) -> None:
-        group = 0
+    def __init__(
+        self, weight_OI: Tensor | QuantizedWeight | list[Blocks], bias: Tensor | None, order_I: Tensor | None = None
+    ) -> None:
+        """`order`: of a quantised weight, the input that each column reads."""
+        group, self.order = 0, None if order_I is None else order_I.long().contiguous()
+        assert self.order is None or isinstance(weight_OI, QuantizedWeight)
         if isinstance(weight_OI, QuantizedWeight):
             (outputs, groups), self.bits, group = weight_OI.scales.shape, weight_OI.bits, weight_OI.group_size
             inputs, self.panels = groups * group, [_grouped_panels(weight_OI)]
-            parts = [(outputs, GROUP_FORMATS[self.bits])]
+            is_wide = weight_OI.offsets is not None and weight_OI.offsets.dtype == torch.float32
+            parts = [(outputs, WIDE_OFFSETS if is_wide else GROUP_FORMATS[self.bits])]
         elif isinstance(weight_OI, list):
             inputs, outputs = weight_OI[0].inputs, sum(blocks.outputs for blocks in weight_OI)
             self.panels = [_block_panels(blocks) for blocks in weight_OI]
@@ -207,7 +215,8 @@ class NativeLinear:
         pointers = (PartArguments * MAX_PARTS)(
             *((panels.data_ptr(), *part) for panels, part in zip(self.panels, parts, strict=True))
         )
-        self.arguments = LinearArguments(pointers, len(parts), address(self.bias), inputs, outputs, group)
+        sizes = (inputs, outputs, group)
+        self.arguments = LinearArguments(pointers, len(parts), address(self.bias), *sizes, address(self.order))
         self.pointer = ctypes.addressof(self.arguments)
 
     @property

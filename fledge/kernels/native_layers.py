@@ -6,7 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_long, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fledge.kernels.linear.packed import GgufEmbedding
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.native import PANEL, TENSOR_FORMATS, LinearArguments, address, library
 
+MAX_ROPES = 2  # rotary embeddings of a network; cpu/library.c
 # Of a KV cache; a cache of bytes holds blocks.
 CACHE_FORMATS = {
     dtype: FORMATS[name].number for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.uint8, "Q8_0"))
@@ -29,9 +30,17 @@ class LayerArguments(Structure):
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
         ("eps", c_float),
+        ("gelu", c_int),
+        ("rope", c_int),
         *((name, LinearArguments) for name in ("qkv", "o", "gate_up", "down")),
     ]
+
+
+class ExpertArguments(Structure):
+    _fields_ = [("gate_up", LinearArguments), ("down", LinearArguments)]
 
 
 class SequenceArguments(Structure):
@@ -55,8 +64,8 @@ class CacheArguments(Structure):
 class BatchArguments(Structure):
     _fields_ = [
         ("sequences", POINTER(SequenceArguments)),
-        ("cosine", c_void_p),
-        ("sine", c_void_p),
+        ("cosine", c_void_p * MAX_ROPES),
+        ("sine", c_void_p * MAX_ROPES),
         ("positions", c_void_p),
         ("num_sequences", c_long),
         ("rows", c_long),
@@ -81,10 +90,35 @@ class DrafterArguments(Structure):
     ]
 
 
-class NativeBatch:
-    """The sequences of one pass, for all its layers. `cos`, `sin`: by position. `num_more`: see `CpuOps.batch`."""
+class LayerLike(Protocol):
+    """`models.layers.Layer`."""
 
-    def __init__(self, host: HostLayouts, cos_PE: Tensor, sin_PE: Tensor, positions_N: Tensor, num_more: int = 0) -> None:
+    @property
+    def input_layernorm(self) -> NormLike: ...
+
+    @property
+    def self_attn(self) -> nn.Module: ...
+
+    @property
+    def attention_output_norm(self) -> NormLike | None: ...
+
+    @property
+    def post_attention_layernorm(self) -> NormLike: ...
+
+    @property
+    def mlp(self) -> nn.Module: ...
+
+    @property
+    def mlp_output_norm(self) -> NormLike | None: ...
+
+
+class NativeBatch:
+    """The sequences of one pass, for all its layers. `num_more`: see `CpuOps.batch`."""
+
+    def __init__(
+        self, host: HostLayouts, tables: Sequence[tuple[Tensor, Tensor]], positions_N: Tensor, num_more: int = 0
+    ) -> None:
+        """`tables`: cosines and sines [positions, E] of each of the network's rotary embeddings."""
         self.rows = len(positions_N)
         layouts = host.sequences
         self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
@@ -96,30 +130,31 @@ class NativeBatch:
                 for layout, some, mask in zip(layouts, self.runs, self.masks, strict=True)
             )
         )
-        self.kept = (cos_PE, sin_PE, positions_N.contiguous())  # their memory is pointed to
-        pointers = (part.data_ptr() for part in self.kept)
-        self.arguments = BatchArguments(self.sequences, *pointers, len(layouts), self.rows, torch.get_num_threads())
+        positions_N = positions_N.contiguous()
+        self.kept = (tables, positions_N)  # their memory is pointed to
+        angles = ((c_void_p * MAX_ROPES)(*(table.data_ptr() for table in parts)) for parts in zip(*tables, strict=True))
+        sizes = (len(layouts), self.rows, torch.get_num_threads())
+        self.arguments = BatchArguments(self.sequences, *angles, positions_N.data_ptr(), *sizes)
         self.pointer = ctypes.addressof(self.arguments)
 
 
 class NativeLayer:
-    """One layer, weights and cache, as C takes it."""
+    """One layer, weights and cache, as C takes it. Of a layer with experts, all before these."""
 
-    def __init__(
-        self,
-        attention: nn.Module,
-        mlp: nn.Module,
-        input_norm: NormLike | None,
-        post_norm: NormLike,
-        keys_KSE: Tensor,
-        values_KSE: Tensor,
-    ) -> None:
-        linears = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm]
+    def __init__(self, layer: LayerLike, keys_KSE: Tensor, values_KSE: Tensor) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = [attention.qkv_proj, attention.o_proj]
+        linears += [] if hasattr(mlp, "experts") else [mlp.gate_up_proj, mlp.down_proj]
+        input_norm = None if getattr(layer, "first", False) else layer.input_layernorm
+        post_norm = layer.post_attention_layernorm
+        outputs = [layer.attention_output_norm, layer.mlp_output_norm]
+        norms = [input_norm, post_norm, attention.q_norm, attention.k_norm, *outputs]
         self.kept = (linears, norms, keys_KSE, values_KSE)  # their memory is pointed to
         self.arguments = LayerArguments(
             *(address(None if norm is None else norm.weight) for norm in norms),
             post_norm.eps,
+            getattr(mlp, "activation", "silu") == "gelu_tanh",
+            attention.rope,
             *(linear.native.arguments for linear in linears),
         )
         num_kv_heads, slots, width = keys_KSE.shape
@@ -137,11 +172,14 @@ class NativeLayer:
         )
 
     @staticmethod
-    def serves(attention: nn.Module, mlp: nn.Module, keys_KSE: Tensor) -> bool:
+    def serves(layer: LayerLike, keys_KSE: Tensor) -> bool:
         """Packed linears throughout, a cache of a known type, and gates in whole panels."""
-        linears = (getattr(attention, "qkv_proj", None), attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        attention, mlp = layer.self_attn, layer.mlp
+        mlps = [*mlp.experts, *([] if mlp.shared_expert is None else [mlp.shared_expert])] if hasattr(mlp, "experts") else [mlp]
+        linears = [getattr(attention, "qkv_proj", None), attention.o_proj]
+        linears += [linear for one in mlps for linear in (one.gate_up_proj, one.down_proj)]
         packed = all(getattr(linear, "native", None) is not None for linear in linears)
-        return packed and keys_KSE.dtype in CACHE_FORMATS and mlp.down_proj.in_features % PANEL == 0
+        return packed and keys_KSE.dtype in CACHE_FORMATS and all(one.down_proj.in_features % PANEL == 0 for one in mlps)
 
 
 class NativeLayers:
@@ -164,6 +202,25 @@ class NativeLayers:
         if run(*self.pointers, batch.pointer, x_ND.data_ptr(), address(normed), numbers, len(order), address(tapped)):
             raise MemoryError("no memory for a decoder layer")
         return () if tapped is None else [tapped[order.index(tap)] for tap in taps]
+
+
+class NativeExperts:
+    """The experts of one layer."""
+
+    def __init__(self, experts: Sequence[Any]) -> None:
+        self.experts = experts  # their memory is pointed to
+        linears = ((expert.gate_up_proj.native.arguments, expert.down_proj.native.arguments) for expert in experts)
+        self.arguments = (ExpertArguments * len(experts))(*linears)
+
+    def __call__(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor) -> None:
+        """Adds to the residual stream in place."""
+        (rows, per_row), num_experts = experts_NK.shape, len(self.experts)
+        parts = (x_ND, experts_NK, weights_NK, residual_ND)
+        assert all(part.is_contiguous() for part in parts)
+        pointers = [part.data_ptr() for part in parts]
+        run = library().for_rows(rows).run_experts
+        if run(self.arguments, num_experts, *pointers, rows, per_row, torch.get_num_threads()):
+            raise MemoryError("no memory for experts")
 
 
 class NativeDrafter:

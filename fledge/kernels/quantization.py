@@ -5,7 +5,8 @@ A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G
     codes    8 bits: int8  [O, I]       value = code * scale
              4 bits: uint8 [O, I / 2]   two codes a byte along I: the low nibble is the even input, the high nibble the odd
     scales   fp16 [O, I / G]            may be negative
-    offsets  fp16 [O, I / G] or None    4 bits only
+    offsets  fp16 or fp32 [O, I / G],   4 bits only; fp32 where a checkpoint has zero points, which fp16 would round
+             or None
                                         None:  value = (nibble - 8) * scale
                                         given: value = nibble * scale + offset
 
@@ -30,6 +31,8 @@ GROUP_SIZE = 32
 # The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
 # copy of its own: a tied embedding stays what it is, for rows are looked up in it.
 BITS = {"int8": (8, 8), "int4": (4, 8)}
+# The choice of experts is read off a few thousand outputs: it is small, and a wrong one costs more than a wrong weight.
+ROUTER = "mlp.gate"
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,10 @@ def holds(weight: QuantizedWeight, original_OI: Tensor) -> bool:
 class QuantizedLinear(nn.Module):
     """Stands for an `nn.Linear`; `forward` is the reference, which kernels on `codes`, `scales` and `offsets` must equal."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, order_I: Tensor | None = None) -> None:
+        """`order`: the input that each column of the weight reads (GPTQ's act-order); None: its own."""
         super().__init__()
         self.bits, self.group_size = weight.bits, weight.group_size
         self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
@@ -118,6 +124,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scales", weight.scales)
         self.register_buffer("offsets", weight.offsets)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("order", order_I)
 
     @classmethod
     def from_linear(
@@ -134,6 +141,7 @@ class QuantizedLinear(nn.Module):
         return self.quantized.num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[..., self.order]
         return F.linear(x, dequantize(self.quantized, x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
@@ -148,7 +156,10 @@ class QuantizedLinear(nn.Module):
 
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:
     """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
-    for name, linear in [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]:
+    linears = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    for name, linear in linears:
+        if name.endswith(ROUTER):
+            continue
         if linear.in_features % GROUP_SIZE:
             raise UserError(
                 f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "

@@ -31,7 +31,7 @@ class ServedTarget(Target):
         self.device = decoder.norm.weight.device
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.embedding = decoder.embed_tokens
-        weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.norm.weight.dtype)
+        weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.dtype)
         self.prefixes: dict[tuple[int, ...], list[Tensor]] = {}
         self.head, self.lm_head = Head(weight), _PlainHead(weight)
 
@@ -39,7 +39,7 @@ class ServedTarget(Target):
         raise AssertionError("hidden states come with the samples")
 
     def reserve(self, num_positions: int) -> None:
-        self.decoder.rotary.reserve(num_positions)
+        self.decoder.reserve(num_positions)
 
     @torch.no_grad()
     def read(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TargetText]:
@@ -51,7 +51,7 @@ class ServedTarget(Target):
         """From states of serving passes, from position `start` on: the taps and, last, the residual stream before the final
         norm. None: they are too few. What lies before `start`, which the cache had, is computed and kept for the next."""
         states = [state[: len(tokens) - start] for state in states]
-        layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.norm.weight.dtype))]
+        layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.dtype))]
         if start:
             if (before := self._prefix(tuple(tokens[:start]))) is None:
                 return None

@@ -1,10 +1,11 @@
-"""The target: Llama, Mistral, Qwen2, Qwen3 and SmolLM in one network; what differs comes from the configuration."""
+"""The target: all families of `fledge.families` in one network; what differs comes from the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fledge.config import ModelConfig
@@ -12,7 +13,8 @@ from fledge.errors import ModelError
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
 from fledge.kernels.attention.paged import causal_attend as causal_attend
-from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
+from fledge.models.layers import MLP, Attention, ExactNorm, Layer, RMSNorm, Rotary, module_list
+from fledge.models.moe import SparseMLP
 from fledge.ops.base import Ops
 from fledge.ops.torch_ops import AttendOps
 
@@ -29,22 +31,31 @@ class DecoderOutput(NamedTuple):
 class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(layer)
-        eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(config.hidden_size, eps)
+        eps, size, window = config.rms_norm_eps, config.hidden_size, config.windows[layer] if config.windows else None
+        norm = ExactNorm if config.unit_norms else RMSNorm
+        self.input_layernorm = norm(size, eps)
         self.self_attn = Attention(
             layer,
-            config.hidden_size,
-            config.hidden_size,
+            size,
+            size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             qk_norm_eps=eps if config.qk_norm else None,
-            window=config.windows[layer] if config.windows else None,
+            window=window,
+            rope=int(config.local_rope is not None and window is not None),
+            norm=norm,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.attention_output_norm = norm(size, eps) if config.sandwich_norms else None
+        self.post_attention_layernorm = norm(size, eps)
+        self.mlp: MLP | SparseMLP
+        if config.moe is not None and config.has_experts(layer):
+            self.mlp = SparseMLP(size, config.moe)
+        else:
+            self.mlp = MLP(size, config.intermediate_size, bias=config.mlp_bias, activation=config.activation)
+        self.mlp_output_norm = norm(size, eps) if config.sandwich_norms else None
 
 
 class Decoder(nn.Module):
@@ -53,11 +64,34 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = module_list(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = (ExactNorm if config.unit_norms else RMSNorm)(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = Rotary(config.head_dim, config.max_positions, config.rope)
+        self.set_rotary()
+
+    def set_rotary(self, max_positions: int | None = None, device: torch.device | str | None = None) -> None:
+        """Makes the rotary embeddings, for texts up to so many tokens (None: as many as the model knows): one, or a second one
+        for layers with a window."""
+        config = self.config
+        ropes = [config.rope, *([] if config.local_rope is None else [config.local_rope])]
+        longest = max_positions or config.max_positions
+        made = [Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in ropes]
+        self.rotary, self.local_rotary = made[0], made[1] if len(made) > 1 else None
+
+    @property
+    def rotaries(self) -> list[Rotary]:
+        return [self.rotary] if self.local_rotary is None else [self.rotary, self.local_rotary]
+
+    def reserve(self, num_positions: int) -> None:
+        """See `Rotary.reserve`."""
+        for rotary in self.rotaries:
+            rotary.reserve(num_positions)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations: packed CPU weights are fp16 while everything between them is fp32."""
+        return self.norm.dtype
 
     def forward(
         self,
@@ -71,7 +105,7 @@ class Decoder(nn.Module):
 
         `taps`: layer counts i; tap i is the residual stream after i layers (0: the embeddings).
         """
-        ops = AttendOps(attend, self.rotary(positions_N, highest_position))
+        ops = AttendOps(attend, *(rotary(positions_N, highest_position) for rotary in self.rotaries))
         x, aux = self.run(self.embed(tokens_N), None, ops, taps)
         return DecoderOutput(ops.norm(self.norm, x), aux)
 
@@ -82,8 +116,13 @@ class Decoder(nn.Module):
         return ops.layers(self.layers, x_ND, meta, taps, num_holding=HOLDING_LAYERS)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        # Activations follow the norms' type: packed CPU weights are fp16 while everything between them is fp32.
-        return self.embed_tokens(tokens).to(self.norm.weight.dtype)
+        return self.scaled(self.embed_tokens(tokens).to(self.dtype))
+
+    def scaled(self, x_ND: Tensor) -> Tensor:
+        """Embeddings as the first layer reads them."""
+        scale = self.config.embedding_scale
+        # The scale itself is rounded to the network's type, as Gemma was trained.
+        return x_ND if scale is None else x_ND * torch.tensor(scale).to(x_ND.dtype).item()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -100,6 +100,10 @@ class EagleDrafter(nn.Module):
         return self
 
     @property
+    def rotaries(self) -> list[Rotary]:
+        return [self.rotary]
+
+    @property
     def embedding(self) -> nn.Module:
         assert self.embed_tokens is not None, "it has none of its own, and none was lent"
         return self.embed_tokens

@@ -20,6 +20,7 @@ from fledge.ops.base import Ops
 
 if TYPE_CHECKING:
     from fledge.models.mla import LatentAttention
+    from fledge.models.moe import SparseMLP
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -35,8 +36,38 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it returns: the network's activations."""
+        return self.weight.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ExactNorm(RMSNorm):
+    """A norm whose weight stays in fp32 whatever the network's type: Gemma keeps weights less one, and one more in bf16 would
+    be another weight."""
+
+    like: Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.register_buffer("like", torch.empty(0), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExactNorm:
+        exact = self.weight.data
+        super()._apply(fn, recurse)
+        if not exact.is_meta:
+            self.weight.data = exact.to(self.weight.device)
+        return self
 
 
 class Rotary(nn.Module):
@@ -45,10 +76,11 @@ class Rotary(nn.Module):
     inverse_frequencies: Tensor
     table: Tensor
 
-    def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig) -> None:
+    def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig, rotated: int | None = None) -> None:
+        """`rotated`: how much of a head is; the rest lies at the end of each half, and its angles are zero."""
         super().__init__()
-        self.head_dim, self.max_positions, self.rope = head_dim, max_positions, rope
-        inverse_frequencies, self.attention_factor = _inverse_frequencies(head_dim, max_positions, rope)
+        self.head_dim, self.max_positions, self.rope, self.rotated = head_dim, max_positions, rope, rotated or head_dim
+        inverse_frequencies, self.attention_factor = _inverse_frequencies(self.rotated, max_positions, rope)
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
         self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
 
@@ -68,12 +100,14 @@ class Rotary(nn.Module):
         inverse = self.inverse_frequencies
         angles = torch.arange(num_positions, device=inverse.device, dtype=torch.float32)[:, None] * inverse.float()
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        rest = (self.head_dim - self.rotated) // 2
+        cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
         # The sign of the rotation is folded into the sine: see `rope_cache.rotate`.
         self.table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
 
     def device_table(self, num_positions: int, device: torch.device) -> Tensor:
         """A table of its own for kernels: of so many positions at least, on the device."""
-        own = Rotary(self.head_dim, self.max_positions, self.rope)
+        own = Rotary(self.head_dim, self.max_positions, self.rope, self.rotated)
         own.reserve(num_positions)
         return own.table.to(device).contiguous()
 
@@ -100,6 +134,9 @@ def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) ->
         smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         smooth = smooth.clamp(0, 1)
         inverse = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    elif rope.kind == "longrope":
+        factors = rope.long_factor if max_positions > original else rope.short_factor
+        return (inverse / torch.tensor(factors, dtype=torch.float64)).float(), rope.attention_factor or 1.0
     elif rope.kind == "yarn":
         return _yarn(head_dim, rope, inverse, original)
     return inverse.float(), 1.0
@@ -145,14 +182,17 @@ class Attention(nn.Module):
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        rope: int = 0,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
+        """`rope`: which of the network's rotary embeddings."""
         super().__init__()
-        self.layer, self.window = layer, window
+        self.layer, self.window, self.rope = layer, window, rope
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.qkv_proj = nn.Linear(input_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
-        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.q_norm = norm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = norm(head_dim, qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(
         self,
@@ -168,15 +208,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm) -> Tensor:
+    def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm, output_norm: RMSNorm | None = None) -> Tensor:
         """The residual stream with the MLP of its norm added."""
-        gated = ops.linear(self.gate_up_proj, x_ND, norm=norm, gated=True)
-        return ops.linear(self.down_proj, gated, residual=x_ND, in_place=True)
+        gated = self.gated(x_ND, ops, norm)
+        if output_norm is None:
+            return ops.linear(self.down_proj, gated, residual=x_ND, in_place=True)
+        return ops.add_norm(output_norm, ops.linear(self.down_proj, gated), x_ND)
+
+    def gated(self, x_ND: Tensor, ops: Ops, norm: RMSNorm | None = None) -> Tensor:
+        if self.activation == "silu":
+            return ops.linear(self.gate_up_proj, x_ND, norm=norm, gated=True)
+        return ops.geglu(ops.linear(self.gate_up_proj, x_ND, norm=norm))
 
 
 class Layer(nn.Module):
@@ -187,12 +235,15 @@ class Layer(nn.Module):
 
     input_layernorm: RMSNorm
     self_attn: Attention | LatentAttention
-    post_attention_layernorm: RMSNorm
-    mlp: MLP
+    attention_output_norm: RMSNorm | None  # of what attention adds
+    post_attention_layernorm: RMSNorm  # of what the MLP reads
+    mlp: MLP | SparseMLP
+    mlp_output_norm: RMSNorm | None  # of what the MLP adds
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
+        self.attention_output_norm = self.mlp_output_norm = None
 
     def forward(
         self,
@@ -212,5 +263,8 @@ class Layer(nn.Module):
         """
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
         attended = self.self_attn(*inputs, before_attention=before_attention)
-        x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)
-        return self.mlp(x_ND, ops, self.post_attention_layernorm)
+        if self.attention_output_norm is None:
+            x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)
+        else:
+            x_ND = ops.add_norm(self.attention_output_norm, ops.linear(self.self_attn.o_proj, attended), x_ND)
+        return self.mlp(x_ND, ops, self.post_attention_layernorm, self.mlp_output_norm)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.geglu import geglu
 from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.moe import experts_reference, experts_triton, route
 from fledge.kernels.sample import Choice, Draws
 from fledge.kernels.step_inputs import DraftInputs
+from fledge.kernels.triton_support import use_triton
 
 
 class NormModule(NormLike, Protocol):
@@ -28,7 +32,7 @@ class AttentionModule(Protocol):
     """What `Ops.attend` knows of an attention module; latent attention is no more than that, and brings its own heads."""
 
     layer: int
-    window: int | None
+    window: int | None  # keys further back than so many tokens, its own included, are not seen
 
 
 class FusedAttentionModule(AttentionModule, Protocol):
@@ -37,6 +41,7 @@ class FusedAttentionModule(AttentionModule, Protocol):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: int  # which of the network's rotary embeddings
 
     @property
     def q_norm(self) -> NormModule | None: ...
@@ -61,6 +66,12 @@ class LayerModule(Protocol):
 
     @property
     def mlp(self) -> nn.Module: ...
+
+    @property
+    def attention_output_norm(self) -> NormModule | None: ...
+
+    @property
+    def mlp_output_norm(self) -> NormModule | None: ...
 
     def __call__(
         self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, attention_input: Tensor | None = None, **hints: bool
@@ -90,11 +101,37 @@ class RotaryModule(Protocol):
     def device_table(self, num_positions: int, device: torch.device) -> Tensor: ...
 
 
+class ExpertModule(Protocol):
+    """`models.layers.MLP`."""
+
+    @property
+    def gate_up_proj(self) -> nn.Module: ...
+
+    @property
+    def down_proj(self) -> nn.Module: ...
+
+    def gated(self, x_ND: Tensor, ops: Ops) -> Tensor: ...
+
+
+class ExpertsModule(Protocol):
+    """`models.moe.SparseMLP`."""
+
+    @property
+    def experts(self) -> Sequence[ExpertModule]: ...
+
+    stacked: tuple[Tensor, Tensor] | None
+
+
 class NetworkModule(Protocol):
     """`models.decoder.Decoder` or `models.drafter.EagleDrafter`."""
 
     @property
     def rotary(self) -> RotaryModule: ...
+
+    @property
+    def rotaries(self) -> Sequence[RotaryModule]:
+        """By the number that a layer's attention names."""
+        ...
 
     @property
     def layers(self) -> Sequence[LayerModule]: ...
@@ -115,6 +152,11 @@ class DrafterModule(NetworkModule, Protocol):
     def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs: ...
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor: ...
+
+
+def device_tables(network: NetworkModule, num_positions: int, device: torch.device) -> list[Tensor]:
+    """Angles by position, of each of the network's rotary embeddings, for kernels."""
+    return [rotary.device_table(num_positions, device) for rotary in network.rotaries]
 
 
 class Ops(ABC):
@@ -146,11 +188,39 @@ class Ops(ABC):
         """[N, H, E], from heads that are normed and rotated: new keys into the cache, attention."""
 
     @abstractmethod
-    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, 1, rotated size] of the new tokens' positions, for modules that rotate themselves."""
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, 1, rotated size] of the new tokens' positions, for modules that rotate themselves.
+
+        `rope`: which of the network's rotary embeddings.
+        """
 
     @abstractmethod
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor: ...
+
+    def add_norm(self, module: NormModule, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
+        """residual + norm(x)"""
+        return residual_ND + self.norm(module, x_ND)
+
+    def geglu(self, gate_up_N2I: Tensor) -> Tensor:
+        """gelu(gate) * up"""
+        return geglu(gate_up_N2I)
+
+    def route(self, scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Weights [N, K] in fp32 and numbers [N, K] of the experts that each row goes to."""
+        return route(scores_NE, num_chosen, normalise=normalise)
+
+    def experts(
+        self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
+    ) -> Tensor:
+        """residual + Σ_k weight_k expert_k(x). A row's result does not depend on where its neighbours go."""
+        if module.stacked is not None and use_triton(x_ND):
+            return experts_triton(*module.stacked, x_ND, weights_NK, experts_NK.int(), residual_ND)
+
+        def run(expert: ExpertModule, x: Tensor) -> Tensor:
+            return self.linear(expert.down_proj, expert.gated(x, self))
+
+        functions = [partial(run, expert) for expert in module.experts]
+        return experts_reference(functions, x_ND, weights_NK, experts_NK, residual_ND)
 
     @abstractmethod
     def head(

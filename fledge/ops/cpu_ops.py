@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.native_layers import NativeBatch, NativeDrafter, NativeLayer, NativeLayers
-from fledge.ops.base import DrafterModule, LayerModule, NetworkModule, NormModule
+from fledge.kernels.native_layers import NativeBatch, NativeDrafter, NativeExperts, NativeLayer, NativeLayers
+from fledge.ops.base import DrafterModule, ExpertsModule, LayerModule, NetworkModule, NormModule
 from fledge.ops.torch_ops import TorchOps
 
 
@@ -20,32 +20,28 @@ class CpuOps(TorchOps):
     """Of one network. A layer changes the residual stream in place; a row never depends on the others."""
 
     def __init__(self, network: NetworkModule, cache: PagedKV) -> None:
-        super().__init__(cache, network.rotary)
-        native_layers = [
-            NativeLayer(
-                layer.self_attn,
-                layer.mlp,
-                None if getattr(layer, "first", False) else layer.input_layernorm,
-                layer.post_attention_layernorm,
-                keys,
-                values,
-            )
-            for layer, keys, values in zip(network.layers, cache.keys, cache.values, strict=True)
-        ]
-        self.native_layers = NativeLayers(native_layers)
+        super().__init__(cache, *network.rotaries)
+        single = [NativeLayer(*parts) for parts in zip(network.layers, cache.keys, cache.values, strict=True)]
+        self.native_layers = NativeLayers(single)
+        with_experts = [cast("ExpertsModule", layer.mlp) for layer in network.layers if hasattr(layer.mlp, "experts")]
+        self.native_experts = {id(module): NativeExperts(module.experts) for module in with_experts}
+        # With experts Python chooses them between layers, so each is a call.
+        self.single_layers = [NativeLayers([layer]) for layer in single] if with_experts else []
         self.native_drafter: NativeDrafter | None = None
 
     @staticmethod
     def serves(network: NetworkModule, cache: PagedKV) -> bool:
-        return all(NativeLayer.serves(layer.self_attn, layer.mlp, cache.keys[0]) for layer in network.layers)
+        return all(NativeLayer.serves(layer, cache.keys[0]) for layer in network.layers)
 
     def batch(self, meta: AttentionMetadata | None, num_more: int = 0) -> NativeBatch:
         """`num_more`: tokens that C adds to each sequence by itself; `meta` knows their highest position."""
         meta = given(meta)
         positions, highest = given(meta.positions_N), meta.highest_position
-        self.rotary.reserve(1 + (int(positions.max()) if highest is None else highest))
-        cos_PE, sin_PE = self.rotary.table.unbind(0)
-        return NativeBatch(given(meta.host), cos_PE, sin_PE, positions, num_more)
+        num_positions = 1 + (int(positions.max()) if highest is None else highest)
+        for rotary in self.rotaries:
+            rotary.reserve(num_positions)
+        tables = [(rotary.table[0], rotary.table[1]) for rotary in self.rotaries]
+        return NativeBatch(given(meta.host), tables, positions, num_more)
 
     def layers(
         self,
@@ -54,9 +50,33 @@ class CpuOps(TorchOps):
         meta: AttentionMetadata | None,
         taps: Sequence[int] = (),
         attention_input: Tensor | None = None,
-        **_: int,
+        **hints: int,
     ) -> tuple[Tensor, Sequence[Tensor]]:
+        if self.single_layers:
+            return super().layers(layers, x_ND, meta, taps, attention_input, **hints)
         return x_ND, self.native_layers(self.batch(meta), x_ND, attention_input, taps)
+
+    def layer(
+        self,
+        layer: LayerModule,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        attention_input: Tensor | None = None,
+        *,
+        in_place: bool = False,
+        before_attention: bool = False,
+    ) -> Tensor:
+        """Of a network with experts."""
+        meta = given(meta)
+        x_ND = x_ND if in_place else x_ND.clone()
+        self.single_layers[layer.index](meta.once(self, lambda: self.batch(meta)), x_ND, attention_input)
+        return layer.mlp(x_ND, self, layer.post_attention_layernorm) if id(layer.mlp) in self.native_experts else x_ND
+
+    def experts(
+        self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
+    ) -> Tensor:
+        self.native_experts[id(module)](x_ND, weights_NK, experts_NK, residual_ND)
+        return residual_ND
 
     def drafter(self, network: DrafterModule) -> NativeDrafter:
         """Made when it is first asked for: a target's embedding and head are lent to a drafter after it was packed."""

@@ -32,15 +32,16 @@ from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionM
 class CudaOps(Ops):
     """Of one network, whose cache and table of angles these are."""
 
-    def __init__(self, cache: PagedKV, rope_table: Tensor) -> None:
-        """`rope_table`: `Rotary.device_table`, as far as positions go."""
-        self.cache, self.rope_table = cache, rope_table
+    def __init__(self, cache: PagedKV, *rope_tables: Tensor) -> None:
+        """`rope_tables`: `device_tables`, as far as positions go."""
+        self.cache, self.rope_tables = cache, rope_tables
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
     def linear(
         self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, in_place: bool = False, **surroundings: Any
     ) -> Tensor:
+        x, surroundings = self._in_order(module, x, surroundings)
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
@@ -50,7 +51,7 @@ class CudaOps(Ops):
         if meta.form is Form.DECODE:
             return rope_attention(
                 qkv_NX,
-                self.rope_table,
+                self.rope_tables[module.rope],
                 given(meta.starts_B),
                 given(meta.counts_B),
                 *self._cache_of(module),
@@ -71,10 +72,10 @@ class CudaOps(Ops):
         store_kv(k_NKE, v_NKE, slots, *self._cache_of(module))
         return self._attend_stored(module, q_NHE, meta)
 
-    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
         assert meta is not None
         positions, _ = meta.tokens(num_tokens, self.cache.page_size)
-        return meta.once((self, "angles"), lambda: self.rope_table[:, positions].unsqueeze(-2).unbind(0))
+        return meta.once((self, "angles", rope), lambda: self.rope_tables[rope][:, positions].unsqueeze(-2).unbind(0))
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         if use_triton(x_ND):
@@ -98,13 +99,22 @@ class CudaOps(Ops):
         assert isinstance(weight, Tensor)
         return draft_inputs(h_ND, tokens, weight, *norms, norm_before_residual=layer.norm_before_residual, **drafting)
 
+    def _in_order(self, module: nn.Module, x: Tensor, surroundings: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Inputs as the columns of a weight with act-order read them; their norm comes first."""
+        order = getattr(module, "order", None)
+        if order is None:
+            return x, surroundings
+        norm = surroundings.get("norm")
+        x = x if norm is None else self.norm(norm, x)
+        return x[:, order], surroundings | {"norm": None}
+
     def _cache_of(self, module: AttentionModule) -> tuple[Tensor, Tensor]:
         return self.cache.keys[module.layer], self.cache.values[module.layer]
 
     def _store_rotated(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
         """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
         positions, slots = meta.tokens(len(qkv_NX), self.cache.page_size)
-        rope_cache(qkv_NX, self.rope_table, positions, slots, *self._cache_of(module), head_norms(module))
+        rope_cache(qkv_NX, self.rope_tables[module.rope], positions, slots, *self._cache_of(module), head_norms(module))
         return qkv_NX.view(len(qkv_NX), -1, module.head_dim)
 
     def _attend_stored(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
@@ -137,8 +147,9 @@ class CudaOps(Ops):
             num_places = len(starts) * BLOCK_TOKENS
             q_NHE = q_NHE.new_zeros(num_places, *q_NHE.shape[1:]).index_copy_(0, places, q_NHE)
         page_size = 1 if pages.dim() == 1 else self.cache.page_size
+        keys, values = self._cache_of(module)
         where = (pages, given(meta.offsets_C), starts, page_size)
-        attended = prefill_attention(q_NHE, *self._cache_of(module), *where, window=module.window)
+        attended = prefill_attention(q_NHE, keys, values, *where, window=module.window)
         return attended if places is None else attended[places]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
-from fledge.ops.base import NetworkModule, Ops
+from fledge.ops.base import NetworkModule, Ops, device_tables
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
@@ -22,5 +22,5 @@ def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = F
     if cache.keys.dtype == torch.uint8 and deterministic:
         raise UserError("--kv-cache-dtype q8_0 with --deterministic takes a model that the C kernels run; use float16")
     if deterministic:
-        return CudaOps(cache, network.rotary.device_table(num_positions, cache.keys.device))
-    return TorchOps(cache, network.rotary)
+        return CudaOps(cache, *device_tables(network, num_positions, cache.keys.device))
+    return TorchOps(cache, *network.rotaries)

@@ -20,8 +20,8 @@ from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionM
 class TorchOps(Ops):
     """Over a paged cache whose sequences the host knows (`AttentionMetadata.from_layouts`)."""
 
-    def __init__(self, cache: PagedKV, rotary: RotaryModule) -> None:
-        self.cache, self.rotary = cache, rotary
+    def __init__(self, cache: PagedKV, *rotaries: RotaryModule) -> None:
+        self.cache, self.rotaries = cache, rotaries
 
     def linear(
         self,
@@ -44,7 +44,7 @@ class TorchOps(Ops):
         if module.q_norm is not None and module.k_norm is not None:
             q, k = qk.split((module.num_heads, module.num_kv_heads), -2)
             qk = torch.cat([module.q_norm(q), module.k_norm(k)], -2)
-        qk = rotate(qk, *self.angles(meta, len(qkv_NX)))
+        qk = rotate(qk, *self.angles(meta, len(qkv_NX), module.rope))
         q, k = qk.split((module.num_heads, module.num_kv_heads), -2)
         return self.attend(module, q, k, v, meta).flatten(-2)
 
@@ -55,10 +55,10 @@ class TorchOps(Ops):
         keys, values = self.cache.keys[module.layer], self.cache.values[module.layer]
         return paged_attention(q_NHE, k_NKE, v_NKE, keys, values, given(meta.host), module.window)
 
-    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
         assert meta is not None
         positions, highest = given(meta.positions_N), meta.highest_position
-        return meta.once((self, "angles"), lambda: self.rotary(positions, highest))
+        return meta.once((self, "angles", rope), lambda: self.rotaries[rope](positions, highest))
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return module(x_ND)
@@ -89,7 +89,8 @@ class TorchOps(Ops):
 class AttendOps(TorchOps):
     """Attention is the caller's own function: packed documents in training, rollouts of a study. There is no metadata."""
 
-    def __init__(self, attend: Attend, angles: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, attend: Attend, *angles: tuple[Tensor, Tensor]) -> None:
+        """`angles`: of each of the network's rotary embeddings."""
         self.function, self.cos_sin = attend, angles
 
     def attend(
@@ -97,8 +98,8 @@ class AttendOps(TorchOps):
     ) -> Tensor:
         return self.function(module.layer, q_NHE, k_NKE, v_NKE, module.window)
 
-    def angles(self, meta: AttentionMetadata | None, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return self.cos_sin
+    def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
+        return self.cos_sin[rope]
 
 
 def _no_attention(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:

@@ -16,7 +16,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text_config
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
-from fledge.config import FAMILIES, DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers, is_supported
 from fledge.devices import resolve_device
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
@@ -37,6 +37,7 @@ from fledge.training.warm_start import (
     start_from_drafter,
     start_from_target,
     start_random,
+    usable,
 )
 
 Say = Callable[[str], None]
@@ -82,8 +83,8 @@ def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any]
             target = replace(target, model=str(folder / "target"))
         data = replace(data, train=tuple(str(folder / "answers.jsonl") if f == "toy" else f for f in data.train))
     if target.backend == "auto" and target.endpoint is None:
-        architecture = (read_json(sources.resolve(target.model) / "config.json").get("architectures") or [""])[0]
-        target = replace(target, backend="fledge" if architecture in FAMILIES else "transformers")
+        known = is_supported(read_json(sources.resolve(target.model) / "config.json"))
+        target = replace(target, backend="fledge" if known else "transformers")
     if recipe.run.shard_target and target.backend != "fledge":
         where = "at its endpoint" if target.endpoint is not None else "through transformers"
         raise RecipeError(
@@ -119,7 +120,8 @@ def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> Traini
     loaded = load_target(recipe, world, folder)
     target, config, shape = loaded.target, loaded.config, loaded.shape
     if config.rope != shape.rope:
-        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {MLAConfig.rope_problem(shape.rope)}")
+        problem = MLAConfig.rope_problem(shape.rope) or "drafters have no longrope"
+        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {problem}")
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
@@ -170,7 +172,9 @@ def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> Load
         shape, stop_ids = target_shape(folder)
         config = drafter_config(recipe, shape)
         target = _endpoint(recipe, folder, config, shape.num_layers)
-        weights = load_last_layer(folder) | {"norm.weight": target.norm.weight.float().cpu()}
+        weights = load_last_layer(folder)
+        weights = usable(weights, shape) if isinstance(shape, ModelConfig) else weights
+        weights |= {"norm.weight": target.norm.weight.float().cpu()}
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
         config = drafter_config(recipe, shape)
@@ -249,7 +253,7 @@ def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
     is_31 = asked.version == "3.1"
     mla = latent_sizes(asked.mla, target) if asked.attention == "mla" else None
     rope = target.rope
-    if mla is not None and MLAConfig.rope_problem(rope):
+    if rope.kind == "longrope" or (mla is not None and MLAConfig.rope_problem(rope)):
         rope = RopeConfig(theta=rope.theta)  # the drafter need not share the target's positions; plain ones will do
     return DrafterConfig(
         vocab_size=target.vocab_size,
@@ -340,8 +344,8 @@ def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: i
 def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
     """The target's sizes and stop tokens by its files alone, whatever its architecture."""
     content = text_config(folder)
-    if (content.get("architectures") or [""])[0] in FAMILIES:
-        shape = ModelConfig.from_hf({**content, "quantization_config": None}, name=str(folder))
+    if is_supported(content):
+        shape = ModelConfig.from_hf(content, name=str(folder))
     else:
         try:
             shape = _shape(SimpleNamespace(**content), content, int(content["vocab_size"]))

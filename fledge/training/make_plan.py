@@ -223,10 +223,13 @@ def _aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _parameters(shape: Any) -> float:
-    """By the sizes, as if the model were dense."""
+    """Those that a token passes, by the sizes; experts of architectures that we do not know are taken for a plain MLP."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size
-    return shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+    inner, moe = shape.num_layers * shape.intermediate_size, getattr(shape, "moe", None)
+    if moe is not None:
+        chosen = moe.experts_per_token * moe.intermediate_size + moe.shared_intermediate_size
+        inner += len(moe.layers) * (chosen - shape.intermediate_size)
+    return shape.num_layers * attention + 3 * shape.hidden_size * inner + shape.vocab_size * shape.hidden_size
 
 
 def _writes_anything(tokenizer: Tokenizer) -> bool:

@@ -94,7 +94,7 @@ def learned_target(steps: int = 300, seed: int = 0) -> Decoder:
             torch.nn.init.normal_(parameter, std=0.08)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=4e-3, betas=(0.9, 0.95))
     rows, length = 8, 128
-    decoder.rotary.reserve(length)
+    decoder.reserve(length)
     for step in range(steps):
         tokens, document = torch.full((rows, length), PAD), torch.zeros(rows, length, dtype=torch.long)
         for row in range(rows):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fledge.config import ModelConfig
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -25,6 +26,7 @@ _OF_USE = (
     *("self_attn.", "input_layernorm.", "post_attention_layernorm.", "pre_feedforward_layernorm."),
     *("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj."),
 )
+_OF_USE_HERE = ("self_attn.", "input_layernorm.", "post_attention_layernorm.", "mlp.gate_up_proj.", "mlp.down_proj.")
 # What our networks keep as one, under the names of transformers' models.
 _FUSED = (
     ("self_attn.qkv_proj.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"]),
@@ -133,8 +135,18 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor])
 
 def last_layer(decoder: Decoder) -> dict[str, Tensor]:
     """The last layer's weights, and the final norm as `norm.weight`. A sharded one is gathered, by all processes."""
-    weights = {name: _whole(value.detach()).float().cpu() for name, value in decoder.layers[-1].named_parameters()}
-    return weights | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+    layer = decoder.layers[-1]
+    named = [(name, value) for name, value in layer.named_parameters() if name.startswith(_OF_USE_HERE)]  # not the experts
+    weights = {name: _whole(value.detach()).float().cpu() for name, value in named}
+    return usable(weights, decoder.config) | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+
+
+def usable(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Of a last layer's weights by our names, those that mean something to a drafter's layer: where outputs are normed, weights
+    before that norm have no size without it; where only a part of a head is rotated, queries and keys are of another kind."""
+    strange = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
+    strange += ("self_attn.qkv_proj.",) if config.rotary_dim != config.head_dim else ()
+    return {name: value for name, value in weights.items() if not strange or not name.startswith(strange)}
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from fledge.checkpoints import tensors
 from fledge.checkpoints.hf import config_to_hf, load_config, load_decoder, save_decoder
 from fledge.config import FAMILIES, ModelConfig, RopeConfig
 from fledge.errors import ModelError
-from fledge.models.decoder import Decoder
+from fledge.models.decoder import Decoder, causal_attend
 from tests.tiny import tiny_decoder, tiny_model_config
+
+LONGROPE = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
 
 
 def assert_same_weights(left: Decoder, right: Decoder) -> None:
@@ -59,10 +61,17 @@ def test_round_trip(architecture: str, tied: bool, tmp_path: Path) -> None:
     assert not loaded.rotary.inverse_frequencies.is_meta
 
 
-def test_transformers_reads_what_is_written(folder: Path) -> None:
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+@pytest.mark.parametrize("architecture", FAMILIES)
+@torch.no_grad()
+def test_transformers_reads_what_is_written(architecture: str, tmp_path: Path) -> None:
+    decoder = tiny_decoder(architecture=architecture)
+    folder = save_decoder(decoder, tmp_path)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    tokens = torch.arange(40)
+    ours = decoder.logits(decoder(tokens, tokens, causal_attend()).hidden_ND)
+    assert (ours - model(tokens[None]).logits[0]).abs().max() < 1e-4 * ours.abs().max()
 
 
 def test_dtype(folder: Path) -> None:
@@ -92,8 +101,14 @@ def test_tokenizer_files_go_along(folder: Path, tmp_path: Path) -> None:
         tiny_model_config("MistralForCausalLM", rope=RopeConfig(1e4, original_max_positions=512), windows=(16,) * 4),
         tiny_model_config("Qwen2ForCausalLM", rope=RopeConfig(1e6, "dynamic", 2.0, 256), windows=(None, None, 8, 8)),
         tiny_model_config("Qwen3ForCausalLM", rope=RopeConfig(1e6, original_max_positions=512), tie_embeddings=True),
+        tiny_model_config("Qwen3MoeForCausalLM", rope=RopeConfig(1e6, original_max_positions=512)),
+        tiny_model_config("Qwen2MoeForCausalLM", rope=RopeConfig(1e6, original_max_positions=512)),
+        tiny_model_config("MixtralForCausalLM", rope=RopeConfig(1e6, original_max_positions=512)),
+        tiny_model_config("Gemma3ForCausalLM", tie_embeddings=True),
+        tiny_model_config("Phi3ForCausalLM", windows=(16,) * 4),
+        tiny_model_config("Phi3ForCausalLM", rope=LONGROPE),
     ],
-    ids=["llama3", "yarn", "linear-biases", "mistral-window", "qwen2-window", "qwen3"],
+    ids=lambda config: f"{config.architecture}-{config.rope.kind}",
 )
 def test_config_round_trip(config: ModelConfig) -> None:
     assert ModelConfig.from_hf(config_to_hf(config)) == config

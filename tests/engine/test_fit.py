@@ -31,7 +31,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch):
 def default_config(model, **changes) -> EngineConfig:
     """As `resolve` gives on a GPU, which is not here."""
     base = {"max_model_len": model.max_positions, "max_num_seqs": 256, "max_batched_tokens": 8192, "page_size": 128}
-    return EngineConfig(device="cuda", dtype="bfloat16", **(base | changes))
+    return EngineConfig(device="cuda", dtype="bfloat16", kv_cache_dtype="bfloat16", **(base | changes))
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, count: float) -> None:

@@ -33,7 +33,7 @@ def test_weights_and_cache():
 def test_captured_cycles_have_tables_and_rows():
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter()), CPU, capture=False)
     plan, rows = memory_plan(engine), engine.executor.batch
-    assert plan.tables == nbytes(rows.ops.rope_table, rows.method.ops.rope_table)
+    assert plan.tables == nbytes(*rows.ops.rope_tables, *rows.method.ops.rope_tables)
     assert plan.rows == nbytes(rows.state.rows.tokens, rows.state.rows.stop_bits, rows.state.page_table)
 
 

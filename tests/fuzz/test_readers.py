@@ -20,8 +20,9 @@ from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
-from fledge.checkpoints.hf import load_config, save_decoder
+from fledge.checkpoints.hf import config_to_hf, load_config, save_decoder
 from fledge.checkpoints.tensors import TensorReader
+from fledge.config import FAMILIES as SUPPORTED
 from fledge.config import ModelConfig
 from fledge.engine.stop_strings import StopMatcher
 from fledge.errors import RequestError, UserError
@@ -33,7 +34,7 @@ from fledge.serving.tool_parsers import TOOL_PARSERS
 from fledge.serving.tool_parsers.forced import RequiredParser, required_schema
 from tests.checkpoints.gguf_files import write_gguf
 from tests.serving.model_folder import make_tokenizer
-from tests.tiny import tiny_decoder
+from tests.tiny import tiny_decoder, tiny_model_config
 
 EXAMPLES = int(os.environ.get("FLEDGE_FUZZ_EXAMPLES", "0"))
 
@@ -121,22 +122,25 @@ def test_safetensors_headers(tmp_path: Path, header: dict[str, Any], length: int
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = save_decoder(tiny_decoder(), tmp_path_factory.mktemp("model"))
-    return json.loads((folder / "config.json").read_text())
+    experts = config_to_hf(tiny_model_config("Qwen2MoeForCausalLM")) | {"num_local_experts": 4}
+    return experts | json.loads((folder / "config.json").read_text())
 
 
 KEYS = [
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "eos_token_id", "bos_token_id", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "hidden_act",
-    "quantization_config", "partial_rotary_factor", "original_max_position_embeddings",
+    "quantization_config", "partial_rotary_factor", "original_max_position_embeddings", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers",
+    "decoder_sparse_step", "hidden_activation", "query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq",
 ]  # fmt: skip
 ROPE_KEYS = [
     "rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "attention_factor",
 ]  # fmt: skip
-ROPE_VALUES = SCALARS | st.sampled_from(["yarn", "llama3", "linear", "dynamic"])
+ROPE_VALUES = SCALARS | st.sampled_from(["yarn", "llama3", "linear", "dynamic", "longrope", [1.0], [1.0] * 4])
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), ROPE_VALUES, max_size=5)
 CHANGES = st.dictionaries(st.sampled_from(KEYS), JSON | ROPE | st.integers(-2, 1 << 40), min_size=1, max_size=4)
-FAMILIES = st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+FAMILIES = st.sampled_from(list(SUPPORTED))
 
 
 @bounded(400)

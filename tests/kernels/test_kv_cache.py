@@ -67,8 +67,8 @@ def test_layer(name, T, kv_len, tree, window, E):
     expected = heads.layer(x, meta, TorchOps(caches[0], lambda *_: (cos, sin)), attention_input=normed)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
-    layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
-    NativeLayers([layer])(NativeBatch(meta.host, cos, sin, torch.arange(len(x))), x, normed)
+    layer = NativeLayer(heads.layer, caches[1].keys[0], caches[1].values[0])
+    NativeLayers([layer])(NativeBatch(meta.host, [(cos, sin)], torch.arange(len(x))), x, normed)
     for stored in ("keys", "values"):
         ours, theirs = (decode(getattr(cache, stored), torch.float32) for cache in reversed(caches))
         # A number on the edge between two codes may come out as either.
@@ -102,13 +102,13 @@ def test_a_row_does_not_depend_on_the_others_or_on_where_pages_lie(name, window,
             cache.values.fill_(empty)
             slots = torch.tensor([pages[place // page] * page + place % page for place in range(start + num_rows)])
             cache.keys[0, :, slots[:start]], cache.values[0, :, slots[:start]] = before[:, :, :start]
-            layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
+            layer = NativeLayer(heads.layer, cache.keys[0], cache.values[0])
             out = x.clone()
             for first in range(0, num_rows, step):
                 rows = slice(first, min(first + step, num_rows))
                 layout = SequenceLayout(pages, rows.stop - first, start + rows.stop)
                 host, part = HostLayouts([layout], page, torch.device("cpu")), out[rows].clone()
-                batch = NativeBatch(host, cos, sin, torch.arange(len(x))[rows])
+                batch = NativeBatch(host, [(cos, sin)], torch.arange(len(x))[rows])
                 NativeLayers([layer])(batch, part, normed[rows].contiguous())
                 out[rows] = part
             results.append((out, cache.keys[0, :, slots], cache.values[0, :, slots]))

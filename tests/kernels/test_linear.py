@@ -97,6 +97,21 @@ def test_tiles(form, slices, format, surroundings):
 test_tiles.pytestmark += runs_triton
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("group", [8, 96, 128, 256])
+@pytest.mark.parametrize("format", ["int8", "int4 with offsets"])
+def test_groups_of_any_size(format, group, split):
+    """Quantised checkpoints have groups that reach from one slice into the next."""
+    size, device = 768, device_of_kernels()
+    weight = some_weight(format, 40, size, device, group)
+    x, order = torch.randn(3, size, device=device), Summation(4, False, 192)
+    found = tiled_linear(x, weight, order=order, tile=Tile(16, 16, 64, 4, 2), split=split)
+    torch.testing.assert_close(found, x @ dequantize(weight).t(), atol=1e-4, rtol=1e-4)
+
+
+test_groups_of_any_size.pytestmark += runs_triton
+
+
 def test_tiles_by_rows():
     one, two, four = Summation(1, False, 4096), Summation(2, False, 7168), Summation(4, True, 192)
     assert choose_tile(16, 4096, one, 16)[0].rows == 16

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fledge.config import FAMILIES
 from fledge.engine.build import Speculation, fit
 from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata
@@ -121,6 +122,7 @@ class Heads:
         self.mlp = MLP(H * E, 64).requires_grad_(False)
         self.post = RMSNorm(H * E, 1e-5).requires_grad_(False)
         self.layer = Layer(0)
+        self.layer.first = True  # it has no input norm
         self.layer.self_attn, self.layer.mlp, self.layer.post_attention_layernorm = self.attention, self.mlp, self.post
         for norm in (self.attention.q_norm, self.attention.k_norm):
             if norm is not None:
@@ -154,11 +156,11 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     expected = heads.layer(x, meta, TorchOps(caches[0], lambda *_: (cos, sin)), attention_input=normed)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
-    layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, caches[1].keys[0], caches[1].values[0])
+    layer = NativeLayer(heads.layer, caches[1].keys[0], caches[1].values[0])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        NativeLayers([layer])(NativeBatch(meta.host, cos, sin, torch.arange(T)), x, normed)
+        NativeLayers([layer])(NativeBatch(meta.host, [(cos, sin)], torch.arange(T)), x, normed)
     finally:
         torch.set_num_threads(before)
     assert_near(caches[1].keys, caches[0].keys, 1e-4)
@@ -189,15 +191,15 @@ def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
         cache.values.fill_(torch.nan)
         slots = torch.tensor([pages[place // page] * page + place % page for place in range(used * page)])
         cache.keys[0, :, slots], cache.values[0, :, slots] = keys, values
-        layer = NativeLayer(heads.attention, heads.mlp, None, heads.post, cache.keys[0], cache.values[0])
+        layer = NativeLayer(heads.layer, cache.keys[0], cache.values[0])
         host, out = HostLayouts([SequenceLayout(pages, T, kv_len, mask)], page, torch.device("cpu")), x.clone()
-        NativeLayers([layer])(NativeBatch(host, cos, sin, torch.arange(T)), out, normed)
+        NativeLayers([layer])(NativeBatch(host, [(cos, sin)], torch.arange(T)), out, normed)
         results.append((out, cache.keys[0, :, slots], cache.values[0, :, slots]))
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, results[0], strict=True))
 
 
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_native_pass_equals_the_network(family):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
     caches = [PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu") for _ in range(2)]
@@ -206,7 +208,7 @@ def test_a_native_pass_equals_the_network(family):
     taps = (0, 2, 4)
     assert CpuOps.serves(decoder, caches[1])
     found = []
-    for ops in (TorchOps(caches[0], decoder.rotary), CpuOps(decoder, caches[1])):
+    for ops in (TorchOps(caches[0], *decoder.rotaries), CpuOps(decoder, caches[1])):
         meta = AttentionMetadata.from_layouts(layouts, positions, 8, 14)
         x, aux = decoder.run(decoder.embed(tokens), meta, ops, taps)
         found.append([ops.norm(decoder.norm, x), *aux])

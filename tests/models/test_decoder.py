@@ -33,6 +33,26 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GEMMA = {
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+PHI = {"pad_token_id": 0, "eos_token_id": 2}
+# In transformers a text of up to 64 tokens takes the short factors. Here an engine's longest text decides.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -50,11 +70,26 @@ CASES = {
     "qwen2-yarn": ("Qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {}),
     "qwen3-window": ("Qwen3", QWEN_WINDOW),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 16}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "qwen3-moe-some-layers": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "qwen2-moe-no-bias": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False}),
+    "gemma3": ("Gemma3", GEMMA),
+    "gemma3-scaled": ("Gemma3", {**GEMMA, "rope_parameters": GEMMA_ROPES, "query_pre_attn_scalar": 5}),
+    "gemma3-untied": ("Gemma3", {**GEMMA, "tie_word_embeddings": False}),
+    "phi3": ("Phi3", PHI),
+    "phi3-partial": ("Phi3", {**PHI, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "phi3-longrope": ("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    "phi3-window": ("Phi3", {**PHI, "sliding_window": 16}),
 }
 
 
 def reference_model(family: str, **settings: object) -> transformers.PreTrainedModel:
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, "tie_word_embeddings": False, **settings})
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
+        **{**SIZES, "tie_word_embeddings": False, **settings}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -83,7 +118,7 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     model.model.layers[-1].register_forward_hook(lambda _, __, output: last.update(hidden=output))
 
     taps = range(len(decoder.layers) + 1)
-    lengths = [40, 1, 70]
+    lengths = [66, 65, 70] if "longrope" in case else [40, 1, 70]
     sequences = [torch.randint(0, 128, (length,)) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths])
     output = decoder(torch.cat(sequences), positions, causal_attend(lengths), taps=taps)

@@ -14,6 +14,8 @@ from fledge.config import MLAConfig
 from fledge.kernels.attention.kv_store import store_kv_reference, store_kv_triton
 from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.models.moe import stack_experts
+from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
 from tests.kernels.support import DEVICE, INTERPRETED, device_of_kernels, runs_triton
@@ -25,11 +27,15 @@ MLA = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_
 NETWORKS = {
     "target": {},
     "windows and norms": {"architecture": "Qwen3ForCausalLM", "windows": (7, None, 7, None)},
+    "experts": {"architecture": "Qwen3MoeForCausalLM"},
+    "shared expert": {"architecture": "Qwen2MoeForCausalLM"},
+    "Gemma": {"architecture": "Gemma3ForCausalLM", "windows": (7, None, 7, None)},
+    "Phi": {"architecture": "Phi3ForCausalLM"},
     "drafter": {"drafter": {"num_layers": 2}},
     "latent drafter": {"drafter": {"mla": MLA}},
     "latent drafter, window": {"drafter": {"mla": replace(MLA, q_lora_rank=20), "window": 6, "num_layers": 2}},
 }
-TARGETS = ["target", "windows and norms"]
+TARGETS = ["target", "windows and norms", "experts", "shared expert", "Gemma", "Phi"]
 
 
 class Setup:
@@ -47,6 +53,7 @@ class Setup:
             self.network = tiny_decoder(3, **settings)
             shape = (4, 2, 8)
         self.network.to(device)
+        stack_experts(self.network)
         self.network.embed_tokens.to(device)
         self.device, self.starts = torch.device(device), starts
         self.caches = [PagedKV(*shape, 32, PAGE, torch.float32, device) for _ in range(2)]
@@ -59,8 +66,8 @@ class Setup:
                 slots = torch.tensor([self.slot(text, place) for place in range(start)], dtype=torch.long, device=device)
                 cache.keys[:, :, slots] = keys[:, :, text, :start].to(device)
                 cache.values[:, :, slots] = values[:, :, text, :start].to(device)
-        self.reference = TorchOps(self.caches[0], self.network.rotary)
-        self.ops = ops(self.caches[1], self.network.rotary.device_table(128, self.device))
+        self.reference = TorchOps(self.caches[0], *self.network.rotaries)
+        self.ops = ops(self.caches[1], *device_tables(self.network, 128, self.device))
 
     @staticmethod
     def slot(text: int, place: int) -> int:

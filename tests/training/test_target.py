@@ -29,7 +29,14 @@ def packed() -> TrainBatch:
 
 @pytest.mark.parametrize(
     ("architecture", "windows"),
-    [("LlamaForCausalLM", (None,) * 4), ("Qwen3ForCausalLM", (None,) * 4), ("MistralForCausalLM", (3,) * 4)],
+    [
+        ("LlamaForCausalLM", (None,) * 4),
+        ("Qwen3ForCausalLM", (None,) * 4),
+        ("MistralForCausalLM", (3,) * 4),
+        ("Qwen3MoeForCausalLM", (None,) * 4),
+        ("Gemma3ForCausalLM", (5, None, 5, None)),
+        ("Phi3ForCausalLM", (None,) * 4),
+    ],
 )
 def test_packed_documents_do_not_see_each_other(architecture, windows):
     decoder = tiny_decoder(architecture=architecture, windows=windows)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.hf import load_config
+from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.errors import UserError
 from fledge.training import toy
 from fledge.training.context import build_context, resolve
@@ -23,6 +23,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.trainer import Trainer, TrainingStopped, train
+from tests.tiny import tiny_decoder
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +280,20 @@ def test_a_draft_vocabulary_serves_other_data(recipe, tmp_path, capfd):
     assert train(other).finished
     first, second = (load_drafter(Path(r.output) / "best").d2t for r in (recipe, other))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"])
+def test_other_families_are_trained_for(recipe, tmp_path, family):
+    decoder = tiny_decoder(architecture=family, vocab_size=len(toy.WORDS), eos_token_ids=(toy.END,))
+    folder = save_decoder(decoder, tmp_path / "target")
+    toy.save_tokenizer(folder)
+    recipe = replace(recipe, target=replace(recipe.target, model=str(folder)))
+    result = train(recipe)
+    assert result.finished
+    history = losses(recipe)
+    assert sum(history[step] for step in (10, 11, 12)) < sum(history[step] for step in (1, 2, 3))
+    provenance = json.loads((result.best_folder / "provenance.json").read_text())
+    assert provenance["recipe"]["target"]["backend"] == "fledge"
 
 
 def test_a_target_of_transformers_is_trained_for(recipe, tmp_path):

@@ -446,7 +446,7 @@ class CudaGraphExecutor:
             return
         shape = self.decoder.config
         sizes = [shape.hidden_size] * (len(self.method.aux_layers) + 1)
-        dtype, device = self.decoder.norm.weight.dtype, self.batch.device
+        dtype, device = self.decoder.dtype, self.batch.device
         self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
 
     def take_states(self, request: Request) -> tuple[int, list[torch.Tensor]] | None:

@@ -47,6 +47,7 @@ from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import Choice, Draws, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
+from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.base import CapturedMethod
 from fledge.speculation.methods.tree import (
@@ -104,8 +105,7 @@ class DeviceBatch:
             torch.cuda.set_device(self.device.index or 0)  # kernels are launched on the current device
         self.max_positions = config.max_model_len + lookahead
         self.max_pages = -(-self.max_positions // config.page_size)
-        rope_table = decoder.rotary.device_table(self.max_positions, self.device)
-        self.ops = CudaOps(cache, rope_table)
+        self.ops = CudaOps(cache, *device_tables(decoder, self.max_positions, self.device))
         shape = (config.max_num_seqs, config.max_model_len, self.max_pages, decoder.config.vocab_size)
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
@@ -171,7 +171,7 @@ class DeviceBatch:
         last = drafted.last if drafted is not None else None
         embedding = self.decoder.embed_tokens.weight
         inputs = verify_inputs(size, depth, state.token, self.state.drafts, state.length, state.active, embedding, last)
-        return Pending(*inputs, None)
+        return Pending(self.decoder.scaled(inputs[0]), *inputs[1:], None)
 
     def verify(self, pending: Pending, pages: Tensor, depth: int) -> Verified:
         """Runs the target over the pending tokens and the drafts."""

@@ -17,7 +17,7 @@
 enum Format {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,  /* GGUF's own numbers */
     Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, BF16 = 30,
-    GROUPS_OF_BYTES = 108, GROUPS_OF_NIBBLES = 104  /* ours */
+    GROUPS_OF_BYTES = 108, GROUPS_OF_NIBBLES = 104, GROUPS_WITH_WIDE_OFFSETS = 105  /* ours */
 };
 enum { UNIT = 32, UNITS = 8 };  /* inputs a unit; units a block of 256 */
 #define INLINE static inline __attribute__((always_inline))

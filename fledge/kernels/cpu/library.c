@@ -8,18 +8,23 @@
 #include "linear.h"
 #include "attention.h"
 
+enum { MAX_ROPES = 2 };  /* rotary embeddings of a network */
+
 typedef struct {
     const float *input_norm;  /* NULL: the input comes normed */
     const float *post_norm;
     const float *q_norm, *k_norm;  /* or NULL */
+    const float *attention_output_norm, *mlp_output_norm;  /* of what is added to the residual stream, or NULL */
     float eps;
-    Linear qkv, o, gate_up, down;
+    int gelu;                      /* the MLP's gate; else silu */
+    int rope;                      /* which of the batch's tables */
+    Linear qkv, o, gate_up, down;  /* down without inputs: the MLP is not run here */
 } Layer;
 
 typedef struct {
     const Sequence *sequences;
-    const float *cosine, *sine;  /* by position: [positions, head size]; the rotation's sign is in the sine */
-    const int64_t *positions;    /* of the rows */
+    const float *cosine[MAX_ROPES], *sine[MAX_ROPES];  /* by position: [positions, head size]; the rotation's sign is in the sine */
+    const int64_t *positions;  /* of the rows */
     long num_sequences, rows;
     int threads;
 } Batch;
@@ -36,6 +41,14 @@ void rms_norm(const float *x, const float *weight, float *out, long rows, long s
         const float *row = x + r * size;
         float scale = inverse_rms(row, size, eps);
         for (long i = 0; i < size; i++) out[r * stride + i] = row[i] * scale * weight[i];
+    }
+}
+
+/* out += x / rms(x) · weight */
+static void add_rms_norm(const float *x, const float *weight, float *out, long rows, long size, float eps) {
+    for (long r = 0; r < rows; r++, x += size, out += size) {
+        float scale = inverse_rms(x, size, eps);
+        for (long i = 0; i < size; i++) out[i] += x[i] * scale * weight[i];
     }
 }
 
@@ -92,7 +105,8 @@ static void place_block(const void *task, long block) {
     for (long r = 0; r < rows; r++) {
         long row = a->block_row[block] + r;
         float *heads = a->heads + row * (H + 2 * K) * E;
-        const float *cosine = a->batch->cosine + a->batch->positions[row] * E, *sine = a->batch->sine + a->batch->positions[row] * E;
+        long at = a->batch->positions[row] * E;
+        const float *cosine = a->batch->cosine[a->layer->rope] + at, *sine = a->batch->sine[a->layer->rope] + at;
         long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * cache->slot_bytes;
         for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
         for (long h = 0; h < K; h++) {
@@ -151,10 +165,12 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     /* Few rows are dealt out to the threads evenly; many go in blocks that share the turned keys. */
     long share = (rows + batch->threads - 1) / batch->threads, block_rows = share < ROWS ? share : ROWS;
     for (long s = 0; s < batch->num_sequences; s++) num_blocks += (batch->sequences[s].query_len + block_rows - 1) / block_rows;
-    size_t floats = rows * (hidden + width + H_E + middle);
+    int normed_outputs = layer->attention_output_norm != NULL;
+    size_t floats = rows * (hidden + width + H_E + middle + (normed_outputs ? hidden : 0));
     float *memory = shared_memory(floats * sizeof(float) + 3 * num_blocks * sizeof(long) + 64);
     if (!memory) return 1;
     float *input = memory, *heads = input + rows * hidden, *attended = heads + rows * width, *gated = attended + rows * H_E;
+    float *added = normed_outputs ? gated + rows * middle : x;
     long *blocks = (long *)(memory + (floats + 15) / 16 * 16), block = 0, row = 0;
     for (long s = 0; s < batch->num_sequences; row += batch->sequences[s++].query_len)
         for (long t = 0; t < batch->sequences[s].query_len; t += block_rows, block++)
@@ -168,10 +184,13 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     multiply(&layer->qkv, normed, heads, rows, 0, batch->threads);
     parallel(place_block, &a, num_blocks, batch->threads);
     parallel(attend_block, &a, num_blocks * cache->kv_heads, batch->threads);
-    multiply(&layer->o, attended, x, rows, 1, batch->threads);
+    multiply(&layer->o, attended, added, rows, !normed_outputs, batch->threads);
+    if (normed_outputs) add_rms_norm(added, layer->attention_output_norm, x, rows, hidden, layer->eps);
+    if (!middle) return 0;
     norm_rows(x, layer->post_norm, input, rows, hidden, layer->eps, batch->threads);
-    multiply_gated(&layer->gate_up, input, gated, rows, batch->threads);
-    multiply(&layer->down, gated, x, rows, 1, batch->threads);
+    multiply_gated(&layer->gate_up, input, gated, rows, layer->gelu, batch->threads);
+    multiply(&layer->down, gated, added, rows, !normed_outputs, batch->threads);
+    if (normed_outputs) add_rms_norm(added, layer->mlp_output_norm, x, rows, hidden, layer->eps);
     return 0;
 }
 
@@ -192,6 +211,42 @@ int run_layers(const Layer *layers, const Cache *caches, long num_layers, const 
                const long *taps, long num_taps, float *tapped) {
     pthread_mutex_lock(&pool.caller);
     int failed = layers_locked(layers, caches, num_layers, batch, x, normed, taps, num_taps, tapped);
+    pthread_mutex_unlock(&pool.caller);
+    return failed;
+}
+
+typedef struct {
+    Linear gate_up, down;
+} Expert;
+
+/* out [rows, hidden] += Σ_k weight_k · expert_k(x). Each row's experts are added in the order of their numbers, so that no row
+   depends on where the others go. Returns 1 if there was no memory. */
+static int experts_locked(const Expert *experts, long num_experts, const float *x, const int64_t *chosen, const float *weights,
+                          float *out, long rows, long per_row, int threads) {
+    long hidden = experts->down.outputs, middle = experts->down.inputs;
+    float *memory = shared_memory(rows * (2 * hidden + middle) * sizeof(float) + (rows + 1) * (sizeof(long) + sizeof(float)));
+    if (!memory) return 1;
+    float *input = memory, *output = input + rows * hidden, *gated = output + rows * hidden, *weight = gated + rows * middle;
+    long *row = (long *)(weight + rows + (rows & 1));
+    for (long e = 0; e < num_experts; e++) {
+        long count = 0;
+        for (long r = 0; r < rows; r++)
+            for (long k = 0; k < per_row; k++)
+                if (chosen[r * per_row + k] == e) row[count] = r, weight[count++] = weights[r * per_row + k];
+        if (!count) continue;
+        for (long i = 0; i < count; i++) memcpy(input + i * hidden, x + row[i] * hidden, hidden * sizeof(float));
+        multiply_gated(&experts[e].gate_up, input, gated, count, 0, threads);
+        multiply(&experts[e].down, gated, output, count, 0, threads);
+        for (long i = 0; i < count; i++)
+            for (long d = 0; d < hidden; d++) out[row[i] * hidden + d] += weight[i] * output[i * hidden + d];
+    }
+    return 0;
+}
+
+int run_experts(const Expert *experts, long num_experts, const float *x, const int64_t *chosen, const float *weights, float *out,
+                long rows, long per_row, int threads) {
+    pthread_mutex_lock(&pool.caller);
+    int failed = experts_locked(experts, num_experts, x, chosen, weights, out, rows, per_row, threads);
     pthread_mutex_unlock(&pool.caller);
     return failed;
 }

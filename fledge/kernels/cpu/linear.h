@@ -4,7 +4,8 @@
    Panels hold the weights of PANEL outputs side by side, the last one padded with zeros:
 
        F32, F16, BF16      [outputs / PANEL][inputs][PANEL]
-       groups              [outputs / PANEL][inputs / group] of fp16 scales[PANEL], fp16 offsets[PANEL] (nibbles alone), and
+       groups              [outputs / PANEL][inputs / group] of fp16 scales[PANEL], offsets[PANEL] (nibbles alone: fp16, or fp32
+                           in the format with wide offsets), and
                                bytes:   codes[group / 2][PANEL][2]
                                nibbles: words[group / 8][PANEL] of eight inputs; the nibbles i and i + 4 are the inputs 2 i, 2 i + 1
        GGUF's blocks       blocks.h
@@ -39,6 +40,7 @@ typedef struct {
     const float *bias;  /* or NULL */
     long inputs, outputs;
     long group;         /* of formats in groups: inputs that share a scale, up to 512 */
+    const int64_t *order;  /* of formats in groups: the input that each column reads; NULL: its own */
 } Linear;
 
 typedef struct {
@@ -51,9 +53,12 @@ typedef struct {
     float *out;
     long rows;
     int add;                /* to what is in `out` already */
+    int gelu;               /* of gates: gelu (tanh) instead of silu */
 } Product;
 
-static inline int is_grouped(long format) { return format == GROUPS_OF_BYTES || format == GROUPS_OF_NIBBLES; }
+static inline int is_grouped(long format) {
+    return format == GROUPS_OF_BYTES || format == GROUPS_OF_NIBBLES || format == GROUPS_WITH_WIDE_OFFSETS;
+}
 
 static inline long part_panels(const Part *part) { return (part->outputs + PANEL - 1) / PANEL; }
 
@@ -69,6 +74,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
     case F16: case BF16: return PANEL * inputs * 2;
     case GROUPS_OF_BYTES: return PANEL * (inputs + inputs / group * 2);
     case GROUPS_OF_NIBBLES: return PANEL * (inputs / 2 + inputs / group * 4);
+    case GROUPS_WITH_WIDE_OFFSETS: return PANEL * (inputs / 2 + inputs / group * 6);
     default: return PANEL * block_output_bytes((int)format, inputs);
     }
 }
@@ -92,7 +98,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
 /* The same for groups of codes, eight inputs at a time. */
 #define GROUPED_PANEL_OF(R, CODE, PAIRS)                                                                                  \
     static void CODE##_panel_##R(const Product *product, long row, const void *weights, float *out) {                     \
-        enum { BITS = sizeof(CODE) == 1 ? 8 : 4 };                                                                        \
+        enum { BITS = sizeof(CODE) == 1 ? 8 : 4, WIDE = sizeof(CODE) == 3 };                                              \
         const char *panel = weights;                                                                                      \
         long inputs = product->linear->inputs, group = product->linear->group, groups = inputs / group;                   \
         const int32_t *x = (const int32_t *)(product->fixed + row * inputs);                                              \
@@ -101,7 +107,8 @@ static inline long panel_bytes(long format, long inputs, long group) {
         for (long g = 0; g < groups; g++) {                                                                               \
             const half *header = (const half *)panel;                                                                     \
             words dots[R][VECTORS] = {0}, pairs[VECTORS];                                                                 \
-            panel += (BITS == 4 ? 2 : 1) * PANEL * sizeof(half);                                                          \
+            const float *wide_offsets = (const float *)(panel + PANEL * sizeof(half));                                    \
+            panel += (BITS == 8 ? 1 : WIDE ? 3 : 2) * PANEL * sizeof(half);                                               \
             for (long end = (g + 1) * group / 2, k = g * group / 2; k < end; k += 4, panel += PANEL * BITS) {             \
                 for (int line = 0; line < PANEL * BITS; line += 64) __builtin_prefetch(panel + 64 * AHEAD + line);        \
                 _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {                                                     \
@@ -112,7 +119,8 @@ static inline long panel_bytes(long format, long inputs, long group) {
             FOR_ALL(R) {                                                                                                  \
                 vector scale = settled(widen_halves(header + v * WIDTH) * scales[r * groups + g]);                        \
                 sums[r][v] = settled(sums[r][v] + __builtin_convertvector(dots[r][v], vector) * scale);                   \
-                if (BITS == 4) sums[r][v] += widen_halves(header + PANEL + v * WIDTH) * sums_of_x[r * groups + g];        \
+                if (WIDE) sums[r][v] += widen_floats(wide_offsets + v * WIDTH) * sums_of_x[r * groups + g];               \
+                else if (BITS == 4) sums[r][v] += widen_halves(header + PANEL + v * WIDTH) * sums_of_x[r * groups + g];   \
                 sums[r][v] = settled(sums[r][v]);                                                                         \
             }                                                                                                             \
         }                                                                                                                 \
@@ -121,6 +129,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
 #define PAIRS_OF_BYTES(panel, i, v) widen_pairs((const byte *)panel + 2 * (i * PANEL + v * WIDTH))
 #define PAIRS_OF_NIBBLES(panel, i, v) (((const words *)panel)[v] >> 4 * i & 0x000f000f)
 typedef struct { byte pair[2]; } nibble;  /* any type but a byte */
+typedef struct { byte pair[3]; } wide_nibble;
 
 #if defined(__AVX512BW__)
 #define PANELS_OF(KIND, WEIGHT, WIDEN)                                                                                    \
@@ -140,6 +149,7 @@ PANELS_OF(PANEL_OF, half, widen_halves)
 PANELS_OF(PANEL_OF, bfloat, widen_bfloats)
 PANELS_OF(GROUPED_PANEL_OF, byte, PAIRS_OF_BYTES)
 PANELS_OF(GROUPED_PANEL_OF, nibble, PAIRS_OF_NIBBLES)
+PANELS_OF(GROUPED_PANEL_OF, wide_nibble, PAIRS_OF_NIBBLES)
 
 /* Even blocks: a last one of a single row would wait for its own sums. */
 static inline long next_rows(long left, long most) {
@@ -162,7 +172,8 @@ static void one_panel(const Product *product, long index, long row, long rows, f
     long first, width, inputs = linear->inputs;
     const Part *part = find_panel(linear, &index, &first, &width);
     const PanelOf *panel = part->format == F32 ? float_panel : part->format == F16 ? half_panel : part->format == BF16 ? bfloat_panel
-                         : part->format == GROUPS_OF_BYTES ? byte_panel : part->format == GROUPS_OF_NIBBLES ? nibble_panel : 0;
+                         : part->format == GROUPS_OF_BYTES ? byte_panel : part->format == GROUPS_OF_NIBBLES ? nibble_panel
+                         : part->format == GROUPS_WITH_WIDE_OFFSETS ? wide_nibble_panel : 0;
     const char *weights = (const char *)part->panels + index * panel_bytes(part->format, inputs, linear->group);
     for (long r = 0, some; r < rows; r += some) {
         some = next_rows(rows - r, panel ? ROWS : BLOCK_ROWS);
@@ -215,7 +226,8 @@ static void *activation_memory(size_t bytes) {
 /* Activations in fixed point, for weights in groups. */
 static void fix(Product *product) {
     const Linear *linear = product->linear;
-    long numbers = product->rows * linear->inputs, groups = numbers / linear->group;
+    long numbers = product->rows * linear->inputs, groups = numbers / linear->group, in_row = linear->inputs / linear->group;
+    float gathered[linear->group];
     float *scales = activation_memory(numbers * sizeof(int16_t) + 2 * groups * sizeof(float)), *sums = scales + groups;
     int16_t *fixed = (int16_t *)(sums + groups);
     for (long g = 0; g < groups; g++) {
@@ -223,6 +235,12 @@ static void fix(Product *product) {
         int16_t *to = fixed + g * linear->group;
         float largest = 1e-30f;
         int sum = 0;
+        if (linear->order) {
+            const int64_t *order = linear->order + g % in_row * linear->group;
+            const float *row = product->x + g / in_row * linear->inputs;
+            for (long k = 0; k < linear->group; k++) gathered[k] = row[order[k]];
+            x = gathered;
+        }
         for (long k = 0; k < linear->group; k++) largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
         float factor = 32767.0f / largest;
         for (long k = 0; k < linear->group; k++) to[k] = (int16_t)rintf(x[k] * factor);
@@ -260,7 +278,13 @@ static void multiply(const Linear *linear, const float *x, float *out, long rows
     parallel(product_panel, &product, num_panels(linear), threads);
 }
 
-/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up */
+static inline float activated(float x, int gelu) {
+    if (!gelu) return x / (1.0f + quick_exp(-x));
+    /* x/2 (1 + tanh y) = x / (1 + exp(-2 y)) */
+    return x / (1.0f + quick_exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up, or gelu */
 static void gated_panel(const void *task, long index) {
     const Product *product = task;
     long size = product->linear->outputs / 2;
@@ -271,16 +295,13 @@ static void gated_panel(const void *task, long index) {
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * size + index * PANEL;
-            for (long i = 0; i < PANEL; i++) {
-                float g = gate[r * PANEL + i];
-                out[i] = g / (1.0f + quick_exp(-g)) * up[r * PANEL + i];
-            }
+            for (long i = 0; i < PANEL; i++) out[i] = activated(gate[r * PANEL + i], product->gelu) * up[r * PANEL + i];
         }
     }
 }
 
-static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int threads) {
-    Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows};
+static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int gelu, int threads) {
+    Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows, .gelu = gelu};
     prepare(&product, threads);
     parallel(gated_panel, &product, num_panels(gate_up) / 2, threads);
 }

@@ -120,7 +120,8 @@ def linear(
     if _forced and isinstance(weight, Tensor):
         kernel = _forced[-1]
     options = {"order": order, "gated": gated, "residual_MO": residual_MO}
-    if norm is not None and (_forced or not order.scales_sums):
+    # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
+    if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
         x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
     if kernel == "register_mma":
         return register_mma(x_MK, weight, bias_O, norm=norm, before_attention=before_attention, **options)

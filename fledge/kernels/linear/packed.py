@@ -30,7 +30,8 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.native = self.packed = None
         if native.library() is not None:
-            self.native = native.NativeLinear(_as_bits(linear, bits), self.bias)
+            order = linear.order if isinstance(linear, QuantizedLinear) else None
+            self.native = native.NativeLinear(_as_bits(linear, bits), self.bias, order)
             self.bits, self.num_bytes = self.native.bits, self.native.num_bytes
         else:
             self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().float(), self.bias)

@@ -12,12 +12,13 @@ Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.summation import Summation
+from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import Choice
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
@@ -127,7 +128,8 @@ def _launch(
     step = tile.inputs
     while order.slice_inputs % step:
         step //= 2
-    step = max(step, group if bits < 16 else 16)
+    part = math.gcd(group, CHUNK)  # of a group that a step reads at once: a step ends with its slice, a group may not
+    step = max(step, part if bits < 16 else 16)
     # Slices side by side in one program, one after the other in it, or a program each.
     beside = 1 if split or bits < 16 or tile.rows > 16 else order.slices
     after = 1 if split else order.slices // beside
@@ -154,6 +156,7 @@ def _launch(
         SPLIT=split,
         BITS=bits,
         GROUP=group,
+        PART=part,
         HAS_OFFSETS=offsets is not None,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
@@ -245,6 +248,7 @@ def dequantized(
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    PART: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     LINES: tl.constexpr,
     STEP: tl.constexpr,
@@ -252,9 +256,9 @@ def dequantized(
 ):
     """[LINES, STEP] of a quantised weight, from input `start` on."""
     PACKED: tl.constexpr = 8 // BITS  # codes a byte
-    group = tl.arange(0, STEP // GROUP)
-    groups = start // GROUP + group
-    byte = start // PACKED + (group * (GROUP // PACKED))[:, None] + tl.arange(0, GROUP // PACKED)[None, :]
+    part = tl.arange(0, STEP // PART)
+    groups = (start + part * PART) // GROUP
+    byte = start // PACKED + (part * (PART // PACKED))[:, None] + tl.arange(0, PART // PACKED)[None, :]
     group_inside = inside[:, None] & (groups < SIZE // GROUP)[None, :]
     mask = inside[:, None, None] & (byte < SIZE // PACKED)[None, :, :]
     codes = tl.load(weight_ptr + line[:, None, None] * (SIZE // PACKED) + byte[None, :, :], mask=mask, other=0)
@@ -331,6 +335,7 @@ def _tiles(
     SPLIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    PART: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -375,6 +380,7 @@ def _tiles(
                     SIZE,
                     BITS,
                     GROUP,
+                    PART,
                     HAS_OFFSETS,
                     LINES,
                     STEP,

@@ -45,7 +45,7 @@ def continuations(
     device = decoder.norm.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     capacity = int(lengths.max()) + max_new_tokens
-    decoder.rotary.reserve(capacity)
+    decoder.reserve(capacity)
     cache = _DenseCache(len(prompts), capacity)
     last = []
     for number, prompt in enumerate(prompts):

@@ -82,10 +82,12 @@ class DecoderTarget(Target):
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.device = decoder.norm.weight.device
         self._layers = [dict(layer.named_parameters()) for layer in decoder.layers]
-        # Layers differ by their weights and perhaps their window: an empty one for each window stands for all of them.
-        self._windows = decoder.config.windows or (None,) * len(decoder.layers)
+        # Layers differ by their weights, and perhaps their window or experts: an empty one of each kind stands for all of them.
+        config = decoder.config
+        windows = config.windows or (None,) * config.num_layers
+        self._kinds = [(windows[layer], config.has_experts(layer)) for layer in range(config.num_layers)]
         with torch.device("meta"):
-            self._template = {w: DecoderLayer(decoder.config, self._windows.index(w)) for w in set(self._windows)}
+            self._template = {kind: DecoderLayer(config, self._kinds.index(kind)) for kind in set(self._kinds)}
         self._layer = torch.compile(_layer, dynamic=False) if compile else _layer
         self.requires_collective = sharded
 
@@ -93,24 +95,28 @@ class DecoderTarget(Target):
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         decoder, length = self.decoder, batch.tokens_BT.shape[1]
         flex = self.device.type == "cuda"
-        masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window in self._template}
+        masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window, _ in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
-        cos, sin = decoder.rotary(batch.positions_BT.flatten(), 0 if decoder.rotary.table.shape[1] else None)
+        positions = batch.positions_BT.flatten()
+        angles = [rotary(positions, 0 if rotary.table.shape[1] else None) for rotary in decoder.rotaries]
         if self.requires_collective:
-            ops = AttendOps(packed_attend(masks, length), (cos, sin))
+            ops = AttendOps(packed_attend(masks, length), *angles)
         else:
             run_layer = _layer if skip_compile else self._layer
 
             def run(layer: nn.Module, x: Tensor) -> Tensor:
-                window, weights = layer.self_attn.window, self._layers[layer.index]
-                return run_layer(self._template[window], weights, x, cos, sin, masks[window], length)
+                kind, weights, attention = self._kinds[layer.index], self._layers[layer.index], layer.self_attn
+                # Experts are chosen on the host: not for a compiler.
+                run_this = _layer if kind[1] else run_layer
+                cos_sin = angles[attention.rope]
+                return run_this(self._template[kind], weights, x, *cos_sin, masks[attention.window], length)
 
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
         return TargetStates(taps, decoder.norm(x))
 
     def reserve(self, num_positions: int) -> None:
-        self.decoder.rotary.reserve(num_positions)
+        self.decoder.reserve(num_positions)
 
     def without_compiler(self) -> None:
         self._layer = _layer
@@ -145,7 +151,9 @@ def _layer(
     template: nn.Module, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
 ) -> Tensor:
     attend = packed_attend({template.self_attn.window: mask}, length)
-    return functional_call(template, weights, (x, None, AttendOps(attend, (cos, sin))))
+    # A layer asks for its own rotary embedding, by its number.
+    angles = [(cos, sin)] * (template.self_attn.rope + 1)
+    return functional_call(template, weights, (x, None, AttendOps(attend, *angles)))
 
 
 class _WholeLayers(AttendOps):

@@ -1,0 +1,106 @@
+"""How the files of a family name and keep what a decoder calls its parameters.
+
+The network fuses q, k, v and gate, up; most files keep them apart. What else differs:
+
+    experts        Mixtral's names; Qwen2-MoE's shared gate is the router's last output here
+    Gemma 3        norms around attention and MLP, whose weights the file keeps less one; the scale of scores is part of the
+                   query norm
+    Phi-3          fused as here; of a head only the first part is rotated. Heads are reordered, so that what is rotated
+                   together lies half a head apart, as in all others: products of queries and keys do not see it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.config import ModelConfig
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}
+GEMMA_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+NORM = re.compile(r"norm\.weight$")
+
+
+class Layout:
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def file_names(self, parameter: str) -> list[str]:
+        """The tensors in the file that make up one parameter of the network."""
+        config = self.config
+        if config.fused_files:
+            return [_prefixed(parameter)]
+        if config.sandwich_norms:
+            owner, _, rest = parameter.rpartition(".")
+            head, _, norm = owner.rpartition(".")
+            return file_names(f"{head}.{GEMMA_NORMS[norm]}.{rest}" if norm in GEMMA_NORMS else parameter)
+        if config.moe is not None and config.moe.shared_intermediate_size and parameter.endswith("mlp.gate.weight"):
+            return [_prefixed(parameter), _prefixed(parameter.replace("mlp.gate", "mlp.shared_expert_gate"))]
+        names = file_names(parameter)
+        if config.architecture == "MixtralForCausalLM":
+            for ours, theirs in MIXTRAL.items():
+                names = [name.replace(ours, theirs) for name in names]
+        return names
+
+    def join(self, parameter: str, parts: Sequence[Tensor]) -> Tensor:
+        """The parameter of the network, from its tensors in the file."""
+        value = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        if self.config.unit_norms and NORM.search(parameter):
+            value = 1 + value.float()
+            return value * self.config.query_scale if parameter.endswith("q_norm.weight") else value
+        order = self.head_order(parameter)
+        return value if order is None else value[order.to(value.device)]
+
+    def split(self, parameter: str, value: Tensor) -> Sequence[Tensor]:
+        """The other way round; shapes alone too."""
+        config = self.config
+        order = self.head_order(parameter)
+        if order is not None and not value.is_meta:
+            value = value[order.argsort().to(value.device)]
+        if config.unit_norms and NORM.search(parameter):
+            value = (value / config.query_scale if parameter.endswith("q_norm.weight") else value) - 1
+        if config.fused_files:
+            return [value]
+        if ".qkv_proj." in parameter:
+            kv_rows = config.num_kv_heads * config.head_dim
+            return value.split([config.num_heads * config.head_dim, kv_rows, kv_rows])
+        if ".gate_up_proj." in parameter:
+            return value.chunk(2)
+        names = self.file_names(parameter)
+        return [value] if len(names) == 1 else value.split([len(value) - 1, 1])
+
+    def is_exact(self, parameter: str) -> bool:
+        """Whether it stays in fp32 whatever the network's type."""
+        return self.config.unit_norms and NORM.search(parameter) is not None
+
+    def head_order(self, parameter: str) -> Tensor | None:
+        """The file's row for each of ours, where only a part of a head is rotated."""
+        config = self.config
+        if config.rotary_dim == config.head_dim or ".qkv_proj." not in parameter:
+            return None
+        rotated, rest = torch.arange(config.rotary_dim), torch.arange(config.rotary_dim, config.head_dim)
+        head = torch.cat([part for pair in zip(rotated.chunk(2), rest.chunk(2), strict=True) for part in pair])
+        num_rotated = config.num_heads + config.num_kv_heads
+        heads = torch.arange(num_rotated)[:, None] * config.head_dim + head
+        values = torch.arange(num_rotated * config.head_dim, (num_rotated + config.num_kv_heads) * config.head_dim)
+        return torch.cat([heads.flatten(), values])
+
+
+def file_names(parameter: str) -> list[str]:
+    """As Llama's files name them."""
+    for fused, parts in FUSED.items():
+        if f".{fused}." in parameter:
+            return [_prefixed(parameter.replace(fused, part)) for part in parts]
+    return [_prefixed(parameter)]
+
+
+def _prefixed(parameter: str) -> str:
+    return parameter if parameter.startswith("lm_head.") else f"model.{parameter}"

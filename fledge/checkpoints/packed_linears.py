@@ -1,0 +1,64 @@
+"""Quantised linears of a checkpoint as modules of a decoder: as they are where kernels read them, else as plain weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fledge.checkpoints.quantized import PackedWeight, merged
+from fledge.kernels.formats.packed_int import IntWeight
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
+from fledge.models.decoder import Decoder
+
+
+class PackedLinears:
+    """Collects the linears of a decoder while its other parameters are read."""
+
+    def __init__(self, decoder: Decoder, keep: Collection[str], dtype: torch.dtype, device: str | torch.device) -> None:
+        """`keep`: names of formats; see `quantized.KEPT`."""
+        self.decoder, self.keep, self.dtype, self.device = decoder, keep, dtype, torch.device(device)
+        self.kept: dict[str, tuple[QuantizedWeight, Tensor | None]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def add(self, parameter: str, parts: Sequence[PackedWeight], rows: Tensor | None) -> None:
+        """`rows`: the order of the outputs, where the network's is another."""
+        owner = parameter.rpartition(".")[0]
+        weight = merged(parts)
+        if weight is not None and rows is not None:
+            weight = weight.rows(rows)
+        exact = weight.exact() if isinstance(weight, IntWeight) and self._keeps(owner, weight) else None
+        if exact is not None:
+            moved = [None if part is None else part.to(self.device) for part in (exact.codes, exact.scales, exact.offsets)]
+            order = weight.order_I
+            self.kept[owner] = (QuantizedWeight(*moved, exact.bits, exact.group_size), order)
+            self.counts[f"int{exact.bits}, exact" + (", act-order" if order is not None else "")] += 1
+            return
+        if weight is None:
+            value = torch.cat([part.dequantize(self.dtype) for part in parts])
+            value = value if rows is None else value[rows]
+        else:
+            value = weight.dequantize(self.dtype)
+        module = self.decoder.get_submodule(owner)
+        module.weight = nn.Parameter(value.to(self.device), requires_grad=False)
+        self.counts[f"turned into {str(self.dtype).removeprefix('torch.')}"] += 1
+
+    def _keeps(self, owner: str, weight: IntWeight) -> bool:
+        if self.device.type == "cuda" and (".experts." in owner or (owner == "lm_head" and weight.order_I is not None)):
+            return False
+        return f"int{weight.bits}" in self.keep
+
+    def replace(self) -> None:
+        for owner, (weight, order) in self.kept.items():
+            parent, _, name = owner.rpartition(".")
+            linear = self.decoder.get_submodule(owner)
+            bias = linear.bias
+            assert bias is None or isinstance(bias, Tensor)
+            place = None if order is None else order.to(self.device)
+            setattr(self.decoder.get_submodule(parent), name, QuantizedLinear(weight, bias, place))
+
+    def summary(self) -> str:
+        """For people."""
+        return ", ".join(f"{count} linears {how}" for how, count in self.counts.items()) or "no quantised linear in it"

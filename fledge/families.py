@@ -1,0 +1,257 @@
+"""The families of targets: what their configuration files say and what the network must know of it.
+
+`FAMILIES` is the one table of what is supported; `docs/models.md` is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fledge.config_checks import mapping, number, shown, whole_number
+from fledge.config_parts import MoEConfig, RopeConfig, rotary_share
+from fledge.errors import ModelError
+
+Config = Mapping[str, Any]
+# Fields of `config.ModelConfig` beyond the sizes that all families spell alike.
+Fields = dict[str, Any]
+
+SILU = ("silu", "swish")
+# Keys of architectures that are close to ours, and the values at which they change nothing.
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+    "clip_qkv": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "scoring_func": (None, "softmax"),
+    "n_group": (None, 0, 1),
+    "topk_group": (None, 0, 1),
+    "n_shared_experts": (None, 0),
+    "kv_lora_rank": (None, 0),
+    "num_kv_shared_layers": (None, 0),
+    "parallel_attn": (None, False),
+    "no_rope_layers": (None, [], ()),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of config.json."""
+
+    name: str  # for people
+    models: str  # examples, for people
+    model_type: str
+    read: Callable[[Config, int], Fields]  # from config.json and the number of layers
+    sets_apart: str = ""  # from Llama, for people
+    gguf: str | None = None  # its name in GGUF files, where those are read
+    defaults: Config = field(default_factory=dict)  # of keys that its files leave out
+
+
+def read_fields(architecture: str, config: Config, num_layers: int) -> Fields:
+    """Refuses what is close to a family but not the same, by the key that differs."""
+    for key, neutral in FOREIGN.items():
+        if config.get(key) not in neutral:
+            raise ModelError(f"config.json: {key} {shown(config[key])} is not supported for {architecture}")
+    return FAMILIES[architecture].read(config, num_layers)
+
+
+def _check_activation(config: Config, supported: tuple[str, ...] = SILU, key: str = "hidden_act") -> None:
+    if (activation := config.get(key, supported[0])) not in supported:
+        raise ModelError(f"activation {activation!r} ({key}) is not supported; supported: {supported[0]}")
+
+
+def _biases(config: Config, *, always_qkv: bool = False) -> Fields:
+    """`always_qkv`: queries, keys and values have biases whatever the file says, and the output has none."""
+    asked = bool(config.get("attention_bias", False))
+    return {
+        "qkv_bias": always_qkv or asked,
+        "output_bias": asked and not always_qkv,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+    }
+
+
+def _llama(config: Config, num_layers: int) -> Fields:
+    _check_activation(config)
+    return {"rope": RopeConfig.from_hf(config), "windows": (None,) * num_layers, **_biases(config)}
+
+
+def _mistral(config: Config, num_layers: int) -> Fields:
+    window = _window(config.get("sliding_window", 4096))
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, window)}
+
+
+def _qwen(config: Config, num_layers: int) -> Fields:
+    """Qwen switches a sliding window on by flag, and from a layer upwards."""
+    window = _window(config.get("sliding_window", 4096)) if config.get("use_sliding_window", False) else None
+    first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, window, first)}
+
+
+def _qwen2(config: Config, num_layers: int) -> Fields:
+    return _qwen(config, num_layers) | _biases(config, always_qkv=True)
+
+
+def _qwen3(config: Config, num_layers: int) -> Fields:
+    return _qwen(config, num_layers) | {"qk_norm": True}
+
+
+def _qwen3_moe(config: Config, num_layers: int) -> Fields:
+    moe = MoEConfig(
+        num_experts=whole_number(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        experts_per_token=whole_number(config, "num_experts_per_tok"),
+        intermediate_size=whole_number(config, "moe_intermediate_size"),
+        normalise=bool(config.get("norm_topk_prob", False)),
+        layers=_sparse_layers(config, num_layers),
+    )
+    return _qwen3(config, num_layers) | {"moe": moe}
+
+
+def _qwen2_moe(config: Config, num_layers: int) -> Fields:
+    fields = _qwen3_moe(config, num_layers)
+    moe = fields["moe"]
+    shared = whole_number(config, "shared_expert_intermediate_size")
+    bias = config.get("qkv_bias", True)
+    shared_moe = MoEConfig(moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.normalise, shared, moe.layers)
+    return fields | {"qk_norm": False, "qkv_bias": bool(bias), "output_bias": False, "moe": shared_moe}
+
+
+def _mixtral(config: Config, num_layers: int) -> Fields:
+    moe = MoEConfig(
+        num_experts=whole_number(config, "num_local_experts"),
+        experts_per_token=whole_number(config, "num_experts_per_tok"),
+        intermediate_size=whole_number(config, "intermediate_size"),
+        layers=tuple(range(num_layers)),
+    )
+    window = _window(config.get("sliding_window"))
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, window), "moe": moe}
+
+
+def _gemma3(config: Config, num_layers: int) -> Fields:
+    _check_activation(config, ("gelu_pytorch_tanh",), "hidden_activation")
+    # Two spellings: of transformers 5 by the kind of layer, and before it one scaling, of the full layers alone.
+    by_kind = mapping(config, "rope_parameters")
+    full = mapping(by_kind, "full_attention") or mapping(config, "rope_scaling")
+    local = mapping(by_kind, "sliding_attention")
+    full.setdefault("rope_theta", number(config, "rope_theta") or 1_000_000.0)
+    local.setdefault("rope_theta", number(config, "rope_local_base_freq") or 10_000.0)
+    longest = {"max_position_embeddings": config.get("max_position_embeddings")}
+    head_dim = whole_number(config, "head_dim", 256)
+    pattern = whole_number(config, "sliding_window_pattern", 6)
+    if pattern < 1:
+        raise ModelError(f"config.json: sliding_window_pattern must be positive, not {pattern}")
+    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
+    scalar = number(config, "query_pre_attn_scalar") or 256.0
+    if scalar <= 0:
+        raise ModelError(f"config.json: query_pre_attn_scalar must be positive, not {scalar}")
+    window = _window(config.get("sliding_window", 4096))
+    if window is None:
+        raise ModelError("config.json: sliding_window null is not supported for Gemma 3: its layers are told apart by it")
+    return {
+        "rope": RopeConfig.from_hf({"rope_parameters": full, **longest}),
+        "local_rope": RopeConfig.from_hf({"rope_parameters": local, **longest}),
+        "windows": _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, window),
+        **_biases(config),
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "unit_norms": True,
+        "embedding_scale": whole_number(config, "hidden_size") ** 0.5,
+        "query_scale": (head_dim / scalar) ** 0.5,
+        "head_dim": head_dim,
+        "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _phi3(config: Config, num_layers: int) -> Fields:
+    share = rotary_share(config)
+    heads = whole_number(config, "num_attention_heads")
+    head_dim = whole_number(config, "head_dim", whole_number(config, "hidden_size") // max(heads, 1))
+    rotary_dim = int(head_dim * share)
+    if not 0 < share <= 1 or rotary_dim % 2 or not rotary_dim:
+        raise ModelError(f"config.json: partial_rotary_factor {share} does not rotate pairs of a head of {head_dim}")
+    rope = RopeConfig.from_hf(config, longrope=True, partial=True)
+    if wrong := [len(x) for x in (rope.short_factor, rope.long_factor) if len(x) not in (0, rotary_dim // 2)]:
+        raise ModelError(f"rope short_factor and long_factor must have {rotary_dim // 2} numbers, not {wrong[0]}")
+    _check_activation(config)
+    return {
+        "rope": rope,
+        "rotated": rotary_dim,
+        "windows": _windows(config, num_layers, _window(config.get("sliding_window"))),
+        **_biases(config),
+        "fused_files": True,
+    }
+
+
+def _given(config: Config, key: str) -> dict[str, Any]:
+    return {key: config[key]} if config.get(key) else {}
+
+
+def _window(value: Any) -> int | None:
+    if not value:
+        return None
+    if (window := whole_number({"sliding_window": value}, "sliding_window")) < 1:
+        raise ModelError(f"config.json: sliding_window must be positive, not {window}")
+    return window
+
+
+def _windows(config: Config, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
+    """Sliding window per layer: of the layers that `layer_types` names, or from `first` upwards."""
+    if window is None:
+        return (None,) * num_layers
+    if kinds := config.get("layer_types"):
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
+        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+            raise ModelError(f"config.json: layer_types {shown(unknown[0])} is not supported")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def _sparse_layers(config: Config, num_layers: int) -> tuple[int, ...]:
+    plain, step = config.get("mlp_only_layers") or [], whole_number(config, "decoder_sparse_step", 1)
+    if not isinstance(plain, list) or step < 1:
+        raise ModelError("config.json: mlp_only_layers must be a list and decoder_sparse_step positive")
+    return tuple(layer for layer in range(num_layers) if layer not in plain and (layer + 1) % step == 0)
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("Llama", "Llama 2 to 3.3, SmolLM2, Yi", "llama", _llama, gguf="llama"),
+    "MistralForCausalLM": Family(
+        "Mistral", "Mistral 7B, Nemo, Small (text)", "mistral", _mistral, "a sliding window", gguf="llama"
+    ),
+    "MixtralForCausalLM": Family("Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts"),
+    "Qwen2ForCausalLM": Family(
+        "Qwen2", "Qwen2, Qwen2.5, DeepSeek-R1-Distill", "qwen2", _qwen2, "biases of queries, keys and values", gguf="qwen2"
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "qwen2_moe", _qwen2_moe, "experts, and one that all tokens share"
+    ),
+    "Qwen3ForCausalLM": Family("Qwen3", "Qwen3 0.6B to 32B", "qwen3", _qwen3, "norms of queries and keys", gguf="qwen3"),
+    "Qwen3MoeForCausalLM": Family(
+        "Qwen3-MoE", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "qwen3_moe", _qwen3_moe, "Qwen3 with experts"
+    ),
+    "Gemma3ForCausalLM": Family(
+        "Gemma 3",
+        "Gemma 3 270M and 1B; the text of 4B, 12B, 27B",
+        "gemma3_text",
+        _gemma3,
+        "norms around attention and MLP, GeGLU, scaled embeddings, local and global layers with a rope each",
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Phi3ForCausalLM": Family(
+        "Phi-3, Phi-4", "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3", _phi3, "partial rotary embeddings, longrope"
+    ),
+}

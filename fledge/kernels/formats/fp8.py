@@ -1,0 +1,54 @@
+"""Weights in FP8 (e4m3): a scale for the tensor, for each output, or for each block of 128 outputs and 128 inputs.
+
+In memory, for kernels: codes float8_e4m3fn [O, I] and scales fp32 [O, I / G], G inputs sharing one. A scale for the tensor or
+the output is one group of all inputs; a block's scale is repeated for each of its outputs. value = code * scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0  # of e4m3
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    codes_OI: Tensor
+    scales_OG: Tensor
+    group_size: int
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        scales = self.scales_OG.repeat_interleave(self.group_size, 1)[:, : self.codes_OI.shape[1]]
+        return (self.codes_OI.float() * scales).to(dtype)
+
+    def rows(self, order: Tensor) -> Fp8Weight:
+        # Not every torch indexes float8.
+        codes = self.codes_OI.view(torch.uint8)[order].view(self.codes_OI.dtype)
+        return Fp8Weight(codes, self.scales_OG[order], self.group_size)
+
+
+def read_fp8(codes_OI: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Fp8Weight:
+    """`scales`: [] or [1], [O] or [O, 1]; with `block` (outputs, inputs) [O / block, I / block], the last perhaps partial."""
+    outputs, inputs = codes_OI.shape
+    scales = scales.float()
+    if block is not None:
+        return Fp8Weight(codes_OI, scales.repeat_interleave(block[0], 0)[:outputs].contiguous(), block[1])
+    return Fp8Weight(codes_OI, scales.reshape(-1, 1).expand(outputs, 1).contiguous(), inputs)
+
+
+def quantize_fp8(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:
+    """Rounds to the nearest, a scale an output, or a block."""
+    if block is None:
+        scales = (weight_OI.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
+        return Fp8Weight((weight_OI.float() / scales).to(torch.float8_e4m3fn), scales, weight_OI.shape[1])
+    outputs, inputs = weight_OI.shape
+    padded = torch.nn.functional.pad(weight_OI.float(), (0, -inputs % block[1], 0, -outputs % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3))
+    scales = (blocks / LARGEST).clamp(min=1e-12)
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:outputs, :inputs]
+    return Fp8Weight(
+        (weight_OI.float() / wide).to(torch.float8_e4m3fn), scales.repeat_interleave(block[0], 0)[:outputs], block[1]
+    )

@@ -1,0 +1,45 @@
+"""Gemma's gate: gelu(gate) * up, with the tanh form of GELU, from the fused projection [gate ; up]."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+
+
+def geglu(gate_up_N2I: Tensor) -> Tensor:
+    return (geglu_triton if use_triton(gate_up_N2I) else geglu_reference)(gate_up_N2I)
+
+
+def geglu_reference(gate_up_N2I: Tensor) -> Tensor:
+    gate, up = gate_up_N2I.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def geglu_triton(gate_up_N2I: Tensor) -> Tensor:
+    assert gate_up_N2I.is_contiguous()
+    num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
+    out = gate_up_N2I.new_empty(num_rows, size)
+    if num_rows:
+        block = min(next_power_of_2(size), 1024)
+        grid, warps = (num_rows, -(-size // block)), max(block // 256, 1)
+        _geglu[grid](gate_up_N2I, out, SIZE=size, BLOCK=block, num_warps=warps, **overlap(out))
+    return out
+
+
+@jit
+def _geglu(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    wait_for_inputs(PDL)
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0)
+    x = gate.to(tl.float32)
+    # tanh(y) = 1 - 2 / (exp(2 y) + 1), and gelu = x/2 (1 + tanh y) = x - x / (exp(2 y) + 1)
+    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    # Rounded between the two products, as the unfused network does.
+    gelu = (x - x / (tl.exp(twice) + 1.0)).to(gate.dtype)
+    tl.store(out_ptr + row * SIZE + columns, (gelu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)

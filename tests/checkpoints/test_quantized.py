@@ -1,0 +1,253 @@
+"""Checkpoints that are quantised already: each layout against its packer, whole checkpoints against a dequantised twin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fledge.checkpoints.hf import load_decoder
+from fledge.checkpoints.quantized import KEPT, METHODS, read_scheme
+from fledge.checkpoints.supported import page
+from fledge.config import FAMILIES, MoEConfig
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
+from fledge.errors import ModelError, UserError
+from fledge.kernels.formats.fp8 import quantize_fp8, read_fp8
+from fledge.kernels.formats.packed_int import read_awq, read_compressed, read_gptq
+from fledge.kernels.linear.packed import PackedLinear
+from fledge.kernels.quantization import QuantizedLinear, dequantize
+from fledge.models.decoder import causal_attend
+from fledge.ops.cpu_ops import CpuOps
+from fledge.sampling import SamplingParams
+from tests.checkpoints.packers import (
+    AWQ,
+    CHECKPOINTS,
+    CT_FP8,
+    CT_INT8,
+    FP8,
+    GPTQ,
+    awq_tensors,
+    compressed_tensors,
+    gptq_tensors,
+    grouped,
+    write_quantised,
+)
+from tests.oracle import run
+from tests.tiny import tiny_decoder
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+EXACT = [name for name in CHECKPOINTS if "fp8" not in name]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2", "gptq 8 bits", "compressed"])
+def test_layouts(layout: str, symmetric: bool, act_order: bool) -> None:
+    """Unpacked, and in our own format, to the bit; with act-order its columns are in another order."""
+    bits = 8 if "8" in layout else 4
+    if bits == 8 and not symmetric:
+        pytest.skip("no format of ours holds it; see below")
+    weight = grouped(torch.randn(40, 384), bits, 128, symmetric=symmetric, act_order=act_order and layout != "awq")
+    if layout == "awq":
+        parts = awq_tensors(weight)
+        found = read_awq(parts["qweight"], parts["qzeros"], parts["scales"])
+    elif layout == "compressed":
+        parts = compressed_tensors(weight, symmetric=symmetric, act_order=act_order)
+        zeros, g_idx = parts.get("weight_zero_point"), parts.get("weight_g_idx")
+        found = read_compressed(parts["weight_packed"], parts["weight_scale"], zeros, g_idx, 384, 4)
+    else:
+        v2 = layout == "gptq_v2"
+        parts = gptq_tensors(weight, bits, v2=v2)
+        found = read_gptq(parts["qweight"], parts["qzeros"], parts["scales"], parts["g_idx"], bits, zeros_less_one=not v2)
+    assert torch.equal(found.dequantize(), weight.values())
+    assert (found.order_I is not None) == (act_order and layout != "awq")
+    exact = found.exact()
+    values = dequantize(exact)
+    columns = torch.arange(384) if found.order_I is None else found.order_I
+    assert exact.bits == bits
+    torch.testing.assert_close(values, weight.values()[:, columns], rtol=0, atol=0 if symmetric else 1e-6)
+    order = torch.randperm(40)
+    assert torch.equal(found.rows(order).dequantize(), weight.values()[order])
+
+
+def test_one_group_of_all_inputs_is_cut() -> None:
+    """Sums of a group are 32-bit integers in C."""
+    weight = grouped(torch.randn(32, 1024), 4, 1024, symmetric=False)
+    parts = gptq_tensors(weight)
+    found = read_gptq(parts["qweight"], parts["qzeros"], parts["scales"], parts["g_idx"], 4, zeros_less_one=True).exact()
+    assert found.group_size == 256
+    torch.testing.assert_close(dequantize(found), weight.values(), rtol=0, atol=1e-6)
+
+
+def test_scales_that_fp16_does_not_hold_have_no_exact_form() -> None:
+    weight = grouped(1e-6 * torch.randn(32, 128), 4, 128, symmetric=True, dtype=torch.bfloat16)
+    assert (weight.scales_OG.half().float() != weight.scales_OG.float()).any()
+    parts = compressed_tensors(weight, symmetric=True, act_order=False)
+    assert read_compressed(parts["weight_packed"], parts["weight_scale"], None, None, 128, 4).exact() is None
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_fp8(block: tuple[int, int] | None) -> None:
+    weight = torch.randn(200, 300)
+    made = quantize_fp8(weight, block)
+    read = read_fp8(made.codes_OI, made.scales_OG[:: block[0]] if block else made.scales_OG, block)
+    assert torch.equal(read.dequantize(), made.dequantize())
+    assert ((made.dequantize() - weight).abs() <= weight.abs() / 16 + made.scales_OG.max() * 2**-9).all()
+
+
+@pytest.mark.parametrize("offsets", ["none", "narrow", "wide"])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_c_reads_offsets_and_order(offsets: str, rows: int) -> None:
+    weight = grouped(torch.randn(72, 512), 4, 128, symmetric=offsets == "none", act_order=True)
+    parts = gptq_tensors(weight)
+    found = read_gptq(parts["qweight"], parts["qzeros"], parts["scales"], parts["g_idx"], 4, zeros_less_one=True)
+    exact = found.exact()
+    if offsets == "narrow":
+        exact = replace(exact, offsets=exact.offsets.half())
+    linear = QuantizedLinear(exact, torch.randn(72), found.order_I)
+    x = torch.randn(rows, 512)
+    packed = PackedLinear(linear)
+    assert packed.native is not None
+    torch.testing.assert_close(packed(x), linear(x), rtol=1e-3, atol=1e-3)
+    if offsets != "narrow":  # fp16 rounds those
+        torch.testing.assert_close(linear(x), x @ weight.values().t() + linear.bias, rtol=1e-3, atol=1e-3)
+    assert torch.equal(packed(x)[-1:], packed(x[-1:]))
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request, tmp_path_factory) -> tuple[str, Path, Path]:
+    decoder = tiny_decoder(2, "Qwen2ForCausalLM", **SIZES)
+    return request.param, *write_quantised(decoder, tmp_path_factory.mktemp(request.param), request.param)
+
+
+@torch.no_grad()
+def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
+    name, packed, twin = checkpoint
+    tokens = torch.randint(0, 128, (40,))
+    found, wanted, kept = load_decoder(packed), load_decoder(twin), load_decoder(packed, keep=KEPT["cpu"])
+    for (one, mine), (two, theirs) in zip(found.named_parameters(), wanted.named_parameters(), strict=True):
+        assert one == two
+        assert torch.equal(mine, theirs), one
+    quantised = [module for module in kept.modules() if isinstance(module, QuantizedLinear)]
+    assert len(quantised) == (8 if name in EXACT else 0)
+    logits = [d.logits(d(tokens, torch.arange(40), causal_attend()).hidden_ND) for d in (wanted, kept)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
+    """In C; the quantised one with speculation too. In a cache of fp16 the two, summed in different orders, would be rounded
+    apart."""
+    _, packed, twin = checkpoint
+    config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024, kv_cache_dtype="float32")
+    params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55], list(range(40))]
+    wanted = run(build_engine(load_decoder(twin), Speculation("none"), config), prompts, params)
+    decoder = load_decoder(packed, keep=KEPT["cpu"])
+    engine = build_engine(decoder, Speculation("ngram"), config)
+    assert isinstance(engine.executor.ops, CpuOps)
+    assert run(engine, prompts, params) == wanted
+
+
+def test_experts(tmp_path: Path) -> None:
+    decoder = tiny_decoder(1, "Qwen3MoeForCausalLM", **SIZES | {"num_layers": 4}, moe=MoEConfig(4, 2, 128, layers=(0, 2, 3)))
+    packed, twin = write_quantised(decoder, tmp_path, "awq")
+    config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
+    params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55]]
+    texts = [
+        run(build_engine(load_decoder(f, keep=KEPT["cpu"]), Speculation("none"), config), prompts, params)
+        for f in (packed, twin)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_reordered_heads_of_phi(tmp_path: Path) -> None:
+    """Rows of codes are reordered as those of plain weights are."""
+    packed, twin = write_quantised(tiny_decoder(1, "Phi3ForCausalLM", **SIZES, rotated=24), tmp_path, "gptq-act-order")
+    tokens, decoders = torch.arange(30), (load_decoder(twin), load_decoder(packed, keep=KEPT["cpu"]))
+    logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in decoders]
+    assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+def test_quantising_twice_is_refused(tmp_path: Path) -> None:
+    packed, _ = write_quantised(tiny_decoder(**SIZES), tmp_path, "gptq")
+    config = EngineConfig(device="cpu", quantization="int8")
+    with pytest.raises(UserError, match="is quantised already"):
+        build_engine(str(packed), Speculation("none"), config, tokenizer=object())
+
+
+CT = CHECKPOINTS["ct-int4"]
+GROUP, FP8_GROUP = CT["config_groups"]["group_0"], CT_FP8["config_groups"]["group_0"] | {"format": "float-quantized"}
+
+
+def _ct_weights(**change: Any) -> dict[str, Any]:
+    return CT | {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | change}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+        (AWQ | {"bits": 8}, "bits 8"),
+        (AWQ | {"version": "gemv"}, "version 'gemv'"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (GPTQ | {"bits": 3}, "bits 3"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
+        (CT | {"format": "marlin-24"}, "format 'marlin-24'"),
+        (CT | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (CT | {"transform_config": {"config_groups": {}}}, "transform_config"),
+        (CT | {"config_groups": {}}, "config_groups"),
+        (_ct_weights(num_bits=2), "num_bits 2"),
+        (_ct_weights(strategy="tensor_group"), "strategy 'tensor_group'"),
+        (_ct_weights(type="float"), "format 'pack-quantized' of 4-bit float"),
+        (CT | {"config_groups": {"a": GROUP, "b": FP8_GROUP}}, "differ"),
+        (
+            CT_INT8 | {"config_groups": {"a": {"weights": {"num_bits": 8, "symmetric": False, "strategy": "channel"}}}},
+            "symmetric",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_scheme({"quantization_config": config})
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "ct-int4", "fp8-block"])
+def test_tensors_that_do_not_fit_are_named(name: str, tmp_path: Path) -> None:
+    packed, _ = write_quantised(tiny_decoder(**SIZES), tmp_path, name)
+    tensors = load_file(packed / "model.safetensors")
+    layer = "model.layers.1.mlp.down_proj."
+    scale = next(part for part in ("scales", "weight_scale", "weight_scale_inv") if layer + part in tensors)
+    save_file(tensors | {layer + scale: torch.ones(3, 5)}, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=scale):
+        load_decoder(packed)
+    if name == "gptq-act-order":
+        save_file(tensors | {layer + "g_idx": torch.zeros(256, dtype=torch.int32)}, packed / "model.safetensors")
+        with pytest.raises(ModelError, match="g_idx"):
+            load_decoder(packed)
+    dropped = {key: value for key, value in tensors.items() if not key.startswith(layer)}
+    save_file(dropped, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.down_proj\.weight"):
+        load_decoder(packed)
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="not expected"):
+        load_decoder(packed)
+
+
+def test_the_page_of_models_is_made_from_the_tables() -> None:
+    """`python -m fledge.checkpoints.supported > docs/models.md` writes it."""
+    written = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert written == page() + "\n"
+    for name in (*FAMILIES, *METHODS):
+        assert f"`{name}`" in written

@@ -1,0 +1,85 @@
+"""Experts on a GPU: routing, grouping and products against their references, and rows that do not depend on each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fledge.kernels.geglu import geglu_reference, geglu_triton
+from fledge.kernels.moe import (
+    experts_reference,
+    experts_triton,
+    group_pairs,
+    group_pairs_reference,
+    route_reference,
+    route_triton,
+)
+from fledge.kernels.swiglu import swiglu_reference
+from tests.kernels.support import device_of_kernels, runs_triton
+
+pytestmark = runs_triton
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (3, 1)])
+def test_route(num_experts, chosen, normalise):
+    scores = torch.randn(5, num_experts + 1, device=device_of_kernels())[:, :num_experts]  # the last column is another's
+    weights, experts = route_triton(scores, chosen, normalise=normalise)
+    wanted = route_reference(scores, chosen, normalise=normalise)
+    assert torch.equal(experts.long(), wanted[1])
+    torch.testing.assert_close(weights, wanted[0])
+
+
+@pytest.mark.parametrize("num_pairs", [1, 16, 50])
+def test_group(num_pairs):
+    experts = torch.randint(0, 12, (num_pairs,), device=device_of_kernels(), dtype=torch.int32)
+    found, wanted = group_pairs(experts, 12), group_pairs_reference(experts, 12)
+    assert torch.equal(found.order_P, wanted.order_P)
+    used = wanted.counts_S > 0
+    count = int(found.num_slots)
+    assert count == int(used.sum())
+    for mine, theirs in zip(found[1:4], wanted[1:4], strict=True):
+        assert torch.equal(mine[:count], theirs[used])
+
+
+def parts(num_rows: int, size: int, inner: int, num_experts: int, chosen: int, dtype=torch.float32):
+    device = device_of_kernels()
+    gate_up = (torch.randn(num_experts, 2 * inner, size, device=device) / size**0.5).to(dtype)
+    down = (torch.randn(num_experts, size, inner, device=device) / inner**0.5).to(dtype)
+    x, residual = (torch.randn(num_rows, size, device=device).to(dtype) for _ in range(2))
+    weights, experts = route_reference(torch.randn(num_rows, num_experts, device=device), chosen, normalise=True)
+    return gate_up, down, x, weights, experts.int(), residual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "inner", "num_experts", "chosen"),
+    [(1, 64, 32, 8, 2), (7, 96, 80, 8, 3), (40, 64, 48, 4, 2), (3, 128, 64, 6, 6)],
+)
+def test_experts(num_rows, size, inner, num_experts, chosen, dtype):
+    gate_up, down, x, weights, experts, residual = parts(num_rows, size, inner, num_experts, chosen, dtype)
+    found = experts_triton(gate_up, down, x, weights, experts, residual)
+    functions = [lambda rows, e=e: F.linear(swiglu_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)]
+    wanted = experts_reference(functions, x, weights, experts.long(), residual)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """Alone, among others, and when these go elsewhere: the same bits."""
+    gate_up, down, x, weights, experts, residual = parts(40, 64, 48, 4, 2)
+    whole = experts_triton(gate_up, down, x, weights, experts, residual)
+    for row in (0, 17, 39):
+        one = slice(row, row + 1)
+        alone = experts_triton(gate_up, down, x[one], weights[one], experts[one], residual[one])
+        assert torch.equal(alone[0], whole[row])
+    elsewhere = experts.clone()
+    elsewhere[1:] = (elsewhere[1:] + 1) % 4
+    assert torch.equal(experts_triton(gate_up, down, x, weights, elsewhere, residual)[0], whole[0])
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])
+def test_geglu(num_rows, size):
+    x = 3 * torch.randn(num_rows, 2 * size, device=device_of_kernels())
+    torch.testing.assert_close(geglu_triton(x), geglu_reference(x), rtol=1e-5, atol=1e-5)
