@@ -212,16 +212,19 @@ def test_a_fault_in_one_request_ends_that_request_alone(at):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 def test_weights_for_a_gpu_are_read_in_the_type_that_was_asked_for(dtype, monkeypatch, tmp_path):
     """Not by way of bfloat16, which would round them."""
-    from fledge.engine import build, config
+    from fledge import devices
+    from fledge.engine import build
 
     class Asked(Exception):
         pass
 
-    def load_decoder(folder, asked, device):
+    def load_decoder(folder, asked, device, **_):
         raise Asked(str(asked))
 
-    for module in (build, config):
+    for module in (build, devices):  # the configuration imports it when it is resolved
         monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(build, "check_fits", lambda *_: None)
+    monkeypatch.setattr(build, "load_scheme", lambda folder: None)
     monkeypatch.setattr(build.sources, "find", lambda model: tmp_path)
     monkeypatch.setattr(build.sources, "resolve", lambda model: tmp_path)
     monkeypatch.setattr(build, "load_config", lambda folder: tiny_decoder().config)

@@ -11,7 +11,7 @@ def test_only_kernels_of_this_package_are_asked(monkeypatch):
     monkeypatch.setattr(triton_support, "_loaded", [])
     monkeypatch.setattr(triton_support, "SHARED_MEMORY", None)
     monkeypatch.setattr(triton_support, "_ask_for", lambda handle, percent: asked.append((handle, percent)))
-    mine = register_mma._direct_linear
+    mine = register_mma._register_mma
     name = getattr(mine, "__name__", None) or mine.fn.__name__
     triton_support._was_loaded(None, 1, name, (), "hash")
     triton_support._was_loaded(None, 2, "somebody_else's", (), "hash")
