@@ -95,8 +95,9 @@ class Setup:
         for one, two in ((cache.keys, cache.values) for cache in self.caches):
             assert not one.isnan().all()
             assert torch.equal(one.isnan(), two.isnan())
-        torch.testing.assert_close(self.caches[1].keys, self.caches[0].keys, atol=2e-4, rtol=1e-3, equal_nan=True)
-        torch.testing.assert_close(self.caches[1].values, self.caches[0].values, atol=2e-4, rtol=1e-3, equal_nan=True)
+        # Scores are rounded to a grid (`kernels.attention.exact`); experts pass its 1e-4 on to the next layers as 4e-4.
+        torch.testing.assert_close(self.caches[1].keys, self.caches[0].keys, atol=8e-4, rtol=1e-3, equal_nan=True)
+        torch.testing.assert_close(self.caches[1].values, self.caches[0].values, atol=8e-4, rtol=1e-3, equal_nan=True)
 
 
 @pytest.fixture(params=["reference", pytest.param("kernels", marks=runs_triton)], autouse=True)
