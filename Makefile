@@ -96,4 +96,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-llamacpp build *.egg-info .pytest_cache .ruff_cache .mypy_cache
