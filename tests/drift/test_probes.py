@@ -93,7 +93,7 @@ def test_a_state_that_passes_unchanged_keeps_its_size():
 
 
 class Doubling(torch.nn.Module):
-    def forward(self, x, ops, norm):
+    def forward(self, x, ops, norm, output_norm):
         return x + x
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
 from fledge.training.evaluate import acceptance
 from fledge.training.targets.continuations import continuations
@@ -34,7 +35,7 @@ def test_equals_what_the_engine_counts(flags):
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     figures = acceptance(drafter, decoder, texts, [len(prompt) for prompt in PROMPTS], depths=(2, 4))
     for depth in (2, 4):
-        engine = build_engine(decoder, Speculation(drafter, depth).fixed_depth())
+        engine = build_engine(decoder, Speculation(drafter, depth).fixed_depth(), EngineConfig(dtype="float32"))
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
         requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
         while engine.has_unfinished():
