@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# No space, no quota, or larger than a file may be: nobody's mistake in the command, so told in one line (`fledge/cli/main.py`).
+# No space, no quota, or larger than a file may be: not a mistake in the command, so told in one line (`fledge/cli/main.py`).
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -113,7 +113,7 @@ def create_app(service: Service) -> FastAPI:
             tokens = tokenizer.encode(text, (payload.prompt is not None) if special is None else special)
             return tokens, tokenizer.tokens(tokens) if payload.return_token_strs else None
 
-        # With the long texts: nobody's answer waits for it.
+        # With the long texts: no answer waits for it.
         tokens, texts = await service.tokenize(work, LONG_TEXT + 1)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 

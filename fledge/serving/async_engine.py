@@ -183,7 +183,7 @@ class AsyncEngine:
         return generation
 
     def forget(self, generation: Generation, abort: bool = False) -> None:
-        """It is complete, or nobody wants it any more."""
+        """It is complete, or it was cancelled."""
         if self._generations.pop(generation.number, None) is None:
             return
         if abort:
@@ -271,7 +271,7 @@ class AsyncEngine:
         if len(steps) < len(messages):
             for message in messages:
                 if type(message) is not Step:
-                    # What a call was sent before it failed has been dropped with it; what comes after is for nobody.
+                    # What a call was sent before it failed has been dropped with it; what comes after is dropped.
                     self._take(message)
         for number, outputs in by_call.items():
             if (generation := self._generations.get(number)) is not None:

@@ -182,7 +182,7 @@ class EngineLoop:
                     self.metrics.log_when_due(self.flags.log_interval)
         except UserError as error:
             self.failure = error
-        except BaseException:  # whatever it is, nobody must wait for a loop that has gone
+        except BaseException:  # whatever it is, no request may wait for a loop that has gone
             log.exception("the engine failed")
             self.failure = UserError("the engine failed; the log above says why")
         if self.failure is not None:

@@ -30,7 +30,7 @@ class ReasoningParser:
         elif closed_in_prompt:
             self.state = "answering"
         self.may_open = True  # the opening tag may still come
-        self.trims = False  # line breaks that follow the closing tag belong to nobody
+        self.trims = False  # line breaks that follow the closing tag are dropped
         self.buffer = ""
 
     def push(self, text: str) -> Thought:

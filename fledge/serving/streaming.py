@@ -156,7 +156,7 @@ async def unless_gone(request: Request, generation: Generation, work: Coroutine[
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
             return Response(encode_json(answering.result()), media_type="application/json")
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has gone
     finally:
         generation.close()
         for task in (answering, leaving):

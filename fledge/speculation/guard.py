@@ -113,7 +113,7 @@ class DriftGuard:
             self.counts.shortened -= watched.limit < self.limit
 
     def renew(self) -> None:
-        """The drafter has other weights: nobody is short any more, and probed figures have another band."""
+        """The drafter has other weights: no request is shortened any more, and probed figures have another band."""
         self.counts.recoveries += self.counts.shortened
         self.counts.shortened = 0
         self.watched.clear()

@@ -33,7 +33,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What a run that was killed while it wrote left behind: as large as a checkpoint, and never read."""
+    """What a run that was killed while it wrote leaves: as large as a checkpoint, and never read."""
     for path in folder.glob(".step-*.pt.*"):
         path.unlink(missing_ok=True)
 

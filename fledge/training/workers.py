@@ -174,7 +174,7 @@ def main() -> None:
             replies.write(reply)
             replies.flush()
         except BrokenPipeError:
-            os._exit(0)  # at once: there is nobody to tell
+            os._exit(0)  # at once: no process waits for a result
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class DeviceStates:
     def begin(self, request: Request, row: int, start: int) -> None:
         """A request takes a row; its text is prefilled from `start`."""
         slot = self.slot_of.get(request)
-        if slot is None and not self.free:  # nobody took those
+        if slot is None and not self.free:  # none was taken
             for finished in [one for one in self.slot_of if one.finished]:
                 self._free(finished)
         if slot is None and self.is_active and request.learn and self.free:

@@ -2,7 +2,7 @@
 
 Shapes: N new tokens of B sequences, one sequence after the other; H query heads, K key/value heads, E head size, P pages.
 
-    tokens   | sequence 0 | sequence 1 | … | nobody's |        offsets_C = B + 1 running sums of their lengths, from 0
+    tokens   | sequence 0 | sequence 1 | … | unused |        offsets_C = B + 1 running sums of their lengths, from 0
                                                                the i-th token of sequence b lies at position starts[b] + i
 
 Sums are taken in the order of `exact`. A program takes a block of tokens of one sequence, times the query heads of one
@@ -107,7 +107,7 @@ def prefill_attention_triton(
         return out
     group, lanes = num_heads // num_kv_heads, max(next_power_of_2(size), 16)
     rows = rows or choose_rows(num_tokens, num_kv_heads, group, lanes, q_NHE)
-    # Each sequence's last block may be short; rows of nobody are one more sequence.
+    # Each sequence's last block may be short; unused rows are one more sequence.
     blocks = num_tokens // (rows // group) + batch + 1
     _prefill_attention[(blocks, num_kv_heads)](
         q_NHE,
@@ -183,7 +183,7 @@ def _prefill_attention(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
-    # Whose block this is. The last sequence is nobody's tokens.
+    # Whose block this is. The last sequence is the unused rows.
     index = tl.arange(0, SEQUENCES)
     begins = tl.load(offsets_ptr + index, mask=index <= num_sequences, other=num_tokens).to(tl.int32)
     ends = tl.load(offsets_ptr + index + 1, mask=index < num_sequences, other=num_tokens).to(tl.int32)
