@@ -122,7 +122,7 @@ class Processes:
         return result
 
     def close(self) -> None:
-        """Processes hold nothing that is not here as well: they need no farewell."""
+        """Processes hold nothing that is not here as well: they can be ended at any time."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._started:

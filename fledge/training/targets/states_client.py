@@ -112,7 +112,7 @@ class StatesClient:
         return list(choice["token_ids"]), choice.get("finish_reason") or "stop"
 
     def close(self) -> None:
-        """Nothing is tried again; what is under way may end, so that no files are left behind."""
+        """Nothing is tried again; what is under way may end, so that its files are removed."""
         self._closed.set()
 
     # --- the conversation -----------------------------------------------------------------------------------------
