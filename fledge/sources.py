@@ -95,6 +95,15 @@ def find(name: str | Path) -> Path:
     return _from_hub(name)
 
 
+def check_file(name: str | Path) -> None:
+    """Refuses a damaged GGUF file. Needs no torch, which takes seconds to import: called before anything else is."""
+    path = Path(name).expanduser()
+    if path.is_file() and _is_gguf(path):
+        from fledge.checkpoints.gguf_file import open_gguf
+
+        open_gguf(path)
+
+
 def resolve(name: str | Path) -> Path:
     """As `find`, with GGUF files converted to folders, on first use."""
     name = os.fspath(name)

@@ -6,6 +6,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ class GgufTensor:
     blocks: Blocks
 
 
+def open_gguf(path: Path) -> GgufFile:
+    """A file, read once if it is asked for twice: commands check it before they import torch, then the engine takes it."""
+    about = path.stat()
+    return _opened(path, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, num_bytes: int, modified: int) -> GgufFile:
+    return GgufFile(path)
+
+
 class GgufFile:
     """Tensors stay where they are: they keep the file mapped for as long as they are used."""
 
@@ -58,6 +70,7 @@ class GgufFile:
 
     def forget_lists(self) -> None:
         """Drops the vocabulary's lists, once there is a tokenizer: 25 MB for 150,000 tokens."""
+        _opened.cache_clear()
         self.metadata = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
 
     def release(self) -> None:

@@ -26,6 +26,9 @@ def demo(
     from rich.console import Console
     from rich.table import Table
 
+    from fledge import sources
+
+    sources.check_file(model)
     from fledge.bench.comparison import against_llamacpp, compare, summarise
     from fledge.bench.prompts import DEMO
     from fledge.bench.provenance import provenance, write_json

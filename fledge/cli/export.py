@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fledge.checkpoints.export import DESTINATIONS, export_drafter
+DESTINATIONS = ("vllm", "sglang", "speculators")  # `fledge.checkpoints.export` has them too; importing it takes torch
 
 
 def export(
@@ -24,6 +24,7 @@ def export(
     num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted a step, in the launch command.")] = 3,
 ) -> None:
     """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""
+    from fledge.checkpoints.export import export_drafter
     from fledge.training.export import export_checkpoint, find_checkpoint
 
     target = None

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from fledge.checkpoints.export import import_drafter as convert
 from fledge.errors import ModelError, printable
 
 
@@ -19,6 +18,8 @@ def import_drafter(
     ] = None,
 ) -> None:
     """Read a checkpoint of SafeAILab, SpecForge, TorchSpec, NeMo, AngelSlim or speculators; write the raw layout."""
+    from fledge.checkpoints.export import import_drafter as convert
+
     target = None
     if model:
         from fledge import sources

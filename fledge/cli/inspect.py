@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from fledge.checkpoints.drafter_config import FLAGS
-from fledge.checkpoints.inspect import DrafterReport, inspect_drafter
 from fledge.errors import literal
+
+if TYPE_CHECKING:
+    from fledge.checkpoints.inspect import DrafterReport
 
 
 def inspect(
@@ -20,6 +21,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Show a drafter's version, flags, layers, sizes and every problem in its files."""
+    from fledge.checkpoints.inspect import inspect_drafter
+
     report = inspect_drafter(drafter, _target(model) if model else None)
     if as_json:
         print(json.dumps(report.as_dict()))
@@ -37,6 +40,8 @@ def _target(model: str):
 
 
 def _print(report: DrafterReport) -> None:
+    from fledge.checkpoints.drafter_config import FLAGS
+
     console, config = Console(), report.config
     if config is not None:
         table = Table(show_header=False, box=None, pad_edge=False)

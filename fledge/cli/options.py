@@ -52,6 +52,9 @@ def load(
     device: str = "auto",
     **config: int | bool | str,
 ) -> LLM:
+    from fledge import sources
+
+    sources.check_file(model)
     from fledge.llm import LLM
     from fledge.speculation.depth import TreeShape
 

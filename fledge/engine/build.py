@@ -16,7 +16,7 @@ from fledge import sources
 from fledge.checkpoints import gguf
 from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.gguf_file import GgufFile
+from fledge.checkpoints.gguf_file import open_gguf
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import load_config, load_decoder, load_scheme
 from fledge.checkpoints.quantized import KEPT
@@ -101,7 +101,7 @@ def build_engine(
                 raise UserError(
                     "a draft tree is not lossless with a GGUF file's own blocks; add --dtype float16, or leave out --tree"
                 )
-            file = GgufFile(found)
+            file = open_gguf(found)
             tokenizer, target = tokenizer or GgufTokenizer(file), gguf.read_config(file)
             file.forget_lists()
             config = replace(config, quantization="gguf").resolve(target)

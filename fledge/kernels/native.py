@@ -28,7 +28,7 @@ PANEL = 32  # outputs that lie side by side; cpu/linear.h
 # Numbers of the formats that no GGUF file has; cpu/blocks.h.
 GROUP_FORMATS = {8: 108, 4: 104}
 WIDE_OFFSETS = 105
-TENSOR_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
+TENSOR_FORMATS = {getattr(torch, dtype): name for name, dtype in PLAIN.items()}
 PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
 MAX_PARTS = 3
 # Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.

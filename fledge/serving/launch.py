@@ -15,9 +15,13 @@ def launch(arguments: Sequence[str]) -> None:
 
         vllm_engine.run(arguments)
     else:
+        from fledge import sources
+
+        parsed = flags.parse(arguments)
+        sources.check_file(parsed.model)
         from fledge.serving import server
 
-        server.run(flags.parse(arguments))
+        server.run(parsed)
 
 
 def chosen_engine(words: Sequence[str]) -> str:

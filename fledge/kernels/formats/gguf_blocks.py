@@ -9,11 +9,12 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # A file is checked, and its tokenizer read, without torch: that takes longer to import than all of it.
+    from torch import Tensor
 
 UNIT = 32  # activations that share a scale
 
@@ -41,7 +42,7 @@ FORMATS = {
     "IQ4_NL": Format(20, 32, 18),
 }
 NAMES = {entry.number: name for name, entry in FORMATS.items()}
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # torch's names
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class Blocks:
 
     def plain(self) -> Tensor:
         """[outputs, inputs] of F32, F16 and BF16, in that type. A copy: the file is mapped for reading only."""
-        return torch.from_numpy(self.data.copy()).view(PLAIN[self.format])
+        import torch
+
+        return torch.from_numpy(self.data.copy()).view(getattr(torch, PLAIN[self.format]))
 
     def dequantised(self) -> Tensor:
         """[outputs, inputs] in fp32, by the `gguf` package: the reference."""
         if self.format in PLAIN:
             return self.plain().float()
         import gguf
+        import torch
 
         values = gguf.dequantize(self.data, gguf.GGMLQuantizationType(FORMATS[self.format].number))
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).view(self.outputs, self.inputs)
@@ -97,6 +101,8 @@ class Blocks:
 
 def quantised_activations(x_NI: Tensor) -> Tensor:
     """What the kernels make of activations, in fp32: 8 bits, a scale for each 32 of a row."""
+    import torch
+
     units = x_NI.float().unflatten(-1, (-1, UNIT))
     largest = units.abs().amax(-1, keepdim=True)
     codes = (units * torch.where(largest > 0, 127 / largest, 0.0)).round()
