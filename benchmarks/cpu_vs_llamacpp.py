@@ -1,11 +1,12 @@
 """A GGUF file on a CPU: Fledge, plain and with a drafter, against llama.cpp and transformers, in one run.
 
     python benchmarks/cpu_vs_llamacpp.py FILE.gguf [--drafter NAME] [--quick] [--json FILE]
-    python benchmarks/cpu_vs_llamacpp.py FILE.gguf --texts
+    python benchmarks/cpu_vs_llamacpp.py FILE.gguf --texts [--data FILE.jsonl --limit N]
 
 The same file, prompts, threads and token counts. Every measurement is a fresh process; rounds alternate between the engines, so
 that a busy moment hits all of them; medians count. llama-cpp-python lives in an environment of its own, `.venv-llamacpp`, which
-is made when it is missing (it compiles: five minutes on two cores). `--texts` compares greedy answers instead of speed.
+is made when it is missing (it compiles: five minutes on two cores). `--texts` compares greedy answers instead of speed, and
+llama.cpp with itself when it reads the prompts a few tokens at a time: rounding alone makes as many answers part.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.table import Table
 from fledge import sources
 from fledge.bench import llamacpp_script
 from fledge.bench.baselines import LLAMACPP_VENV, llamacpp_python
+from fledge.bench.datasets import load_items
 from fledge.bench.prompts import DEMO
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.gguf_file import GgufFile
@@ -38,12 +40,14 @@ from fledge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA, PLAIN, DRAFTER, TRANSFORMERS = "llama.cpp", "Fledge, plain", "Fledge, drafter", "transformers, fp32"
+LLAMA_FEW = "llama.cpp, prompts read a few tokens at a time"
 # The demo's prompts, and two more for the comparison of texts.
 PROMPTS = [prompt.text for prompt in DEMO] + [
     "Write a SQL query that returns the three customers with the highest total of orders in 2023.",
     "Translate into French: The library opens at nine, and the reading room closes an hour before the rest.",
 ]
 TEXT_TOKENS = 64
+FEW = 7  # prompt tokens a pass of llama.cpp, when it is compared with itself
 # transformers takes ten times as long: one round of fewer tokens.
 TRANSFORMERS_PROMPTS, TRANSFORMERS_TOKENS = 2, 32
 
@@ -114,7 +118,7 @@ def engines(options: argparse.Namespace, file: Path, task: dict[str, Any]) -> li
         Engine(PLAIN, [*worker, "fledge"], task | fledge | {"drafter": "none"}),
     ]
     if options.texts:
-        return found
+        return [*found, Engine(LLAMA_FEW, llama, task | {"model": str(file), "chunk": FEW})]
     drafter = options.drafter or default_drafter(options.model)
     if drafter and drafter != "none":
         found.append(Engine(DRAFTER, [*worker, "fledge"], task | fledge | {"drafter": str(drafter)}))
@@ -167,17 +171,17 @@ def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
     return shown
 
 
-def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, texts: list[str]) -> dict[str, Any]:
+def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, names: list[str]) -> dict[str, Any]:
     """Where greedy answers part, and how near the two candidates were in either engine's logits."""
     found = {}
     for row in rows:
-        say(f"{row.name}: {len(texts)} answers")
+        say(f"{row.name}: {len(names)} answers")
         found[row.name] = row.run()
     ours, theirs = found[PLAIN], found[LLAMA]
     same_prompts = sum(a == b for a, b in zip(theirs["tokenized"], rows[0].task["prompts"], strict=True))
-    print(f"prompts that llama.cpp splits into the same tokens: {same_prompts} of {len(texts)}")
+    print(f"prompts that llama.cpp splits into the same tokens: {same_prompts} of {len(names)}")
     answers = []
-    both = zip(PROMPTS, *(one["runs"][0]["answers"] for one in (ours, theirs)), strict=False)
+    both = zip(names, *(one["runs"][0]["answers"] for one in (ours, theirs)), strict=True)
     for index, (prompt, our_tokens, their_tokens) in enumerate(both):
         shared = min(len(our_tokens), len(their_tokens))
         at = next((i for i in range(shared) if our_tokens[i] != their_tokens[i]), shared)
@@ -193,8 +197,16 @@ def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, texts: list[str]
         print(f"  part after {at:2d} tokens: {prompt[:60]}")
         print(f"     Fledge {words[0]!r}, llama.cpp {words[1]!r}; logit gap {said[0]} in Fledge, {said[1]} in llama.cpp")
     equal = sum(one["equal"] for one in answers)
-    print(f"equal answers: {equal} of {len(answers)} for {TEXT_TOKENS} tokens")
-    return {"equal": equal, "of": len(answers), "tokens": TEXT_TOKENS, "same_prompt_tokens": same_prompts, "answers": answers}
+    itself = sum(a == b for a, b in zip(theirs["runs"][0]["answers"], found[LLAMA_FEW]["runs"][0]["answers"], strict=True))
+    print(f"equal answers: {equal} of {len(answers)} for {TEXT_TOKENS} tokens; llama.cpp with itself: {itself}")
+    return {
+        "equal": equal,
+        "llamacpp_with_itself": itself,
+        "of": len(answers),
+        "tokens": TEXT_TOKENS,
+        "same_prompt_tokens": same_prompts,
+        "answers": answers,
+    }
 
 
 def _gap(best: list[list[list[float]]], at: int, pair: list[int | None]) -> float | None:
@@ -220,6 +232,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="four prompts of 48 tokens, without transformers")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--texts", action="store_true", help=f"compare {len(PROMPTS)} answers of {TEXT_TOKENS} tokens instead")
+    parser.add_argument("--data", help="with --texts: a JSONL file of conversations, whose first turns are asked instead")
+    parser.add_argument("--limit", type=int, default=10, help="the first so many of --data")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu-vs-llamacpp-NAME.json")
     options = parser.parse_args()
     if options.quick:
@@ -229,7 +243,10 @@ def main() -> None:
     if not file.is_file():
         raise UserError(f"{options.model} is not a GGUF file; llama.cpp reads nothing else")
     tokenizer = GgufTokenizer(GgufFile(file))
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    items = load_items(options.data)[: options.limit] if options.data else []
+    questions = [item.turns[0] for item in items] or PROMPTS
+    names = [item.id for item in items] or PROMPTS  # a data set's texts are not written into the results
+    chats = [[{"role": "user", "content": text}] for text in questions]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     long = tokenizer.encode(" ".join(PROMPTS))
     long = (long * (options.prefill // len(long) + 1))[: options.prefill]
@@ -245,7 +262,7 @@ def main() -> None:
     path = options.json or ROOT / "benchmarks" / "results" / f"cpu-vs-llamacpp-{stem}.json"
     settings = {key: value for key, value in vars(options).items() if key not in ("json", "model")} | {"file": file.name}
     if options.texts:
-        content = compare_texts(rows, tokenizer, texts)
+        content = compare_texts(rows, tokenizer, names)
     else:
         found = measure(rows, options.rounds)
         title = (
@@ -259,7 +276,7 @@ def main() -> None:
                   f"identical output: {'yes' if content['identical'] else 'NO'}")  # fmt: skip
         for row in found.values():
             row.pop("answers")
-    write_json(path, content | {"settings": settings, "provenance": provenance(PROMPTS)})
+    write_json(path, content | {"settings": settings, "provenance": provenance(questions)})
     say(f"wrote {path}")
 
 

@@ -19,14 +19,15 @@ CHUNK = 512  # prompt tokens a pass: llama.cpp's default
 class Model:
     """A GGUF file with an empty cache before every answer."""
 
-    def __init__(self, file: str, threads: int, context: int) -> None:
+    def __init__(self, file: str, threads: int, context: int, chunk: int = CHUNK) -> None:
+        """`chunk`: prompt tokens a pass."""
         import llama_cpp
 
         self.c = llama_cpp
         self.llama = llama_cpp.Llama(
-            file, n_ctx=context, n_batch=CHUNK, n_threads=threads, n_threads_batch=threads, verbose=False
+            file, n_ctx=context, n_batch=max(chunk, 32), n_threads=threads, n_threads_batch=threads, verbose=False
         )
-        self.context = self.llama.ctx
+        self.context, self.chunk = self.llama.ctx, chunk
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.llama.model)
         self.sampler = llama_cpp.llama_sampler_init_greedy()
 
@@ -36,8 +37,8 @@ class Model:
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
         tokens: list[int] = []
         best: list[list[list[float]]] = []
-        for start in range(0, len(prompt), CHUNK):
-            self._run(prompt[start : start + CHUNK])
+        for start in range(0, len(prompt), self.chunk):
+            self._run(prompt[start : start + self.chunk])
         while True:
             tokens.append(self.c.llama_sampler_sample(self.sampler, self.context, -1))
             if len(tokens) == 1:
@@ -97,7 +98,7 @@ def measure(model: Model, task: dict[str, Any]) -> dict[str, Any]:
 def main(task_file: str, out_file: str) -> None:
     with open(task_file) as file:
         task = json.load(file)
-    model = Model(task["model"], task.get("threads") or os.cpu_count() or 1, task["context"])
+    model = Model(task["model"], task.get("threads") or os.cpu_count() or 1, task["context"], task.get("chunk", CHUNK))
     found: dict[str, Any] = {"ready": time.time(), "version": model.c.__version__}
     if task.get("prefill"):  # first: it reads the whole file once, as a warm-up
         model.answer(task["prefill"], 1)

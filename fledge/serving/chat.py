@@ -132,7 +132,13 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
             'or set tool_choice to "required" or to a function',
             param="tool_choice",
         )
-    return TOOL_PARSERS[service.flags.tool_call_parser], None
+
+    def new_parser() -> ToolParser:
+        parser = TOOL_PARSERS[service.flags.tool_call_parser]()
+        parser.functions = functions
+        return parser
+
+    return new_parser, None
 
 
 def _end_of_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> list[int] | None:

@@ -10,6 +10,7 @@ import pytest
 from fledge.serving.message import MessageParser
 from fledge.serving.tool_parsers import TOOL_PARSERS
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
+from fledge.serving.tool_parsers.qwen3_coder import typed
 
 WEATHER = ("get_weather", {"city": 'Paris, "France" }{ é', "days": 3, "nested": {"a": [1, {"b": "]"}]}})
 CLOCK = ("now", {})
@@ -22,6 +23,14 @@ def as_json(name: str, arguments: dict, key: str = "arguments") -> str:
 def kimi(name: str, arguments: dict, index: int) -> str:
     return f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
 
+
+def coder(name: str, arguments: dict) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    inside = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<function={name}>\n{inside}</function>"
+
+
+FUNCTIONS = {"get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "nested": {}}}}
 
 # format, text, content, calls
 CASES = [
@@ -50,6 +59,17 @@ CASES = [
     ("kimi_k2", f"Hm.<|tool_calls_section_begin|>{kimi(*WEATHER, 0)}{kimi(*CLOCK, 1)}<|tool_calls_section_end|>",
      "Hm.", [WEATHER, CLOCK]),
     ("kimi_k2", "a < b <| c", "a < b <| c", []),
+    ("mistral", f"Hm. [TOOL_CALLS][{as_json(*WEATHER)}, {as_json(*CLOCK)}]", "Hm. ", [WEATHER, CLOCK]),
+    ("mistral", f"[TOOL_CALLS]get_weather{json.dumps(WEATHER[1])}[TOOL_CALLS]now{{}}", "", [WEATHER, CLOCK]),
+    ("mistral", f"[TOOL_CALLS] get_weather[CALL_ID]a1[ARGS]{json.dumps(WEATHER[1])}", "", [WEATHER]),
+    ("mistral", "[TOOL] is no mark [", "[TOOL] is no mark [", []),
+    ("phi4_mini_json", f"functools[{as_json(*WEATHER)}, {as_json(*CLOCK)}]", "", [WEATHER, CLOCK]),
+    ("phi4_mini_json", "functools are nice", "functools are nice", []),
+    ("qwen3_coder", f"I look.\n<tool_call>\n{coder(*WEATHER)}\n</tool_call>\n<tool_call>\n{coder(*CLOCK)}\n</tool_call>",
+     "I look.\n", [WEATHER, CLOCK]),
+    ("qwen3_coder", coder(*WEATHER), "", [WEATHER]),
+    ("qwen3_coder", "a < b <tool_c", "a < b <tool_c", []),
+    ("qwen3_xml", f"<tool_call>{coder(*CLOCK)}{coder(*WEATHER)}</tool_call>", "", [CLOCK, WEATHER]),
 ]  # fmt: skip
 
 
@@ -82,7 +102,9 @@ def parsed(parser: MessageParser, parts: list[str]) -> tuple[dict, dict]:
 @pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_calls_are_found_in_any_pieces(style: str, text: str, content: str, calls: list, seed: int) -> None:
-    message, streamed = parsed(MessageParser(tools=TOOL_PARSERS[style]()), pieces(text, seed))
+    parser = TOOL_PARSERS[style]()
+    parser.functions = FUNCTIONS
+    message, streamed = parsed(MessageParser(tools=parser), pieces(text, seed))
     found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
     assert found == calls
     assert (message["content"] or "") == content == streamed["content"]
@@ -95,6 +117,22 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     parser.push('<tool_call>{"name": "f", "arguments": {"text": "a long ')
     events = parser.push("text")
     assert [event.text for event in events] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "integer"}, 3),
+        ("3", {"type": "string"}, "3"),
+        ("3", None, "3"),
+        ("True", {"type": "boolean"}, True),
+        ("null", {"type": ["string", "null"]}, None),
+        ("[1, 2", {"type": "array"}, "[1, 2"),
+        ('{"a": 1}', {"anyOf": [{"type": "object"}]}, {"a": 1}),
+    ],
+)
+def test_plain_values_get_their_schemas_types(text: str, schema: object, value: object) -> None:
+    assert typed(text, schema) == value
 
 
 def test_kimi_keeps_its_ids() -> None:

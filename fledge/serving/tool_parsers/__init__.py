@@ -4,7 +4,9 @@ from fledge.serving.tool_parsers.base import ToolParser
 from fledge.serving.tool_parsers.hermes import HermesParser
 from fledge.serving.tool_parsers.kimi_k2 import KimiK2Parser
 from fledge.serving.tool_parsers.llama3_json import Llama3JsonParser
+from fledge.serving.tool_parsers.marked_json import MistralParser, Phi4Parser
 from fledge.serving.tool_parsers.pythonic import PythonicParser
+from fledge.serving.tool_parsers.qwen3_coder import Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -13,6 +15,10 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "llama4_pythonic": PythonicParser,  # the marks around its calls are special tokens, which are not in the text
     "kimi_k2": KimiK2Parser,
+    "mistral": MistralParser,
+    "phi4_mini_json": Phi4Parser,
+    "qwen3_coder": Qwen3CoderParser,
+    "qwen3_xml": Qwen3CoderParser,
 }
 
 __all__ = ["TOOL_PARSERS", "ToolParser"]

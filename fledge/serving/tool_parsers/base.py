@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 JSON_SPACE = " \t\r\n"
 
@@ -38,6 +40,7 @@ ToolEvent = Content | CallStart | CallArguments
 
 class ToolParser:
     needs_special_tokens = False  # whether its markers are tokens that decoding would skip
+    functions: Mapping[str, Any] = {}  # the request's tools: JSON schemas of their parameters by name
 
     def __init__(self) -> None:
         self.buffer = ""
@@ -67,8 +70,11 @@ class JsonCall:
     a call, `done` when its closing brace has come; `text` is all that was taken so far.
     """
 
-    def __init__(self, argument_keys: tuple[str, ...] = ("arguments", "parameters")) -> None:
-        self.argument_keys = argument_keys
+    def __init__(
+        self, argument_keys: tuple[str, ...] = ("arguments", "parameters"), *, ends_with_arguments: bool = False
+    ) -> None:
+        """`ends_with_arguments`: they are the last of the call, and no brace follows."""
+        self.argument_keys, self.ends_with_arguments = argument_keys, ends_with_arguments
         self.text = ""
         self.name: str | None = None
         self.done = self.failed = False
@@ -156,6 +162,7 @@ class JsonCall:
         if not self._is_arguments():
             return ""
         self._has_arguments = True
+        self.done = self.ends_with_arguments
         if token[0] == "{":
             return self._pass_on(last)
         # Some models write the arguments as a string of JSON, or null for none.
