@@ -24,9 +24,10 @@ test: $(VENV)/.installed-test lint
 test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -q -m vllm tests/interop
 
-# Needs Debian's chromium and chromium-driver (or any Chromium with its driver on the PATH).
+# The page in a browser, and its pictures in docs/images. Needs Debian's chromium and chromium-driver (or any Chromium with its
+# driver on the PATH).
 test-browser: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -m browser tests/serving/test_page.py
+	$(BIN)/python -m pytest -q -m browser tests/serving/page
 
 # The CPU kernels on aarch64, with and without its dot-product instructions, under qemu-user; for macOS they are only built.
 test-arm: $(VENV)/.installed-test

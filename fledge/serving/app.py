@@ -6,17 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 import fledge
-from fledge.serving import chat, completions, errors, prompts, responses
+from fledge.serving import chat, completions, errors, page_files, prompts, responses
 from fledge.serving.errors import ApiError
 from fledge.serving.gate import Gate
 from fledge.serving.json_checks import check_json
@@ -37,11 +35,6 @@ ERRORS = {
         503: "The server is loading or busy; see Retry-After.",
     }.items()
 }
-PAGE = Path(__file__).parent / "page" / "index.html"
-PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -154,11 +147,7 @@ def create_app(service: Service) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": fledge.__version__}
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def page() -> HTMLResponse:
-        headers = {"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(_page(), headers=headers)
-
+    page_files.install(app)
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -207,8 +196,3 @@ ERROR_SCHEMA = {
         }
     },
 }
-
-
-@cache
-def _page() -> str:
-    return PAGE.read_text(encoding="utf-8")

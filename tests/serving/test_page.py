@@ -1,142 +1,103 @@
-"""The page in a real browser: `make test-browser`. FLEDGE_SCREENSHOT=file.png keeps a picture."""
+"""The page's files over HTTP: what is served, with which headers, and that they ask nothing of anyone else.
+
+What the page does is tested in a browser: tests/serving/page, `make test-browser`.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
+import asyncio
+import re
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
-from tests.serving.processes import ServerProcess
+from fledge.serving import page_files
 
-pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server that runs already (FLEDGE_PAGE_URL), or the tiny one."""
-    running = os.environ.get("FLEDGE_PAGE_URL")
-    if running:
-        yield running
-    else:
-        server: ServerProcess = request.getfixturevalue("tiny_server")
-        yield server.url
+PROJECT = Path(__file__).parents[2]
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in page_files.FOLDER.iterdir()}
+SCRIPTS = sorted(name for name in TEXTS if name.endswith(".js"))
 
 
-@pytest.fixture
-def browser() -> Iterator:
-    from selenium import webdriver
+def test_files_are_served_with_a_strict_policy(in_process) -> None:
+    async def main() -> None:
+        async with in_process() as (client, _):
+            assert (await client.get("/")).text == TEXTS["index.html"]
+            for name, text in TEXTS.items():
+                answer = await client.get(f"/page/{name}")
+                assert (answer.status_code, answer.text) == (200, text)
+                assert answer.headers["content-type"] == page_files.MEDIA_TYPES[Path(name).suffix]
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                policy = answer.headers["content-security-policy"]
+                assert "unsafe" not in policy
+                assert "http" not in policy  # no other host
+                assert policy.startswith("default-src 'none'; ")
+                for part in (
+                    "frame-ancestors 'none'",
+                    "base-uri 'none'",
+                    "form-action 'none'",
+                    "require-trusted-types-for 'script'",
+                ):
+                    assert part in policy
+            for path in (
+                "/page/",
+                "/page/no.js",
+                "/page/../app.py",
+                "/page/%2e%2e%2fapp.py",
+                "/page/__init__.py",
+                "/page/..%5capp.py",
+            ):
+                assert (await client.get(path)).status_code == 404, path
+            assert "/page/{name}" not in (await client.get("/openapi.json")).json()["paths"]
 
-    assert shutil.which("chromium"), "chromium is missing: apt-get install chromium chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,860"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    problems = [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-    driver.quit()
-    assert problems == []
-
-
-def wait(browser, condition, seconds: float = 180):
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser, seconds, poll_frequency=0.1).until(condition)
-
-
-def text(browser, element: str) -> str:
-    return browser.find_element("id", element).text
-
-
-def say(browser, words: str) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    browser.find_element("id", "prompt").send_keys(words + Keys.ENTER)
-
-
-def answered(browser, count: int):
-    """The notes under the answers, once there are `count` of them."""
-    return wait(browser, lambda b: len(found := b.find_elements("css selector", ".assistant > .note")) >= count and found)
+    asyncio.run(main())
 
 
-def test_a_message_is_answered_with_tinted_text_and_figures(browser, url: str) -> None:
-    browser.get(url)
-    wait(browser, lambda b: "drafter" in text(b, "served"))
-    browser.execute_script(
-        "document.getElementById('max_tokens').value = arguments[0]", os.environ.get("FLEDGE_PAGE_TOKENS", "120")
-    )
-    say(browser, os.environ.get("FLEDGE_PAGE_PROMPT", "the cat sat on the mat and the cat sat on the mat"))
-    notes = answered(browser, 1)
-    assert "tokens/s" in notes[0].text
-    assert browser.find_elements("css selector", ".assistant .text > *"), "no text came"
-    marks = browser.find_elements("css selector", ".assistant .text mark")
-    assert marks, "no accepted draft token is tinted"
-    colour = browser.execute_script("return getComputedStyle(arguments[0]).backgroundColor", marks[0])
-    assert colour not in ("rgba(0, 0, 0, 0)", "transparent")
-    assert float(text(browser, "rate")) > 0
-    assert float(text(browser, "length")) >= 1
-    assert browser.find_elements("css selector", "#plot rect"), "no acceptance by position"
-    assert "tok/s" in text(browser, "speed-on")
-    assert text(browser, "speed-off") == "–"
+def test_files_need_the_key_where_the_page_does(in_process) -> None:
+    async def main() -> None:
+        async with in_process("--api-key", "secret") as (client, _):
+            assert (await client.get("/page/app.js")).status_code == 401
+            refused = await client.get("/")
+            assert refused.headers["www-authenticate"].startswith("Basic")  # a browser asks, and sends it with every file then
+            for path in ("/", "/page/app.js", "/page/layout.css"):
+                assert (await client.get(path, auth=("anyone", "secret"))).status_code == 200
 
-    browser.find_element("id", "compare").click()
-    wait(browser, lambda b: b.find_elements("css selector", ".verdict"))
-    assert browser.find_element("css selector", ".verdict").text == "The answers are the same."
-    assert "tok/s" in text(browser, "speed-off")
-    assert "×" in text(browser, "gain")
-    assert not browser.find_elements("css selector", ".pair .off mark"), "plain text is tinted"
-    if os.environ.get("FLEDGE_SCREENSHOT"):
-        browser.save_screenshot(os.environ["FLEDGE_SCREENSHOT"])
+    asyncio.run(main())
 
 
-ESCAPE_AT_THE_FIRST_WORDS = """
-const watch = new MutationObserver(() => {
-    const answers = document.querySelectorAll(".assistant");
-    if (answers.length < 2 || !answers[1].querySelector(".text > *")) return;
-    watch.disconnect();
-    document.body.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape", bubbles: true}));
-});
-watch.observe(document.body, {subtree: true, childList: true});
-"""
+def test_the_page_names_no_other_host_and_has_nothing_inline() -> None:
+    for name, text in TEXTS.items():
+        addresses = set(re.findall(r"https?://[\w./]+", text)) - {"http://www.w3.org/2000/svg"}
+        assert not addresses, f"{name}: {addresses}"
+    page = TEXTS["index.html"]
+    assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\sstyle=|\son\w+=|javascript:|@import|url\(", page)
+    for css in (text for name, text in TEXTS.items() if name.endswith(".css")):
+        assert "url(" not in css
+        assert "@import" not in css
 
 
-def test_the_switch_escape_and_errors(browser, url: str) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    browser.get(url)
-    wait(browser, lambda b: "drafter" in text(b, "served"))
-    browser.execute_script("document.getElementById('max_tokens').value = 12")
-    browser.find_element("id", "speculate").send_keys(Keys.SPACE)
-    say(browser, "hello")
-    answered(browser, 1)
-    assert not browser.find_elements("css selector", ".assistant mark")
-    assert "tok/s" in text(browser, "speed-off")
-    assert text(browser, "speed-on") == "–"
-    browser.execute_script("document.getElementById('max_tokens').value = 400")
-    browser.execute_script(ESCAPE_AT_THE_FIRST_WORDS)  # a key from here would come too late
-    say(browser, "go on")
-    assert answered(browser, 2)[1].text == "stopped"
-    browser.find_element("id", "reset").click()
-    browser.execute_script("document.getElementById('temperature').value = 5")
-    browser.execute_script("document.getElementById('top_p').value = 7")
-    say(browser, "wrong")
-    assert "top_p" in answered(browser, 1)[0].text
-    browser.get_log("browser")  # the refused request is logged as such
+def test_every_file_that_is_named_exists_and_every_file_is_named() -> None:
+    named = set(re.findall(r'(?:href|src)="page/([\w.]+)"', TEXTS["index.html"]))
+    for name in SCRIPTS:
+        named |= set(re.findall(r'from "\./([\w.]+)"', TEXTS[name]))
+    assert named | {"index.html"} == set(TEXTS)
+    identifiers = set(re.findall(r'\bid="([\w-]+)"', TEXTS["index.html"]))
+    asked = {found for name in SCRIPTS for found in re.findall(r'(?:\$|getElementById)\("([\w-]+)"\)', TEXTS[name])}
+    icons = {"icon-" + found for name in SCRIPTS for found in re.findall(r'icon(?:Button)?\("([\w-]+)"', TEXTS[name])}
+    assert (asked | icons) <= identifiers, (asked | icons) - identifiers
+    assert set(re.findall(r'href="#([\w-]+)"', TEXTS["index.html"])) <= identifiers
 
 
-@pytest.mark.parametrize("width", [360, 1200])
-def test_nothing_overflows(browser, url: str, width: int) -> None:
-    browser.get(url)
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": width < 500}
-    )
-    wait(browser, lambda b: "drafter" in text(b, "served"))
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    box = browser.find_element("id", "prompt").rect
-    assert box["width"] > 150
-    assert box["y"] + box["height"] <= 740
-    outside = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
-    assert all(name.startswith((url, "data:")) for name in outside)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_never_parse_text_as_markup(name: str) -> None:
+    """Trusted types would stop it in Chromium; other browsers do not all have them."""
+    ways = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|\beval\(|new Function|DOMParser|Fragment\(|srcdoc"
+    assert not re.search(ways, TEXTS[name])
+    assert len(TEXTS[name].splitlines()) < 320
+
+
+def test_the_package_holds_the_files() -> None:
+    data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fledge"]
+    for name in TEXTS:
+        assert any(fnmatch(f"serving/page/{name}", pattern) for pattern in data), name

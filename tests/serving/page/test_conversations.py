@@ -1,0 +1,230 @@
+"""Conversations on the page: kept, renamed, deleted, edited, regenerated, stopped; and what the model is sent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serving.page.conftest import Page
+from tests.serving.page.scripted import ScriptedServer
+
+pytestmark = pytest.mark.browser
+
+STORED = "return Object.keys(localStorage).filter(key => key.startsWith('fledge.conversation.')).length"
+
+
+def titles(page: Page) -> list[str]:
+    return page.run("return [...document.querySelectorAll('#list .open')].map(one => one.textContent)")
+
+
+def sent(scripted: ScriptedServer) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in scripted.bodies[-1]["messages"]]
+
+
+def test_conversations_are_kept_renamed_and_deleted(page: Page, scripted: ScriptedServer) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(scripted.url)
+    scripted.text = "Some **bold** answer with words enough to be tinted."
+    page.say("first   question with  spaces")
+    page.answers(1)
+    page.click("#new")
+    assert not page.all(".turn")
+    assert page.one("#empty").is_displayed()
+    page.say("second question")
+    page.answers(1)
+    assert titles(page) == ["second question", "first question with spaces"]
+
+    page.open(scripted.url)
+    assert page.text(".turn.user .text") == "second question"
+    assert page.all(".assistant strong")
+    assert page.all(".assistant mark"), "the tint is not kept"
+    assert "tokens/s" in page.text(".assistant .note")
+    page.click("#list li:nth-child(2) .open")
+    page.wait(lambda: page.text(".turn.user .text").startswith("first"))
+    assert page.all("#list li:nth-child(2) .open[aria-current]")
+
+    page.one("#list li:nth-child(2) .open").send_keys(Keys.F2)
+    page.keys("renamed" + Keys.ENTER)
+    assert titles(page) == ["second question", "renamed"]
+    page.one("#list li:nth-child(2) .open").send_keys(Keys.F2)
+    page.keys("not this" + Keys.ESCAPE)
+    assert titles(page) == ["second question", "renamed"]
+    assert page.focused() == "open"
+
+    page.keys(Keys.DELETE)
+    assert titles(page) == ["second question"]
+    assert not page.all(".turn"), "a deleted conversation is still shown"
+    assert page.run(STORED) == 1
+    page.click("#undo")
+    assert titles(page) == ["second question", "renamed"]
+    assert page.run(STORED) == 2
+    page.click("#list li:nth-child(2) .open")
+    page.say("one more")
+    page.answers(2)
+    assert titles(page) == ["renamed", "second question"]  # the newest first
+    assert len(sent(scripted)) == 3
+
+
+def test_the_storage_is_bounded_and_survives_rubbish(page: Page, scripted: ScriptedServer) -> None:
+    page.open(scripted.url)
+    scripted.text = "ok"
+    fill = """
+    for (let at = 0; at < 60; at++) localStorage.setItem("fledge.conversation.c" + at, JSON.stringify(
+        {id: "c" + at, title: "number " + at, updated: at, messages: [{role: "user", content: "x".repeat(arguments[0])}]}));
+    localStorage.setItem("fledge.conversation.bad", "{");
+    localStorage.setItem("fledge.conversation.worse", JSON.stringify({id: "worse", title: {}, updated: 1, messages: [{}]}));
+    localStorage.setItem("fledge.conversation.other", JSON.stringify({id: "c1", title: "x", updated: 1, messages: []}));
+    """
+    page.run(fill, 10)
+    page.open(scripted.url)
+    assert len(titles(page)) == 60
+    assert titles(page)[0] == "number 59"
+    page.click("#new")
+    page.say("newest")
+    page.answers(1)
+    assert page.run(STORED) == 50
+    assert titles(page)[:2] == ["newest", "number 59"]
+    page.run(fill, 60_000)  # 3.6 million characters
+    page.open(scripted.url)
+    page.click("#new")
+    page.say("short again")
+    page.answers(1)
+    total = page.run("return Object.values({...localStorage}).join('').length")
+    assert total < 2_010_000
+    assert titles(page)[0] == "short again"
+    page.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }")
+    page.say("with a full storage")
+    page.answers(2)
+    assert page.text("#kept").startswith("Not kept")
+
+
+def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(scripted.url)
+    page.set(system="Be brief.", temperature=0.5, top_k=3, seed=7)
+    scripted.text = "First answer."
+    page.say("question one")
+    page.answers(1)
+    body = scripted.bodies[-1]
+    assert sent(scripted) == [("system", "Be brief."), ("user", "question one")]
+    assert (body["temperature"], body["top_p"], body["top_k"], body["seed"], body["max_tokens"]) == (0.5, 1, 3, 7, 512)
+    assert body["speculate"] is True
+    page.set(system="", top_k="", seed="")
+    page.say("question two")
+    page.answers(2)
+    assert "top_k" not in scripted.bodies[-1]
+    assert "seed" not in scripted.bodies[-1]
+    assert sent(scripted) == [("user", "question one"), ("assistant", "First answer."), ("user", "question two")]
+
+    scripted.text = "Another answer."
+    page.click(".is-last .regenerate")
+    page.wait(lambda: "Another" in page.text(".is-last .text"))
+    assert len(page.answers(2)) == 2
+    assert sent(scripted) == [("user", "question one"), ("assistant", "First answer."), ("user", "question two")]
+
+    page.click(".turn.user .edit")
+    page.one(".edit-box").send_keys(" no" + Keys.ESCAPE)
+    assert [one.text for one in page.all(".turn.user .text")] == ["question one", "question two"]
+    page.one("#prompt").send_keys(Keys.ARROW_UP)  # the last question, from the empty box
+    page.one(".edit-box").send_keys(", edited" + Keys.ENTER)
+    page.answers(2)
+    assert sent(scripted)[-1] == ("user", "question two, edited")
+    page.click(".turn.user .edit")
+    page.one(".edit-box").send_keys(", edited" + Keys.ENTER)
+    page.wait(lambda: len(page.answers(1)) == 1)
+    assert sent(scripted) == [("user", "question one, edited")]
+
+    scripted.text, scripted.holds_at = "word " * 100, 200
+    page.say("a long one")
+    page.wait(lambda: page.streamed() > 150)
+    assert page.one("#stop").is_displayed()
+    assert not page.one("#send").is_displayed()
+    page.click("#stop")
+    stopped = page.answers(2)[1]
+    assert stopped.find_element("css selector", ".note").text == "stopped"
+    page.wait(lambda: scripted.num_cut == 1)  # the server was told
+    kept = json.loads(page.run("return Object.entries(localStorage).find(one => one[0].startsWith('fledge.conv'))[1]"))
+    assert len(kept["messages"][-1]["content"]) > 150
+
+    page.say("and another")
+    page.wait(lambda: page.streamed() > 150)
+    page.click("#new")  # stops what streams, and keeps it in its conversation
+    page.wait(lambda: scripted.num_cut == 2)
+    assert not page.all(".turn")
+    page.click("#list li:nth-child(1) .open")
+    page.wait(lambda: len(page.answers(3)) == 3)
+
+
+def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) -> None:
+    page.open(scripted.url)
+    scripted.text, scripted.delay = "The same words each time, whatever drafts them.", 0.1
+    page.say("race")
+    page.answers(1)
+    page.click(".is-last .race-here")
+    page.wait(lambda: page.text(".lane.off .clock") == "measuring" or page.text(".lane.on .clock") == "live")
+    page.wait(lambda: page.text(".lane.off .clock") == "replay")
+    page.wait(lambda: page.all(".verdict.same"))
+    assert "character for character" in page.text(".verdict")
+    assert [body["speculate"] for body in scripted.bodies] == [True, False, True]
+    assert [len(body["messages"]) for body in scripted.bodies] == [1, 1, 1]  # the question, without its answer
+    assert "as fast" in page.text(".lane.on .clock") + page.text(".lane.off .clock")
+    assert page.all("#speed-chart polyline.off")
+
+    scripted.plain_text = "Other words."
+    page.wait(lambda: not page.all("body.is-busy"))
+    page.click("#compare")
+    page.wait(lambda: len(page.all(".verdict")) == 2)
+    assert page.all(".verdict")[1].text == "The answers differ."
+    page.set(temperature=1)
+    page.wait(lambda: not page.all("body.is-busy"))
+    page.click("#compare")
+    page.wait(lambda: len(page.all(".verdict")) == 3)
+    assert "as samples do" in page.all(".verdict")[2].text
+
+    scripted.text, scripted.plain_text, scripted.holds_at = "word " * 50, None, 20
+    page.wait(lambda: not page.all("body.is-busy"))
+    page.click("#compare")
+    page.wait(lambda: page.all(".race:last-child .lane.off p"))
+    page.click("#stop")
+    page.wait(lambda: page.text(".race:last-child > .note") == "stopped")
+
+
+def test_without_a_drafter_there_is_nothing_to_race(page: Page, scripted: ScriptedServer) -> None:
+    scripted.drafter, scripted.text = None, "plain"
+    page.open(scripted.url)
+    assert not page.one("#speculate").is_enabled()
+    assert page.text("#gain") == "No drafter is loaded."
+    page.say("hello")
+    page.answers(1)
+    assert scripted.bodies[-1]["speculate"] is False
+    assert not page.one("#compare").is_enabled()
+
+
+def test_learning_is_drawn_with_its_swaps(page: Page, scripted: ScriptedServer) -> None:
+    def metrics(steps: int, accepted: int, generation: int) -> str:
+        labels = '{engine="0",model_name="m"}'
+        figures = {
+            "vllm:spec_decode_num_drafts_total": steps,
+            "vllm:spec_decode_num_accepted_tokens_total": accepted,
+            "fledge:learn_generation": generation,
+            "fledge:learn_steps_total": 16,
+            "fledge:learn_samples": 9,
+        }
+        return "".join(f"{name}{labels} {value}.0\n" for name, value in figures.items())
+
+    page.open(scripted.url)
+    assert not page.one("#learning").is_displayed()  # no metrics of learning: the server does not learn
+    scripted.metrics = metrics(0, 0, 0)
+    page.open(scripted.url)
+    page.wait(lambda: page.one("#learning").is_displayed())
+    for at, (accepted, generation) in enumerate([(100, 0), (300, 1), (600, 1)], 1):
+        looks = scripted.paths.count("/metrics")
+        scripted.metrics = metrics(at * 100, accepted, generation)
+        page.wait(lambda before=looks: scripted.paths.count("/metrics") > before)
+    page.wait(lambda: "now 4.00" in page.one("#curve").get_attribute("aria-label"))
+    assert len(page.all("#curve .swap")) == 1
+    assert "swapped in 1 times" in page.one("#curve").get_attribute("aria-label")
+    assert page.text("#learnt") == "generation 1, 16 training steps, 9 texts kept"
