@@ -12,11 +12,12 @@ export async function answer(messages, isSpeculating, view, signal) {
   const system = systemPrompt(), sent = system ? [{ role: "system", content: system }, ...messages] : messages;
   const body = { messages: sent, speculate: isSpeculating, ...sampling() };
   const run = figures.begin(isSpeculating), pieces = [];
-  let usage = null;
+  let usage = null, isCut = false;
   try {
     for await (const chunk of chunks(body, signal)) {
       if (chunk.usage?.speculation) usage = chunk.usage;
       const choice = chunk.choices[0], live = choice?.speculation;
+      if (choice?.finish_reason === "length") isCut = true;
       if (choice?.delta?.reasoning || choice?.delta?.reasoning_content) view.isThinking = true;
       if (!live) continue;
       run.progress(live);
@@ -29,7 +30,7 @@ export async function answer(messages, isSpeculating, view, signal) {
     view.finish();
     run.end(usage);
   }
-  return { usage, pieces };
+  return { usage: usage && { ...usage, isCut }, pieces };
 }
 
 /* The line under an answer. */
@@ -38,5 +39,6 @@ export function summary(usage) {
   const parts = [`${usage.completion_tokens} tokens`];
   if (rate) parts.push(`${rate.toFixed(1)} tokens/s`);
   if (steps) parts.push(`acceptance length ${length.toFixed(2)}`);
+  if (usage.isCut) parts.push("cut at the longest answer");
   return parts.join(" · ");
 }

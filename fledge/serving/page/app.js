@@ -133,7 +133,8 @@ function startRace() {
     const turn = talk.addRace(), follow = new ResizeObserver(() => talk.scrollDown());
     follow.observe(turn);
     try {
-      const isSame = await race(asked, turn, signal, isForced => talk.scrollDown(isForced));
+      talk.scrollDown(true);
+      const isSame = await race(asked, turn, signal);
       announce(isSame ? "Race complete: identical answers" : "Race complete: the answers differ");
     } catch (error) {
       const note = document.createElement("p");

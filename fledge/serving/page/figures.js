@@ -30,7 +30,7 @@ class Run {
     this.looks.push(now);
     while (this.looks.length > 2 && this.looks[1].seconds < now.seconds - SPEED_WINDOW && this.looks[1].steps <= steps - STEPS_WINDOW) this.looks.shift();
     const then = this.looks.find(look => look.seconds >= now.seconds - SPEED_WINDOW), elapsed = now.seconds - then.seconds;
-    if (elapsed > 0.2) this.#add(this.speed, [now.seconds, (tokens - then.tokens) / elapsed]);
+    if (elapsed > 0.1) this.#add(this.speed, [now.seconds, (tokens - then.tokens) / elapsed]);
     const before = this.looks.findLast(look => look.steps <= steps - STEPS_WINDOW) ?? this.looks[0];
     if (steps - before.steps >= 4) this.#add(this.acceptance, [now.seconds, 1 + (accepted - before.accepted) / (steps - before.steps)]);
     this.latest = {

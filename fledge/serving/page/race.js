@@ -1,13 +1,12 @@
 /* The last question answered without and with speculation, one after the other: at once they would slow each other down.
  *
- * While the second answer streams, the first is played again beside it with the pauses it had: a race at the measured speeds.
+ * Then both are played again side by side, with the pauses they had: a race at the measured speeds.
  */
 
 import { answer, summary } from "./answer.js";
 import { AnswerText } from "./answer_text.js";
-import { node } from "./dom.js";
+import { icon, node } from "./dom.js";
 import { isGreedy } from "./settings.js";
-import { verdict } from "./talk.js";
 
 function lane(side, name) {
   const text = node("div", { class: "text" }), clock = node("span", { class: "clock" });
@@ -23,44 +22,44 @@ const pause = (milliseconds, signal) => new Promise((done, stopped) => {
   });
 });
 
-/* Plays what was recorded. */
+/* Plays what was recorded; when it is stopped, the rest comes at once. */
 async function replay({ view, clock }, pieces, signal) {
   const begun = performance.now();
   clock.textContent = "replay";
   view.clear();
-  try {
-    for (const { at, text, isDrafted } of pieces) {
-      const wait = at * 1000 - (performance.now() - begun);
-      if (wait > 4) await pause(wait, signal);
-      view.push(text, isDrafted);
-    }
-  } finally {
-    view.finish();
+  for (const { at, text, isDrafted } of pieces) {
+    const wait = at * 1000 - (performance.now() - begun);
+    if (wait > 4 && !signal.aborted) await pause(wait, signal).catch(() => {});
+    view.push(text, isDrafted);
   }
+  view.finish();
+  clock.textContent = "";
 }
 
-export async function race(messages, turn, signal, scrolled) {
+/* Says whether both texts are the same. */
+function verdict(isSame) {
+  if (isSame) return node("p", { class: "verdict same" }, icon("check"), "Identical: both answers are the same text, character for character.");
+  const why = isGreedy() ? "The answers differ." : "The answers differ, as samples do; temperature 0, or a seed, compares like with like.";
+  return node("p", { class: "verdict" }, why);
+}
+
+export async function race(messages, turn, signal) {
   const plain = lane("off", "Without speculation"), fast = lane("on", "With speculation");
-  const lanes = node("div", { class: "lanes" }, plain.box, fast.box), isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  turn.append(lanes);
-  scrolled(true);
-  plain.clock.textContent = "measuring";
-  fast.clock.textContent = "waits";
-  const first = await answer(messages, false, plain.view, signal);
-  const text = plain.view.drafted.text;
-  fast.clock.textContent = "live";
-  const [second] = await Promise.all([
-    answer(messages, true, fast.view, signal),
-    isStill ? null : replay(plain, first.pieces, signal),
-  ]);
-  plain.clock.textContent = fast.clock.textContent = "";
-  for (const [{ box }, { usage }] of [[plain, first], [fast, second]]) box.append(node("p", { class: "note" }, usage ? summary(usage) : ""));
-  const isSame = text === fast.view.drafted.text, rates = [first, second].map(one => one.usage?.speculation.tokens_per_second);
-  if (rates[0] && rates[1]) {
-    const gain = rates[1] / rates[0];
-    (gain > 1 ? fast : plain).clock.textContent = `${(gain > 1 ? gain : 1 / gain).toFixed(2)}× as fast`;
+  turn.append(node("div", { class: "lanes" }, plain.box, fast.box));
+  const measured = async (side, isSpeculating) => {
+    side.clock.textContent = "measuring";
+    const done = await answer(messages, isSpeculating, side.view, signal);
+    side.clock.textContent = "";
+    return { ...done, text: side.view.drafted.text };
+  };
+  const first = await measured(plain, false), second = await measured(fast, true);
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) {
+    await Promise.all([replay(plain, first.pieces, signal), replay(fast, second.pieces, signal)]);
   }
-  turn.append(verdict(isSame, isGreedy()));
-  scrolled(false);
+  for (const [{ box }, { usage }] of [[plain, first], [fast, second]]) box.append(node("p", { class: "note" }, usage ? summary(usage) : ""));
+  const [slow, quick] = [first, second].map(one => one.usage?.speculation.tokens_per_second);
+  if (slow && quick) fast.clock.textContent = `${(quick / slow).toFixed(2)}× the speed`;
+  const isSame = first.text === second.text;
+  turn.append(verdict(isSame));
   return isSame;
 }

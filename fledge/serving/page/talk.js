@@ -1,7 +1,7 @@
 /* The conversation on the page: questions, answers, and the buttons under them. */
 
 import { AnswerText } from "./answer_text.js";
-import { $, copyButton, icon, iconButton, node } from "./dom.js";
+import { $, copyButton, iconButton, node } from "./dom.js";
 
 export class Talk {
   /* `actions`: {edit(index, text), regenerate(), race()}. */
@@ -105,11 +105,4 @@ export class Talk {
     const { target } = this;
     if (isForced || target.scrollHeight - target.scrollTop - target.clientHeight < 140) target.scrollTop = target.scrollHeight;
   }
-}
-
-/* Says which of the two texts is meant, and that they are the same. */
-export function verdict(isSame, isGreedy) {
-  if (isSame) return node("p", { class: "verdict same" }, icon("check"), "Identical: both answers are the same text, character for character.");
-  const why = isGreedy ? "The answers differ." : "The answers differ, as samples do; temperature 0, or a seed, compares like with like.";
-  return node("p", { class: "verdict" }, why);
 }

@@ -16,7 +16,7 @@ ARGUMENTS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1280,860",
 )  # fmt: skip
-SLOW = 60  # seconds: on a machine that does many other things
+SLOW = 180  # seconds: on a machine that does many other things
 
 
 class Page:

@@ -23,7 +23,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.text, self.plain_text = "", None  # the latter without speculation, if it is to differ
         self.piece, self.delay, self.holds_at = 7, 0.0, None  # characters an event; seconds between; where the stream waits
-        self.reasoning = False
+        self.reasoning, self.finish_reason = False, "stop"
         self.drafter: str | None = "scripted"
         self.metrics = ""
         self.bodies: list[dict[str, Any]] = []
@@ -76,6 +76,7 @@ class ScriptedServer:
                 delta = {"reasoning": "…"} if self.reasoning else {"content": "…"}
                 yield event({"choices": [{"index": 0, "delta": delta, "speculation": live}]})
                 await asyncio.sleep(self.delay)
+            yield event({"choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]})
             steps = tokens - accepted if speculates else 0
             figures = {"steps": steps, "acceptance_length": tokens / max(steps, 1), "acceptance_by_position": [0.8, 0.5, 0.2]}
             figures |= {"tokens_per_second": tokens / max(time.monotonic() - begun, 1e-3), "time_to_first_token": 0.01}

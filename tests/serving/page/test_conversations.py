@@ -119,10 +119,12 @@ def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
     assert "seed" not in scripted.bodies[-1]
     assert sent(scripted) == [("user", "question one"), ("assistant", "First answer."), ("user", "question two")]
 
-    scripted.text = "Another answer."
+    assert "cut" not in page.text(".is-last .note")
+    scripted.text, scripted.finish_reason = "Another answer.", "length"
     page.click(".is-last .regenerate")
     page.wait(lambda: "Another" in page.text(".is-last .text"))
     assert len(page.answers(2)) == 2
+    assert page.text(".is-last .note").endswith("cut at the longest answer")
     assert sent(scripted) == [("user", "question one"), ("assistant", "First answer."), ("user", "question two")]
 
     page.click(".turn.user .edit")
@@ -164,13 +166,15 @@ def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) 
     page.say("race")
     page.answers(1)
     page.click(".is-last .race-here")
-    page.wait(lambda: page.text(".lane.off .clock") == "measuring" or page.text(".lane.on .clock") == "live")
-    page.wait(lambda: page.text(".lane.off .clock") == "replay")
+    page.wait(lambda: page.text(".lane.off .clock") == "measuring")
+    page.wait(lambda: page.text(".lane.on .clock") == "measuring")
+    assert page.text(".lane.off .clock") == ""  # one after the other
+    page.wait(lambda: [page.text(f".lane.{side} .clock") for side in ("off", "on")] == ["replay", "replay"])
     page.wait(lambda: page.all(".verdict.same"))
     assert "character for character" in page.text(".verdict")
     assert [body["speculate"] for body in scripted.bodies] == [True, False, True]
     assert [len(body["messages"]) for body in scripted.bodies] == [1, 1, 1]  # the question, without its answer
-    assert "as fast" in page.text(".lane.on .clock") + page.text(".lane.off .clock")
+    assert "× the speed" in page.text(".lane.on .clock")
     assert page.all("#speed-chart polyline.off")
 
     scripted.plain_text = "Other words."
@@ -190,6 +194,15 @@ def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) 
     page.wait(lambda: page.all(".race:last-child .lane.off p"))
     page.click("#stop")
     page.wait(lambda: page.text(".race:last-child > .note") == "stopped")
+
+    scripted.holds_at, scripted.text = None, "word " * 14
+    page.wait(lambda: not page.all("body.is-busy"))
+    page.click("#compare")
+    page.wait(lambda: page.text(".race:last-child .lane.on .clock") == "replay")
+    page.click("#stop")  # ends the replay: both are measured
+    page.wait(lambda: page.all(".race:last-child .verdict.same"))
+    lanes = page.run("return [...document.querySelectorAll('.race:last-child .lane .markdown')].map(one => one.textContent)")
+    assert lanes == [scripted.text.strip()] * 2
 
 
 def test_without_a_drafter_there_is_nothing_to_race(page: Page, scripted: ScriptedServer) -> None:
