@@ -63,7 +63,7 @@ class Library:
         loaded.run_linear.argtypes = [c_void_p] * 3 + [c_long, c_int]
         loaded.run_experts.argtypes = [c_void_p, c_long, *[c_void_p] * 4, c_long, c_long, c_int]
         loaded.rms_norm.argtypes = [c_void_p] * 3 + [c_long] * 3 + [c_float]
-        loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p]
+        loaded.best_of.argtypes = [c_void_p, c_long, c_long, c_void_p, c_void_p, c_int]
         loaded.packed_bytes.argtypes = [c_int, c_long, c_long]
         loaded.packed_bytes.restype = c_long
         loaded.pack_blocks.argtypes = [c_int, c_void_p, c_long, c_long, c_long, c_void_p, c_int]
@@ -259,5 +259,5 @@ def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int],
         return best.indices.tolist(), shares
     rows, size = logits_NV.shape
     index, shares = (c_long * rows)(), (c_float * rows)() if probability else None
-    library().quick.best_of(logits_NV.data_ptr(), rows, size, index, shares)
+    library().quick.best_of(logits_NV.data_ptr(), rows, size, index, shares, torch.get_num_threads())
     return list(index), list(shares) if shares is not None else None

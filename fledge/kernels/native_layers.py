@@ -121,18 +121,18 @@ class NativeBatch:
         """`tables`: cosines and sines [positions, E] of each of the network's rotary embeddings."""
         self.rows = len(positions_N)
         layouts = host.sequences
-        self.masks = [None if layout.tail_mask is None else layout.tail_mask.contiguous() for layout in layouts]
-        runs = [layout.runs(host.page_size, num_more) for layout in layouts]
-        self.runs = [array("l", [number for run in some for number in run]) for some in runs]
-        self.sequences = (SequenceArguments * len(layouts))(
-            *(
-                (layout.query_len, layout.kv_len, some.buffer_info()[0], address(mask), 0 if mask is None else mask.shape[1])
-                for layout, some, mask in zip(layouts, self.runs, self.masks, strict=True)
-            )
-        )
+        self.sequences = (SequenceArguments * len(layouts))()
         positions_N = positions_N.contiguous()
-        self.kept = (tables, positions_N)  # their memory is pointed to
-        angles = ((c_void_p * MAX_ROPES)(*(table.data_ptr() for table in parts)) for parts in zip(*tables, strict=True))
+        self.kept: list[Any] = [tables, positions_N]  # their memory is pointed to
+        for layout, arguments in zip(layouts, self.sequences, strict=True):
+            runs = array("l", [number for run in layout.runs(host.page_size, num_more) for number in run])
+            arguments.query_len, arguments.kv_len, arguments.runs = layout.query_len, layout.kv_len, runs.buffer_info()[0]
+            self.kept.append(runs)
+            if layout.tail_mask is not None:
+                mask = layout.tail_mask.contiguous()
+                arguments.tail_mask, arguments.tail = mask.data_ptr(), mask.shape[1]
+                self.kept.append(mask)
+        angles = [(c_void_p * MAX_ROPES)(*(table.data_ptr() for table in parts)) for parts in zip(*tables, strict=True)]
         sizes = (len(layouts), self.rows, torch.get_num_threads())
         self.arguments = BatchArguments(self.sequences, *angles, positions_N.data_ptr(), *sizes)
         self.pointer = ctypes.addressof(self.arguments)
@@ -201,7 +201,10 @@ class NativeLayers:
         numbers = (c_long * len(order))(*order)
         if run(*self.pointers, batch.pointer, x_ND.data_ptr(), address(normed), numbers, len(order), address(tapped)):
             raise MemoryError("no memory for a decoder layer")
-        return () if tapped is None else [tapped[order.index(tap)] for tap in taps]
+        if tapped is None:
+            return ()
+        states = tapped.unbind()
+        return states if order == list(taps) else [states[order.index(tap)] for tap in taps]
 
 
 class NativeExperts:

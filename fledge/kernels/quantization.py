@@ -51,22 +51,30 @@ class QuantizedWeight:
 def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offsets: bool = True) -> QuantizedWeight:
     """Rounds to the nearest. The extremes of a group have codes of their own, so what was quantised in the same groups before
     comes back exactly. `offsets` (4 bits): a scale and an offset a group instead of a scale alone."""
-    groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
     if bits == 8:
-        scales = _fp16(groups.abs().amax(-1) / 127)
-        codes = _codes(groups, scales, -127, 127)
-        return QuantizedWeight(codes.to(torch.int8).flatten(1), scales, None, 8, group_size)
+        scales, lowest, codes = rounded(weight_OI, 8, group_size)
+        return QuantizedWeight(codes.flatten(1), scales, None, 8, group_size)
     if offsets:
-        lowest = _fp16(groups.amin(-1))
-        scales = _fp16((groups.amax(-1) - lowest) / 15)
-        codes = _codes(groups - lowest.float()[..., None], scales, 0, 15)
+        scales, lowest, codes = rounded(weight_OI, bits, group_size)
     else:
         # The number furthest from zero takes -8, whatever its sign: all sixteen codes then have a use.
+        groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
         lowest, scales = None, _fp16(furthest / -8)
         codes = _codes(groups, scales, -8, 7) + 8
     nibbles = codes.to(torch.uint8).flatten(1)
     return QuantizedWeight(nibbles[:, ::2] | nibbles[:, 1::2] << 4, scales, lowest, 4, group_size)
+
+
+def rounded(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Scales, lowest values (below 8 bits) and codes [O, groups, group_size], a byte each, of the nearest such weights."""
+    groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
+    if bits == 8:
+        scales = _fp16(groups.abs().amax(-1) / 127)
+        return scales, None, _codes(groups, scales, -127, 127).to(torch.int8)
+    lowest, highest = _fp16(groups.amin(-1)), (1 << bits) - 1
+    scales = _fp16((groups.amax(-1) - lowest) / highest)
+    return scales, lowest, _codes(groups - lowest.float()[..., None], scales, 0, highest).to(torch.uint8)
 
 
 def _fp16(x: Tensor) -> Tensor:

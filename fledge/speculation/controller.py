@@ -29,8 +29,8 @@ EXPLORE_EVERY = 256
 PLAIN_EVERY = 48
 # Steps after which costs that were not measured meanwhile count as half as well known.
 DECAY_EVERY = 256
-# Steps for which a choice is kept while the same number of requests runs: choosing takes 3 % of a small step.
-KEEP_CHOICE = 8
+# Steps for which a choice is kept while the same number of requests runs: choosing takes 8 % of a small step.
+KEEP_CHOICE = 16
 # When drafting resumes the drafter first processes its pending hidden states, at this share of the target's prefill cost. It
 # must be expected to gain that back within so many steps.
 SYNC_SHARE, SYNC_STEPS = 1 / 20, 32

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
 from fledge.kernels.native import best_of
 from fledge.kernels.row_copy import take
 from fledge.kernels.sample import Draws, choose, picked
@@ -167,7 +167,7 @@ class EagleSpeculator:
         if not drafter.drafts_chains:
             return None
         end = span.start + len(rows)
-        tensors = torch.tensor([span.request.tokens[span.start + 1 : end + 1], range(span.start, end)])
+        tensors = paired(span.request.tokens[span.start + 1 : end + 1], range(span.start, end))
         layout = SequenceLayout(span.request.pages, len(rows), end)
         meta = AttentionMetadata.from_layouts([layout], tensors[1], self.cache.page_size, end + limit - 1)
         batch = self.ops.batch(meta, num_more=limit)

@@ -116,7 +116,7 @@ def test_zeros_and_threads() -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("bits", "format", "steps"), [(8, "Q8_0", 254), (4, "Q4_1", 15)])
+@pytest.mark.parametrize(("bits", "format", "steps"), [(8, "Q8_0", 254), (5, "Q5_1", 31), (4, "Q4_1", 15)])
 def test_weights_are_rounded_to_the_nearest(bits: int, format: str, steps: int) -> None:
     """More rows than are rounded at once. The largest error is half a step of a group's own range."""
     weight = torch.randn(1100, 96) * torch.rand(1100, 1)

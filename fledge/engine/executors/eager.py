@@ -23,7 +23,7 @@ from fledge.engine.executors.sync_queue import SyncQueue
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request, TokenLogprob
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
 from fledge.kernels.native import best_of
 from fledge.models.decoder import Decoder
 from fledge.ops.eager import eager_ops
@@ -186,7 +186,7 @@ class EagerExecutor:
             logits_start.append(len(wanted) if item.completes else None)
             if item.completes:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
-        tensors = torch.tensor([tokens, positions], device=self.device)
+        tensors = paired(tokens, positions).to(self.device)
         meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
         x, states = self.decoder.run(self.decoder.embed(tensors[0]), meta, self.ops, self.taps)
         hidden = self.ops.norm(self.decoder.norm, x)

@@ -81,12 +81,28 @@ static inline void turn(const float *rows, long stride, float *out) {
     for (int i = 0; i < LANES; i++) store(out + i * LANES, a[i]);
 }
 
-/* tile [size][LANES]: the `count` keys that start at `keys`, and zeros up to sixteen. */
-static void turn_keys(const float *keys, long count, long size, float *tile) {
-    long whole = count >= LANES ? size / LANES * LANES : 0;
+/* The same from sixteen rows of halves, `size` apart: pairs of halves are turned as if they were floats, which is half the work. */
+static inline void turn_halves(const half *rows, long size, float *out) {
+    typedef uint32_t lane_words __attribute__((vector_size(64)));
+    typedef uint16_t lane_halves __attribute__((vector_size(32)));
+    float pairs[LANES * LANES];
+    turn((const float *)rows, size / 2, pairs);
+    for (int i = 0; i < LANES; i++) {
+        lane_words both = (lane_words)load(pairs + i * LANES);
+        lane_halves even = __builtin_convertvector(both, lane_halves), odd = __builtin_convertvector(both >> 16, lane_halves);
+        for (int v = 0; v < LANES; v += WIDTH) {
+            *(vector *)(out + 2 * i * LANES + v) = widen_halves((const half *)&even + v);
+            *(vector *)(out + (2 * i + 1) * LANES + v) = widen_halves((const half *)&odd + v);
+        }
+    }
+}
+
+/* tile [size][LANES]: sixteen keys on their side. */
+static void turn_keys(const float *keys, long size, float *tile) {
+    long whole = size / LANES * LANES;
     for (long e = 0; e < whole; e += LANES) turn(keys + e, size, tile + e * LANES);
     for (long e = whole; e < size; e++)
-        for (long i = 0; i < LANES; i++) tile[e * LANES + i] = i < count ? keys[i * size + e] : 0.0f;
+        for (long i = 0; i < LANES; i++) tile[e * LANES + i] = keys[i * size + e];
 }
 
 /* Keys or values s … s + count - 1 as floats, one after the other: where they lie, or in `out`. `run` holds s. */
@@ -102,6 +118,27 @@ static const float *gather(const Cache *cache, const uint8_t *stored, const Run 
     if (cache->format == F32) return (const float *)first;
     widen(cache->format, first, count * cache->head_size, out);
     return out;
+}
+
+/* tile [size][LANES]: the `count` keys from s on, and zeros up to sixteen. */
+static void tile_of(const Cache *cache, const uint8_t *keys, const Run *run, long s, long count, float *widened, float *tile) {
+    long size = cache->head_size;
+    if (cache->format == F16 && size % (2 * LANES) == 0 && run->end >= s + count) {
+        const half *halves = (const half *)(keys + (s + run->shift) * cache->slot_bytes);
+        if (count < LANES) {
+            memset((half *)widened + count * size, 0, sizeof(half) * (LANES - count) * size);
+            halves = memcpy(widened, halves, sizeof(half) * count * size);
+        }
+        for (long e = 0; e < size; e += 2 * LANES) turn_halves(halves + e, size, tile + e * LANES);
+        return;
+    }
+    const float *floats = gather(cache, keys, run, s, count, widened);
+    if (count < LANES) {
+        if (floats != widened) memcpy(widened, floats, sizeof(float) * count * size);
+        memset(widened + count * size, 0, sizeof(float) * (LANES - count) * size);
+        floats = widened;
+    }
+    turn_keys(floats, size, tile);
 }
 
 static inline long slot_of(const Sequence *sequence, long s) {
@@ -241,7 +278,7 @@ static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_he
     for (long s = from / LANES * LANES; s <= to; s += LANES) {
         while (run->end <= s) run++;
         long count = sequence->kv_len - s < LANES ? sequence->kv_len - s : LANES;
-        turn_keys(gather(cache, keys, run, s, count, widened), count, size, tile);
+        tile_of(cache, keys, run, s, count, widened, tile);
         for (long r = 0; r < rows; r++)
             for (long g = 0; g < group; g += HEADS)
                 FOR_HEADS(group - g, score, q + r * width + g * size, tile, size, scores + (r * group + g) * padded + s, padded);

@@ -279,26 +279,38 @@ int look_up(int format, const void *table, long row_bytes, long inputs, long out
     return 0;
 }
 
-/* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
-void best_of(const float *logits, long rows, long size, long *index, float *probability) {
+typedef struct {
+    const float *logits;
+    long size, *index;
+    float *probability;
+} Best;
+
+static void best_of_row(const void *task, long r) {
     enum { BLOCK = 1024 };  /* only the block that has it is searched */
-    for (long r = 0; r < rows; r++) {
-        const float *row = logits + r * size;
-        float highest = row[0], total = 0.0f;
-        long at = 0;
-        for (long first = 0; first < size; first += BLOCK) {
-            long end = first + BLOCK < size ? first + BLOCK : size;
-            float most = row[first];
-            for (long i = first; i < end; i++) most = row[i] > most ? row[i] : most;
-            if (most > highest) highest = most, at = first;
-        }
-        while (at < size - 1 && row[at] != highest) at++;
-        index[r] = at;
-        if (probability) {
-            for (long i = 0; i < size; i++) total += quick_exp(row[i] - highest);
-            probability[r] = 1.0f / total;
-        }
+    const Best *best = task;
+    const float *row = best->logits + r * best->size;
+    float highest = row[0], total = 0.0f;
+    long at = 0, size = best->size;
+    for (long first = 0; first < size; first += BLOCK) {
+        long end = first + BLOCK < size ? first + BLOCK : size;
+        float most = row[first];
+        for (long i = first; i < end; i++) most = row[i] > most ? row[i] : most;
+        if (most > highest) highest = most, at = first;
     }
+    while (at < size - 1 && row[at] != highest) at++;
+    best->index[r] = at;
+    if (best->probability) {
+        for (long i = 0; i < size; i++) total += quick_exp(row[i] - highest);
+        best->probability[r] = 1.0f / total;
+    }
+}
+
+/* Per row: the index of the highest value (the first, if several) and its share of the softmax. */
+void best_of(const float *logits, long rows, long size, long *index, float *probability, int threads) {
+    Best best = {logits, size, index, probability};
+    pthread_mutex_lock(&pool.caller);
+    parallel(best_of_row, &best, rows, threads);
+    pthread_mutex_unlock(&pool.caller);
 }
 
 typedef struct {
@@ -369,7 +381,7 @@ long draft_chain(const Drafter *drafter, const Batch *synced, const int64_t *tok
     while (!failed && depth < limit) {
         long best;
         run_linear(&drafter->head, last, logits, 1, batch.threads);
-        best_of(logits, 1, outputs, &best, &probability);
+        best_of(logits, 1, outputs, &best, &probability, 1);
         drafted[depth] = drafter->target_ids[best];
         joint *= confidences[depth++] = covered * probability;
         if (depth == limit || joint < threshold) break;

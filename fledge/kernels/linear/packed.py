@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.kernels import native
 from fledge.kernels.formats.gguf_blocks import Blocks
-from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, quantize
+from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, rounded
 
 # The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
@@ -87,17 +87,20 @@ def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | Quantiz
 
 
 def quantised_blocks(weight_OI: Tensor, bits: int) -> Blocks:
-    """Rounded to Q8_0 or Q4_1, some rows at a time: rounding takes several times the memory of what it rounds."""
+    """Rounded to Q8_0, Q5_1 or Q4_1, some rows at a time: rounding takes several times the memory of what it rounds."""
     parts = []
     for rows in weight_OI.split(QUANTISED_ROWS):
-        rounded = quantize(rows, bits)
-        codes = rounded.codes.view(torch.uint8).unflatten(1, (-1, GROUP_SIZE * bits // 8))
-        if bits == 4:  # a block's second sixteen are its high nibbles
-            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+        scales, lowest, codes = rounded(rows, bits)
+        codes = codes.view(torch.uint8)
+        headers = [half[..., None].view(torch.uint8) for half in (scales, lowest) if half is not None]
+        if bits == 5:  # the fifth bits of a block's inputs, lowest first
+            bit = 1 << torch.arange(8, dtype=torch.uint8)
+            headers.append(((codes >> 4).unflatten(-1, (-1, 8)) * bit).sum(-1, dtype=torch.uint8))
+        if bits < 8:  # a block's second sixteen are its high nibbles
+            codes = codes & 15
             codes = codes[..., :16] | codes[..., 16:] << 4
-        headers = [half[..., None].view(torch.uint8) for half in (rounded.scales, rounded.offsets) if half is not None]
         parts.append(torch.cat([*headers, codes], -1).flatten(1))
-    return Blocks("Q8_0" if bits == 8 else "Q4_1", weight_OI.shape[1], torch.cat(parts).numpy())
+    return Blocks({8: "Q8_0", 5: "Q5_1", 4: "Q4_1"}[bits], weight_OI.shape[1], torch.cat(parts).numpy())
 
 
 def packing_supported() -> bool:
