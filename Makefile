@@ -12,7 +12,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
+.PHONY: demo test docs figures test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -61,6 +61,14 @@ soak: $(VENV)/.installed-test
 # Half an hour of --learn under 16 clients, with swaps: no request fails, memory stays bounded.
 soak-learn: $(VENV)/.installed-test
 	FLEDGE_LEARN_SOAK_SECONDS=1800 $(BIN)/python -m pytest -q --timeout 3600 tests/serving/test_learn_soak.py
+
+# Every measured figure of README and docs, from benchmarks/results/.
+figures: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.figures
+
+# The site, into build/site. A broken link or an unknown name ends it.
+docs: $(VENV)/.installed-test figures
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
