@@ -23,7 +23,7 @@ def pane(left: float, top: float, title: str, lines: Sequence[str], seconds: flo
     """A title, and lines that appear one after the other within `seconds`, again in every cycle."""
     parts = [f'<text x="{left}" y="{top}" fill="{colour}" font-weight="bold">{escape(title)}</text>']
     characters = sum(len(line) for line in lines) or 1
-    before, start = 0, 1.2
+    before, start = 0, 0.3
     for index, line in enumerate(lines):
         y, width = top + (index + 1.6) * LINE, (len(line) + 1) * GLYPH
         begin, end = (start + seconds * count / characters for count in (before, before + len(line)))
@@ -72,7 +72,7 @@ def demo() -> str:
         f"{len(found['prompts'])} prompts: {times(summary['speed_up'])} as fast    "
         f"{number(summary['acceptance_length'])} tokens a step    identical output: {same}"
     )
-    parts.append(appears(end, 28, height - 48, 1.4 + max(lasts), cycle, "#79c0ff"))
+    parts.append(appears(end, 28, height - 48, 0.5 + max(lasts), cycle, "#79c0ff"))
     where = f"{found['model']}, {found['provenance']['device']}, shown {SLOWED} times slower than it runs"
     parts.append(f'<text x="28" y="{height - 22}" fill="#6e7681">{escape(where)}</text></svg>')
     return "\n".join(parts) + "\n"
