@@ -204,6 +204,19 @@ def cpu_verify() -> str:
     return table(["tokens in one pass", "time", "over one token"], rows)
 
 
+@figures("cpu-kv-cache")
+def cpu_kv_cache() -> str:
+    speed, quality = load("kv-cache-cpu")["speed"], load("kv-cache-quality-cpu")["quality"]
+    rows = []
+    for name in next(iter(speed.values())):
+        runs = [speed[length][name] for length in speed]
+        same = quality.get(name)
+        cells = [runs[0]["cache_bytes_per_token"], *(run["tokens_per_second"] for run in runs)]
+        rows.append([f"`{name}`", *cells, same and percent(same["same_choice"], 1), same and f"{same['kl_divergence']:.1e}"])
+    behind = [f"tokens/s behind {int(length):,} tokens" for length in speed]
+    return table(["`--kv-cache-dtype`", "bytes a token", *behind, "same token as float32", "KL divergence"], rows)
+
+
 # Acceptance.
 
 
