@@ -1,6 +1,6 @@
 """Reference pages made from the program itself: commands and flags, recipe keys, server limits. The site's build calls them.
 
-python docs/references.py cli|recipe|limits|planning        # prints one as Markdown
+python docs/references.py cli|exit_codes|recipe|limits|planning        # prints one as Markdown
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ def cli() -> str:
     return "\n".join(parts)
 
 
+def exit_codes() -> str:
+    """What every command ends with; `fledge --help` prints the same."""
+    from fledge.cli import main
+
+    codes: dict[int, str] = getattr(main, "EXIT_CODES", {})
+    return table(("exit code", "meaning"), [(str(code), cell(text)) for code, text in codes.items()]) if codes else ""
+
+
 def recipe() -> str:
     """One table a section, from the lines that `fledge train --help-recipe` prints."""
     from fledge.training.recipe import describe_keys
@@ -141,7 +149,7 @@ def planning() -> str:
     return Plan().table().replace("| | |", "| figure | estimate |", 1)
 
 
-REFERENCES = {"cli": cli, "recipe": recipe, "limits": limits, "planning": planning}
+REFERENCES = {"cli": cli, "recipe": recipe, "limits": limits, "exit_codes": exit_codes, "planning": planning}
 
 if __name__ == "__main__":
     print(REFERENCES[sys.argv[1]]())
