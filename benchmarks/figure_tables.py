@@ -458,3 +458,52 @@ def conform() -> str:
         counts = load(name)["counts"]
         rows.append([title, counts["pass"], counts["fail"], counts["not supported"]])
     return table(["`fledge conform`", "pass", "fail", "not supported"], rows)
+
+
+@figures("learning-rates")
+def learning_rates() -> str:
+    final = load("learning-rates-h200")["final"]
+    names = {"5e-4": "AdamW, 5e-4", "15e-4": "AdamW, 1.5e-3"}
+    rows = []
+    for kind, label in (("a", ""), ("m", "Muon, 5e-4")):
+        for rate in ("5e-4", "15e-4"):
+            if f"{kind}31-{rate}" in final:
+                lengths = [final[f"{kind}{version}-{rate}"]["acceptance_length"]["5"] for version in ("31", "3")]
+                rows.append([label or names[rate], *(f"{length:.3f}" for length in lengths)])
+    return table(["200 steps, acceptance length at depth 5", "EAGLE 3.1", "EAGLE 3"], rows)
+
+
+@figures("exploration")
+def exploration() -> str:
+    found = load("exploration-h200")
+    labels = {
+        "base": "as it is (16,384 tokens, TTT 5)",
+        "killed": "the same, killed and started again",
+        "vocab8k": "draft vocabulary of 8,192",
+        "ttt3": "three draft steps in training",
+        "kl": "soft cross-entropy alone",
+    }
+    later = {
+        "killed": "other answers (50,000), killed and resumed",
+        "vocab32k": "… draft vocabulary of 32,768",
+        "shared": "… the target's head and whole vocabulary",
+    }
+    rows: list[list[object]] = []
+    for runs, words in ((found["runs"], labels), (found["later_runs"]["runs"], later)):
+        for name, label in words.items():
+            lengths = runs[name]["acceptance_length"]
+            rows.append([label, *(f"{lengths[depth]:.2f}" for depth in ("3", "5", "7"))])
+    return table(["recipe", "depth 3", "depth 5", "depth 7"], rows)
+
+
+@figures("training-course")
+def training_course() -> str:
+    final = load("arms-h200")["final"]
+    rows = []
+    for name, label in (("eagle3.1", "EAGLE 3.1"), ("eagle3", "EAGLE 3")):
+        run = final[name]
+        lengths = " / ".join(f"{run['acceptance_length'][depth]:.2f}" for depth in ("3", "5", "7"))
+        rows.append([label, lengths, f"{run['rms'][0]:.2f}", f"{run['rms'][-1]:.2f}", times(run["rms"][-1] / run["rms"][0])])
+    return table(
+        ["end of the second stage", "acceptance length, depth 3 / 5 / 7", "RMS of the state, step 1", "step 7", "growth"], rows
+    )
