@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 
-from benchmarks.figure_tables import gpu_speeds, load, number, times
+from benchmarks.figure_blocks import gpu_speeds, load, number, times
 
 SLOWED = 4  # the demo's answers last about a second: too fast to be seen
 COLUMNS, LINE, GLYPH = 54, 17, 7.25  # of a pane: characters a line, pixels a line, pixels a character

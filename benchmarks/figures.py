@@ -3,7 +3,7 @@
     python -m benchmarks.figures            # rewrites the blocks and the pictures (`make figures`)
     python -m benchmarks.figures --check    # changes nothing; exit code 1 if something would change
 
-A block of a page is `<!-- figures:NAME -->` … `<!-- /figures -->`; NAME is a function of `figure_tables.py`. On one line it
+A block of a page is `<!-- figures:NAME -->` … `<!-- /figures -->`; NAME is a function of `figure_tables*.py`. On one line it
 is text within a sentence. Pictures are functions of `figure_pictures.py`. Nobody writes a measured figure by hand, so two pages
 cannot give two figures for one run; `tests/test_figures.py` looks for those that somebody did write.
 """
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import figure_pictures, figure_tables
+from benchmarks import figure_blocks, figure_pictures, figure_tables, figure_tables_gpu  # noqa: F401 (they list themselves)
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- figures:([\w.-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
@@ -32,7 +32,7 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         start, name, old, end = match.groups()
-        new = figure_tables.block(name).strip()
+        new = figure_blocks.block(name).strip()
         return f"{start}\n\n{new}\n\n{end}" if "\n" in old else f"{start}{new}{end}"
 
     return BLOCK.sub(fill, text)

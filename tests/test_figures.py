@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import figure_tables, figures
+from benchmarks import figure_blocks, figures
 
 ROOT = Path(__file__).parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in figures.pages()}
@@ -27,12 +29,11 @@ MEASURED = re.compile(
 # figures, with their source on the page), `sum` (arithmetic that the page shows). Whoever adds one says which it is.
 STATED: dict[str, dict[str, str]] = {
     "docs/learn.md": {"24 bytes": "sum"},
-    "docs/training-notes.md": {"1.25×": "sum"},  # of two sizes in the same sentence
 }
-# Pages that a program writes from result files, words included: the program's own test holds them to it.
-WRITTEN = {"docs/drift-study.md", "docs/conform-vllm.md"}
+# Written from result files, words included: a test below holds it to them.
+WRITTEN = {"docs/drift-study.md"}
 # Notes on runs: a figure there has to be a value of one of the result files that the page names.
-NOTES = {"docs/training-notes.md", "docs/drift-lab.md"}
+NOTES = {"docs/drift-lab.md"}
 
 
 def prose(text: str) -> str:
@@ -66,7 +67,7 @@ def values(page: str) -> set[float]:
             found.add(float(value))
 
     for name in set(re.findall(r"[\w.-]+\.json", PAGES[page])):
-        if (path := figure_tables.RESULTS / name).exists():
+        if (path := figure_blocks.RESULTS / name).exists():
             walk(json.loads(path.read_text(encoding="utf-8")))
     return found
 
@@ -94,14 +95,27 @@ def test_an_edited_figure_is_put_right():
     assert figures.filled(changed) == figures.filled(text) == text
 
 
+def test_the_drift_study_is_what_its_program_writes():
+    from benchmarks.drift_study import TRAINED_ALIKE, ablation_of
+    from fledge.drift import study
+
+    def read(name: str) -> dict[str, Any]:
+        stored = json.loads((figure_blocks.RESULTS / name).read_text(encoding="utf-8"))
+        return study.with_todays_names(study.with_depths(stored))
+
+    apart = replace(ablation_of(figure_blocks.RESULTS / "drift-ablation-h200.json"), figures=read("drift-ablation-h200.json"))
+    page = study.study(read("drift-h200.json"), "drift-h200.json", "images", TRAINED_ALIKE, apart)
+    assert page == PAGES["docs/drift-study.md"]
+
+
 def test_unknown_blocks_are_refused():
     with pytest.raises(AssertionError, match="no figures called"):
         figures.filled("<!-- figures:nonsense -->\n<!-- /figures -->")
 
 
 def test_every_result_file_is_read_by_a_block_or_named_on_a_page():
-    text = "".join(PAGES.values()) + Path(figure_tables.__file__).read_text()
-    names = [path.name for path in figure_tables.RESULTS.glob("*.json")]
+    text = "".join(PAGES.values()) + "".join(path.read_text() for path in (ROOT / "benchmarks").glob("figure_*.py"))
+    names = [path.name for path in figure_blocks.RESULTS.glob("*.json")]
     assert [name for name in names if name not in text and not name.startswith("cpu-vs-llamacpp-")] == []
 
 
