@@ -68,7 +68,7 @@ figures: $(VENV)/.installed-test
 
 # The site, into build/site. A broken link or an unknown name ends it.
 docs: $(VENV)/.installed-test figures
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
