@@ -12,13 +12,22 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test docs figures test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
+.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+.PHONY: figures docs
+# Every measured figure of README and docs, from benchmarks/results/.
+figures: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.figures
+
+# The site, into build/site. A broken link or an unknown name ends it.
+docs: $(VENV)/.installed-test figures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The same drafters on real vLLM, which wants an environment of its own (3.4 GB), and hidden states from a vLLM server.
 test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
@@ -62,14 +71,6 @@ soak: $(VENV)/.installed-test
 soak-learn: $(VENV)/.installed-test
 	FLEDGE_LEARN_SOAK_SECONDS=1800 $(BIN)/python -m pytest -q --timeout 3600 tests/serving/test_learn_soak.py
 
-# Every measured figure of README and docs, from benchmarks/results/.
-figures: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.figures
-
-# The site, into build/site. A broken link or an unknown name ends it.
-docs: $(VENV)/.installed-test figures
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -90,7 +91,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[test,docs]'
 	$(PIP) --no-deps $(STRUCTURED)
 	$(COMPILER)
 	$(KERNELS)
