@@ -253,3 +253,29 @@ def conform_vllm() -> str:
         f"{settings['prompts']} prompts of each kind, up to {settings['max_tokens']} tokens, {settings['users']} at a time "
         f"under load: {counts['pass']} pass, {counts['fail']} fail, {counts['not supported']} not supported.\n\n{lines}"
     )
+
+
+# `fledge doctor`.
+
+
+def doctor(name: str, most: int) -> str:
+    """What was tried, best first, and the verdict in doctor's own words."""
+    run = load("doctor-examples")["runs"][name]
+    trials = sorted(run["trials"], key=lambda trial: -trial["accepted"])[:most]
+    tried = [("as it stands", run["as_it_stands"]), *((f"{trial['fault']}: {trial['remedy']}", trial) for trial in trials)]
+    rows = [[words, f"{trial['accepted']:.2f}", percent(trial["first"], 1)] for words, trial in tried]
+    verdict = f"**{run['fault'] or 'healthy'}**: {run['explanation']}"
+    what_to_do = f"  \n> **what to do**: {run['remedy']}" if run["fault"] else ""
+    return f"{table(['tried', 'accepted a step', 'first draft accepted'], rows)}\n\n> {verdict}{what_to_do}"
+
+
+figures("doctor-healthy")(lambda: doctor("as it is", 2))
+figures("doctor-layers")(lambda: doctor("wrong layers", 3))
+figures("doctor-flag")(lambda: doctor("wrong flag", 2))
+
+
+@figures("doctor-off-by-one")
+def doctor_off_by_one() -> str:
+    run = load("doctor-examples")["runs"]["layers off by one"]
+    verdict = f"calls {run['fault']}" if run["fault"] else "calls healthy"
+    return f"{run['as_it_stands']['accepted']:.2f} accepted a step, which `doctor` {verdict}"

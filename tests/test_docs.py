@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "benchmarks/README.md",
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "recipes").rglob("*.md")),
+    *sorted(ROOT.glob("examples/*.md")),
 ]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
