@@ -20,6 +20,15 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
+.PHONY: figures docs
+# Every measured figure of README and docs, from benchmarks/results/.
+figures: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.figures
+
+# The site, into build/site. A broken link or an unknown name ends it.
+docs: $(VENV)/.installed-test figures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # The same drafters on real vLLM, which wants an environment of its own (3.4 GB), and hidden states from a vLLM server.
 test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 	FLEDGE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -q -m vllm tests/interop
@@ -82,7 +91,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[test,docs]'
 	$(PIP) --no-deps $(STRUCTURED)
 	$(COMPILER)
 	$(KERNELS)

@@ -1,6 +1,6 @@
 """A page and a picture of `gpu.py`'s figures.
 
-    python benchmarks/gpu_report.py results.json [more.json …] --out docs/gpu.md --picture docs/images/gpu.png
+    python benchmarks/gpu_report.py results.json [more.json …] --out report/gpu.md --picture report/gpu.png
 
 Later files add stages to earlier ones; a stage that is in both is taken from the later one.
 """

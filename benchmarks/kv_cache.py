@@ -28,7 +28,7 @@ from fledge.models.decoder import Decoder
 from fledge.ops.eager import eager_ops
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = ("docs/serving.md", "docs/architecture.md", "docs/gpu.md")
+TEXTS = ("docs/serving.md", "docs/architecture.md", "docs/drift-lab.md", "docs/training-notes.md")
 TOKENS, CHUNK, PAGE = 33, 512, 16
 
 

@@ -26,6 +26,20 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Completion:
+    """One finished answer.
+
+    Attributes:
+        prompt_token_ids: The prompt as token ids.
+        token_ids: The answer as token ids.
+        text: The answer.
+        finish_reason: `stop`, `length` or `abort`.
+        stop_reason: The stop string or token id that ended it, if one did.
+        stats: Drafted and accepted tokens; `stats.acceptance_length` is tokens per pass of the target.
+        logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
+        seconds: From arrival to the last token.
+        first_token_seconds: From arrival to the first token.
+    """
+
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
@@ -73,6 +87,8 @@ class Completion:
 
 
 class LLM:
+    """A model with its drafter, ready to answer."""
+
     def __init__(
         self,
         model: str = "smollm2-135m",
@@ -94,7 +110,27 @@ class LLM:
         adaptive: bool = True,
         drift_guard: bool = True,
     ) -> None:
-        """`adaptive`, `drift_guard`: draft less deeply than `depth` under load, or for a request that fares badly."""
+        """Loads the model and its drafter.
+
+        Args:
+            model: A built-in name, a folder, a GGUF file or a hub id.
+            drafter: `auto`, `none`, `ngram`, a name, a folder, a hub id, or a loaded drafter.
+            depth: Tokens drafted a step at most, or `auto`.
+            tree: Draft a tree instead of a chain.
+            device: `auto`, `cpu` or `cuda`.
+            dtype: `auto`, `float32`, `float16` or `bfloat16`.
+            quantization: The target's weights: `none`, `int8`, `int4`, or `gguf` as a GGUF file has them.
+            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway.
+            max_model_len: Longest prompt and answer together; 0: the model's.
+            max_num_seqs: Answers decoded together; 0: by device.
+            kv_cache_tokens: Size of the KV cache; 0: by device.
+            kv_cache_dtype: Type of keys and values: `auto`, and on a CPU `float32`, `float16` or `q8_0`.
+            max_batched_tokens: Tokens of a step; 0: by device.
+            threads: CPU threads; 0: all cores.
+            prefix_caching: Prompts that begin alike share cache pages.
+            adaptive: Draft less deeply under load.
+            drift_guard: Draft less deeply for a request whose drafts fare badly.
+        """
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -153,13 +189,16 @@ class LLM:
         speculate: bool = True,
         on_delta: Callable[[Delta], None] | None = None,
     ) -> Completion:
+        """Answers a conversation, by the model's chat template."""
         prompt = self.chat_prompt(messages)
         return self.generate([prompt], params, speculate=speculate, on_delta=on_delta)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation as the token ids that the model reads."""
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
     def stream(self, prompt: Prompt, params: SamplingParams, *, speculate: bool = True) -> Iterator[Delta]:
+        """Completes one prompt, piece by piece: a `Delta` for each step that gave tokens."""
         request = self.engine.add_request(self._encode(prompt), params, speculate=speculate)
         try:
             while not request.finished:

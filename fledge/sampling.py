@@ -35,6 +35,31 @@ _NUMBERS |= dict.fromkeys(_FLOATS, Real)
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How an answer's tokens are chosen. All of it is lossless under speculation.
+
+    Attributes:
+        max_tokens: Longest answer.
+        min_tokens: No stop before so many.
+        temperature: 0 is greedy.
+        top_p: Nucleus sampling; 1 is off.
+        top_k: 0 or -1 is off.
+        min_p: Drops tokens below this share of the likeliest one's probability.
+        repetition_penalty: Over prompt and answer; 1 is off.
+        presence_penalty: For tokens that the answer has already.
+        frequency_penalty: The same, for each time.
+        logit_bias: Added to the logits of token ids.
+        bad_words: Texts that the answer must not hold.
+        bad_word_ids: The same as token ids; set by the engine.
+        stop: Strings that end the answer.
+        stop_token_ids: Token ids that end it.
+        ignore_eos: Go on after the end token.
+        include_stop_str_in_output: Keep the stop string in the text.
+        skip_special_tokens: Leave control tokens out of the text.
+        seed: The same seed gives the same answer, with and without speculation.
+        logprobs: Alternatives to report beside each token.
+        logits_processors: Functions (tokens so far, logits) -> logits; on a CPU only.
+    """
+
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy

@@ -1,4 +1,4 @@
-"""What a caller may ask of the server. Every limit is a flag of `fledge serve`; docs/serving.md has them in a table."""
+"""What a caller may ask of the server. Every limit is a flag of `fledge serve`; the site (`make docs`) has them in a table."""
 
 from __future__ import annotations
 

@@ -1,0 +1,281 @@
+"""Figures of the README, of CPUs, acceptance and the server: each a function from result files to Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.figure_blocks import (
+    RESULTS,
+    figures,
+    gpu_speeds,
+    load,
+    megabytes,
+    number,
+    origin,
+    percent,
+    source,
+    table,
+    times,
+)
+
+# One table for the README.
+
+
+def serving(name: str, users: int) -> dict[str, Any]:
+    runs = load("serving-cpu")["results"]
+    return next(run for run in runs if run["name"] == name and run["concurrency"] == users)
+
+
+@figures("results")
+def results() -> str:
+    cpu, vllm = load("cpu-vs-llamacpp-smollm2-135m")["rows"], load("gpu-h200")["vllm_earlier"]
+    plain, drafted = gpu_speeds()
+    both = [serving(f"{engine} float32, {how}", 1) for engine in ("vLLM", "Fledge") for how in ("plain", "EAGLE 3.1")]
+    rows: list[list[object]] = [
+        [
+            "2 CPU cores, 4-bit GGUF",
+            f"llama.cpp {number(cpu['llama.cpp']['tokens_per_second'])}",
+            None,
+            cpu["Fledge, plain"]["tokens_per_second"],
+            cpu["Fledge, drafter"]["tokens_per_second"],
+        ],
+        [
+            "2 CPU cores, float32 ¹",
+            f"vLLM {number(both[0]['tokens_per_second'])}",
+            *(run["tokens_per_second"] for run in both[1:]),
+        ],
+    ]
+    for users, value in plain.items():
+        who = "1 user" if users == "1" else f"{users} users"
+        name = f"H200, bf16, {who}" + (" ²" if users == "1" else "")
+        rows.append([name, f"vLLM {vllm['plain'][users]}", vllm["depth 3"][users], value, drafted.get(users)])
+    return table(["SmolLM2-135M, tokens/s per user", "other engine", "with a drafter", "Fledge", "with its drafter"], rows)
+
+
+@figures("cpu-headline")
+def cpu_headline() -> str:
+    rows = load("cpu-vs-llamacpp-smollm2-135m")["rows"]
+    plain, drafted = (rows[name]["tokens_per_second"] for name in ("Fledge, plain", "Fledge, drafter"))
+    return f"{number(plain)} tokens/s without the drafter, {number(drafted)} with it ({times(drafted / plain)})"
+
+
+# CPU.
+
+
+@figures("cpu-llamacpp")
+def cpu_llamacpp() -> str:
+    rows: list[list[object]] = []
+    for path in sorted(RESULTS.glob("cpu-vs-llamacpp-*.json"), key=lambda path: ("smollm" not in path.name, path.name)):
+        found = load(path.stem)
+        base = found["rows"]["llama.cpp"]
+        for engine, run in found["rows"].items():
+            speed, prefill = run["tokens_per_second"], run["prefill_tokens_per_second"]
+            ratio = "" if run is base else f" ({times(speed / base['tokens_per_second'])})"
+            faster = "" if run is base else f" ({times(prefill / base['prefill_tokens_per_second'])})"
+            name = f"llama.cpp (llama-cpp-python {run['version']})" if run is base else engine
+            rows.append(
+                [
+                    f"`{found['settings']['file']}`" if run is base else "",
+                    name,
+                    number(speed) + ratio,
+                    number(prefill) + faster,
+                    megabytes(run["peak_bytes"]),
+                    f"{run['ready_seconds']:.1f} s",
+                ]
+            )
+    return table(["file", "engine", "tokens/s", "prefill tokens/s", "peak memory", "ready after"], rows)
+
+
+@figures("cpu-llamacpp-how")
+def cpu_llamacpp_how() -> str:
+    files = []
+    for path in sorted(RESULTS.glob("cpu-vs-llamacpp-*.json")):
+        found, how = load(path.stem), load(path.stem)["settings"]
+        files.append(
+            f"- {source(path.stem)}: {how['prompts']} prompts, {how['tokens']} tokens each, prefill of {how['prefill']} "
+            f"tokens, medians of {how['rounds']}, {how['threads']} threads; {origin(found)}."
+        )
+    return "\n".join(files)
+
+
+@figures("cpu-demo")
+def cpu_demo() -> str:
+    found = load("demo-cpu")
+    runs = found.get("runs") or [found["summary"]]
+    each = [[run[key] for run in runs] for key in ("plain_tokens_per_second", "speculative_tokens_per_second")]
+    spans = [f"{number(min(values))}–{number(max(values))}" if len(runs) > 1 else number(values[0]) for values in each]
+    speed = found["summary"]
+    same = "identical" if found["summary"]["identical"] else "NOT identical"
+    return (
+        f"`fledge demo` ({source('demo-cpu')}; {found['dtype']} weights, {len(runs)} run{'s' * (len(runs) > 1)}): "
+        f"{spans[0]} tokens/s plain, {spans[1]} with the drafter, median speed-up {times(speed['speed_up'])}, "
+        f"acceptance length {number(speed['acceptance_length'])}, output {same} on every prompt. {origin(found)}."
+    )
+
+
+@figures("cpu-transformers")
+def cpu_transformers() -> str:
+    found = load("cpu-vs-transformers")
+    speed = found["tokens_per_second"]
+    base = speed["transformers float32"]
+    rows = [[name.replace(" (default)", ""), value, times(value / base)] for name, value in speed.items()]
+    return table(["plain decoding, one prompt", "tokens/s", "over transformers"], rows)
+
+
+@figures("cpu-quantization")
+def cpu_quantization() -> str:
+    rows = []
+    for name, run in load("quantization-cpu")["results"].items():
+        plain, drafted = run["tokens_per_second"]["plain"], run["tokens_per_second"]["speculative"]
+        speedup = f"{number(drafted)} ({times(drafted / plain)})"
+        same = "" if name == "none" else percent(run["same_choice_given_the_same_text"], 1)
+        label = "none (float16)" if name == "none" else name
+        rows.append([f"`{label}`", megabytes(run["weight_bytes"]), plain, speedup, same])
+    return table(["`--quantization`", "weights", "plain tokens/s", "with the drafter", "same token as float16"], rows)
+
+
+@figures("cpu-verify")
+def cpu_verify() -> str:
+    cost = load("verify-cost-cpu")["milliseconds"]
+    rows = [[rows, f"{value:.1f} ms", times(value / cost["1"])] for rows, value in cost.items()]
+    return table(["tokens in one pass", "time", "over one token"], rows)
+
+
+@figures("cpu-kv-cache")
+def cpu_kv_cache() -> str:
+    speed, quality = load("kv-cache-cpu")["speed"], load("kv-cache-quality-cpu")["quality"]
+    rows = []
+    for name in next(iter(speed.values())):
+        runs = [speed[length][name] for length in speed]
+        same = quality.get(name)
+        cells = [runs[0]["cache_bytes_per_token"], *(run["tokens_per_second"] for run in runs)]
+        rows.append([f"`{name}`", *cells, same and percent(same["same_choice"], 1), same and f"{same['kl_divergence']:.1e}"])
+    behind = [f"tokens/s behind {int(length):,} tokens" for length in speed]
+    return table(["`--kv-cache-dtype`", "bytes a token", *behind, "same token as float32", "KL divergence"], rows)
+
+
+# Acceptance.
+
+
+@figures("acceptance")
+def acceptance() -> str:
+    found = load("acceptance-smollm2-135m")
+    rows = []
+    for data in ("humaneval", "gsm8k", "mt_bench"):
+        row: list[object] = [data]
+        for drafter, kind in (("eagle3.1", "all"), ("eagle3.1", "others"), ("eagle3", "all"), ("eagle3", "others")):
+            runs = found["drafters"][drafter][data][kind]
+            row.append(" / ".join(f"{runs[depth]['acceptance_length']:.2f}" for depth in ("3", "5", "7")))
+        over = found["drafters"]["eagle3.1"][data]["all"]["5"]["over"]["eagle3"]
+        row.append(f"{100 * (over['value'] - 1):+.1f} ± {100 * over['error']:.1f} %")
+        rows.append(row)
+    return table(["prompts", "EAGLE 3.1", "without loops", "EAGLE 3 twin", "without loops", "3.1 over 3, depth 5"], rows)
+
+
+@figures("acceptance-headline")
+def acceptance_headline() -> str:
+    runs = load("acceptance-smollm2-135m")["drafters"]["eagle3.1"]
+    lengths = [runs[data]["all"]["5"]["acceptance_length"] for data in runs]
+    return f"{min(lengths):.1f} to {max(lengths):.1f}"
+
+
+@figures("acceptance-context")
+def acceptance_context() -> str:
+    short, long = load("acceptance-context-short"), load("acceptance-context-6k")
+    rows = []
+    for data in ("humaneval", "gsm8k", "mt_bench"):
+        cells: list[object] = [data]
+        for found in (short, long):
+            runs = found["drafters"]["smollm2-135m-eagle3.1"][data]
+            cells += [f"{runs[kind]['5']['acceptance_length']:.2f}" for kind in ("all", "others")]
+        rows.append(cells)
+    tokens = f"behind {long['context']['tokens']:,} tokens"
+    return table(["depth 5", "short prompt", "without loops", tokens, "without loops"], rows)
+
+
+@figures("acceptance-vllm")
+def acceptance_vllm() -> str:
+    found = load("vllm-acceptance-smollm2-135m")
+    rows = [
+        [row["data"], f"{row['fledge']:.3f}", f"{row['vllm']:.3f}", f"{row['same_text']} of {row['prompts']}"]
+        for row in found["rows"]
+    ]
+    return table([f"depth {found['depth']}", "Fledge", f"vLLM {found['vllm']}", "same text"], rows)
+
+
+# The server.
+
+
+@figures("serving-cpu")
+def serving_cpu() -> str:
+    rows = []
+    for users in (1, 4, 16):
+        row: list[object] = [users]
+        for engine in ("Fledge float16", "Fledge float32", "vLLM float32"):
+            spec, plain = (serving(f"{engine}, {how}", users)["tokens_per_second"] for how in ("EAGLE 3.1", "plain"))
+            row.append(f"{number(plain, 0)} / {number(spec, 0)}")
+        rows.append(row)
+    return table(["users", "Fledge, float16", "Fledge, float32", f"vLLM {load('serving-cpu')['vllm']}, float32"], rows)
+
+
+@figures("serving-load")
+def serving_load() -> str:
+    found = load("serving-load")
+    asked = sum(found["outcomes"].values())
+    return (
+        f"{found['clients']} clients for {found['seconds']:.0f} s: {asked:,} requests, {found['outcomes']['left']} of them "
+        f"hung up early, {found['outcomes']['bad 400']} were malformed and got a 400, all others were answered. "
+        f"Memory grew by {found['memory_growth_mib']:.0f} MiB ({source('serving-load')})."
+    )
+
+
+@figures("conform")
+def conform() -> str:
+    rows = []
+    for name, title in (("conform-fledge", "Fledge"), ("conform-vllm", "vLLM 0.32, CPU build")):
+        counts = load(name)["counts"]
+        rows.append([title, counts["pass"], counts["fail"], counts["not supported"]])
+    return table(["`fledge conform`", "pass", "fail", "not supported"], rows)
+
+
+@figures("conform-vllm")
+def conform_vllm() -> str:
+    """The grid of a conformance run: a row a scenario, a column a check."""
+    found = load("conform-vllm")
+    checks = ("valid", "streamed = whole", "again = first", "under load = alone", "with = without")
+    marks = {"pass": "✓", "fail": "✗", "not supported": "–"}
+    rows = [row for row in found["rows"] if row["check"] in checks]
+    grid = {(row["scenario"], row["check"]): marks[row["status"]] for row in rows}
+    names = list(dict.fromkeys(row["scenario"] for row in rows))
+    lines = table(["scenario", *checks], [[name, *(grid.get((name, check), "") for check in checks)] for name in names])
+    counts, settings = found["counts"], found["settings"]
+    return (
+        f"{settings['prompts']} prompts of each kind, up to {settings['max_tokens']} tokens, {settings['users']} at a time "
+        f"under load: {counts['pass']} pass, {counts['fail']} fail, {counts['not supported']} not supported.\n\n{lines}"
+    )
+
+
+# `fledge doctor`.
+
+
+def doctor(name: str, most: int) -> str:
+    """What was tried, best first, and the verdict in doctor's own words."""
+    run = load("doctor-examples")["runs"][name]
+    trials = sorted(run["trials"], key=lambda trial: -trial["accepted"])[:most]
+    tried = [("as it stands", run["as_it_stands"]), *((f"{trial['fault']}: {trial['remedy']}", trial) for trial in trials)]
+    rows = [[words, f"{trial['accepted']:.2f}", percent(trial["first"], 1)] for words, trial in tried]
+    verdict = f"**{run['fault'] or 'healthy'}**: {run['explanation']}"
+    what_to_do = f"  \n> **what to do**: {run['remedy']}" if run["fault"] else ""
+    return f"{table(['tried', 'accepted a step', 'first draft accepted'], rows)}\n\n> {verdict}{what_to_do}"
+
+
+figures("doctor-healthy")(lambda: doctor("as it is", 2))
+figures("doctor-layers")(lambda: doctor("wrong layers", 3))
+figures("doctor-flag")(lambda: doctor("wrong flag", 2))
+
+
+@figures("doctor-off-by-one")
+def doctor_off_by_one() -> str:
+    run = load("doctor-examples")["runs"]["layers off by one"]
+    verdict = f"calls {run['fault']}" if run["fault"] else "calls healthy"
+    return f"{run['as_it_stands']['accepted']:.2f} accepted a step, which `doctor` {verdict}"

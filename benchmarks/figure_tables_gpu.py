@@ -1,0 +1,212 @@
+"""Figures of GPUs and training: each a function from result files to Markdown."""
+
+from __future__ import annotations
+
+from benchmarks.figure_blocks import figures, gpu_speeds, load, number, percent, table, times
+
+# GPU.
+
+
+@figures("gpu-speed")
+def gpu_speed() -> str:
+    plain, drafted = gpu_speeds()
+    vllm = load("gpu-h200")["vllm_earlier"]
+    rows = []
+    for users, value in plain.items():
+        spec = drafted.get(users)
+        over = times(spec / value) if spec else None
+        rows.append(
+            [users, value, spec, over, vllm["plain"][users], times(value / vllm["plain"][users]), vllm["depth 3"][users]]
+        )
+    titles = ["users", "plain", "with the drafter", "over plain", "vLLM 0.22.0 plain", "Fledge over it", "vLLM with a drafter"]
+    return table(titles, rows)
+
+
+@figures("gpu-before")
+def gpu_before() -> str:
+    speed = load("one-engine-h200")["speed"]
+    vllm = {(run["label"], run["concurrency"]): run["per_user"] for run in load("gpu-h200")["latest"]["vllm"]["runs"]}
+    rows = []
+    for users, run in speed["plain"].items():
+        chosen, plain = speed["spec"][f"{users}, chosen"], run["tokens_per_s_per_user"]
+        cells = [
+            plain,
+            chosen["tokens_per_s_per_user"],
+            times(chosen["tokens_per_s_per_user"] / plain),
+            chosen["acceptance_length"],
+        ]
+        rows.append([users, *cells, vllm["plain", int(users)], vllm["EAGLE, depth 3", int(users)]])
+    titles = [
+        "users",
+        "plain",
+        "with the drafter",
+        "over plain",
+        "acceptance length",
+        "vLLM plain",
+        "vLLM, same drafter, depth 3",
+    ]
+    return table(titles, rows)
+
+
+@figures("gpu-steps")
+def gpu_steps() -> str:
+    before, now = (load(name) for name in ("one-engine-h200", "exact-h200"))
+    after = now["speed, end tokens ignored"]["plain"]
+    rows = [[users, run["step_us"], after[users]["step_us"]] for users, run in before["speed"]["plain"].items()]
+    return table(["rows of a plain step", "before, µs", "exact kernels, µs"], rows)
+
+
+@figures("gpu-1.5b")
+def gpu_larger() -> str:
+    steps = load("exact-h200")["1.5b steps"]
+    rows = []
+    for users in (1, 4, 16, 64, 256):
+        plain, spec = steps.get(f"{users} rows, plain"), steps.get(f"{users} rows, depth 3")
+        rows.append(
+            [
+                users,
+                plain and plain["us"],
+                plain and percent(plain["share"]),
+                spec and spec["us"],
+                spec and percent(spec["share"]),
+            ]
+        )
+    return table(["rows", "plain step, µs", "of the roofline", "cycle of depth 3, µs", "of the roofline"], rows)
+
+
+@figures("gpu-options")
+def gpu_options() -> str:
+    options = load("one-engine-h200")["options"]
+    rows = []
+    for name in ("sampled", "top-p 0.9", "logprobs 5", "penalties", "bias", "min_tokens 32"):
+        cells = [options.get(f"{how}, {users} users, {name}") for how in ("plain", "depth 3") for users in (1, 16)]
+        rows.append([name, *(run and f"{run.get('per_cycle', run['ratio']):.2f}" for run in cells)])
+    return table(["option", "plain, 1 user", "plain, 16", "depth 3, 1 user", "depth 3, 16"], rows)
+
+
+@figures("gpu-cycles")
+def gpu_cycles() -> str:
+    cycles = load("one-engine-h200")["cycles"]
+    names = list(dict.fromkeys(name.rsplit(", ", 1)[0] for name in cycles))
+    rows = [[name, *(cycles[f"{name}, {users} rows"]["replay_us"] for users in (1, 16))] for name in names]
+    return table(["one cycle", "1 row, µs", "16 rows, µs"], rows)
+
+
+@figures("gpu-more")
+def gpu_more() -> str:
+    found = load("gpu-h200")["latest"]
+    queued = found["offline"]
+    long = {name: run for name, run in found["long"].items() if name.endswith(" tokens")}
+    rows = [
+        [f"{int(name.split()[0]):,}", run["prompt_tokens_per_s"], run["plain_step_us"], run["cycle_us"]]
+        for name, run in long.items()
+    ]
+    return (
+        f"{queued['plain']['requests']:,} queued requests: {queued['plain']['tokens_per_s']:,.0f} tokens/s plain, "
+        f"{queued['depth 3']['tokens_per_s']:,.0f} at depth 3.\n\n"
+        + table(["tokens of context", "prefill tokens/s", "plain step, µs", "cycle of depth 3, µs"], rows)
+    )
+
+
+@figures("identity")
+def identity() -> str:
+    found = load("exact-h200")["identity"]
+    cells = {
+        kind: {name: f"{run['equal']} of {run['of']}" for name, run in found[kind].items()} for kind in ("greedy", "seeded")
+    }
+    return table(["", "greedy", "seeded"], [[name, cells["greedy"][name], cells["seeded"][name]] for name in cells["greedy"]])
+
+
+# Training.
+
+
+@figures("training")
+def training() -> str:
+    runs = load("training-throughput-h200")["runs"]
+    rows = []
+    for run in runs:
+        if "unroll" in run["compiled"]:
+            cells = [
+                run["sequence"],
+                run["tokens_per_second"],
+                f"{run['peak_memory_gib']:.1f} GiB",
+                percent(run["target_share"]),
+            ]
+            rows.append([cells[0], *cells[1:]])
+    return table(["sequence length", "tokens/s", "peak memory", "time in the target"], rows)
+
+
+@figures("regeneration")
+def regeneration() -> str:
+    found = load("regeneration-h200")
+    rows = []
+    for name, key in (("with the drafter, prompts of its own", "with_the_drafter"), ("plain, conversations", "end_to_end")):
+        run = found[key]
+        cells = [run["answer_tokens"], run["seconds"], run["answer_tokens_per_s"], run["answer_tokens_per_s_after_warm_up"]]
+        rows.append([name, f"{cells[0] / 1e6:.1f} M", f"{cells[1]:.0f} s", *(number(value, 0) for value in cells[2:])])
+    return table(["`fledge regenerate`", "answer tokens", "whole command", "tokens/s", "after start-up"], rows)
+
+
+@figures("shipped-training")
+def shipped_training() -> str:
+    first, second = load("twins-h200"), load("arms-h200")
+    rows = [
+        [
+            name,
+            found["steps"],
+            f"{found['tokens_seen'] / 1e6:.0f} M",
+            f"{found['training_seconds']:.0f} s",
+            f"{found['peak_memory_gib']:.1f} GiB",
+        ]
+        for name, found in (("first stage", first), ("second stage", second))
+    ]
+    return table(["both drafters side by side", "steps", "tokens seen", "time", "peak memory"], rows)
+
+
+@figures("learning-rates")
+def learning_rates() -> str:
+    final = load("learning-rates-h200")["final"]
+    names = {"5e-4": "AdamW, 5e-4", "15e-4": "AdamW, 1.5e-3"}
+    rows = []
+    for kind, label in (("a", ""), ("m", "Muon, 5e-4")):
+        for rate in ("5e-4", "15e-4"):
+            if f"{kind}31-{rate}" in final:
+                lengths = [final[f"{kind}{version}-{rate}"]["acceptance_length"]["5"] for version in ("31", "3")]
+                rows.append([label or names[rate], *(f"{length:.3f}" for length in lengths)])
+    return table(["200 steps, acceptance length at depth 5", "EAGLE 3.1", "EAGLE 3"], rows)
+
+
+@figures("exploration")
+def exploration() -> str:
+    found = load("exploration-h200")
+    labels = {
+        "base": "as it is (16,384 tokens, TTT 5)",
+        "killed": "the same, killed and started again",
+        "vocab8k": "draft vocabulary of 8,192",
+        "ttt3": "three draft steps in training",
+        "kl": "soft cross-entropy alone",
+    }
+    later = {
+        "killed": "other answers (50,000), killed and resumed",
+        "vocab32k": "… draft vocabulary of 32,768",
+        "shared": "… the target's head and whole vocabulary",
+    }
+    rows: list[list[object]] = []
+    for runs, words in ((found["runs"], labels), (found["later_runs"]["runs"], later)):
+        for name, label in words.items():
+            lengths = runs[name]["acceptance_length"]
+            rows.append([label, *(f"{lengths[depth]:.2f}" for depth in ("3", "5", "7"))])
+    return table(["recipe", "depth 3", "depth 5", "depth 7"], rows)
+
+
+@figures("training-course")
+def training_course() -> str:
+    final = load("arms-h200")["final"]
+    rows = []
+    for name, label in (("eagle3.1", "EAGLE 3.1"), ("eagle3", "EAGLE 3")):
+        run = final[name]
+        lengths = " / ".join(f"{run['acceptance_length'][depth]:.2f}" for depth in ("3", "5", "7"))
+        rows.append([label, lengths, f"{run['rms'][0]:.2f}", f"{run['rms'][-1]:.2f}", times(run["rms"][-1] / run["rms"][0])])
+    return table(
+        ["end of the second stage", "acceptance length, depth 3 / 5 / 7", "RMS of the state, step 1", "step 7", "growth"], rows
+    )
