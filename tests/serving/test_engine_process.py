@@ -77,6 +77,13 @@ def server(tiny_folder: Path) -> Iterator[ServerProcess]:
         yield process
 
 
+def num_requests(server: ServerProcess) -> float:
+    """Requests that the engine has, running or waiting."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
 def wait_until_all_are_ready(server: ServerProcess) -> None:
     """Connections go to either process: both must have answered several times."""
     for _ in range(20):
@@ -178,7 +185,7 @@ def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> Non
                 return 0, repr(error), time.monotonic()
 
         asked = [threads.submit(ask, stream) for stream in (True, False) * 6]
-        time.sleep(0.3)
+        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have come
         found["engine"][0].kill()
         killed = time.monotonic()
         late = [threads.submit(ask, False) for _ in range(4)]
@@ -234,7 +241,7 @@ def test_sigterm_drains_all_processes(tiny_folder: Path) -> None:
         wait_until_all_are_ready(server)
         found = [one.pid for kind in children(server).values() for one in kind]
         asked = [threads.submit(lambda: httpx.post(server.url + CHAT, json=ENDLESS, timeout=60).text) for _ in range(12)]
-        time.sleep(0.3)
+        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have come
         assert server.terminate(120) == 0
         assert all('"finish_reason":"length"' in one.result() for one in asked)
         assert all(ended(pid) for pid in found)
