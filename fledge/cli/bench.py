@@ -43,11 +43,12 @@ def bench(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Print which kernel each linear takes, and measure nothing.")
     ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
     from rich.console import Console
 
-    from fledge import sources
+    from fledge import progress, sources
     from fledge.bench.baselines import check_baselines
     from fledge.bench.datasets import load_items
     from fledge.bench.loops import is_looping
@@ -82,11 +83,7 @@ def bench(
         if not (shape is not None and name == "ngram")
     ]
     console = Console()
-    with Console(stderr=True).status("loading the target") as status:
-
-        def show(text: str) -> None:
-            status.update(literal(text))
-
+    with progress.task("loading the target", unit="answers") as shown:
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -105,14 +102,18 @@ def bench(
             params=params,
             is_looping=is_looping,
             repeats=repeats,
-            on_progress=show,
+            on_progress=shown.show,
         )
         files = write(figures, out) if out is not None else []  # before other engines run, which may take long or fail
         if names:
+            shown.unit = "engines"
             figures["baselines"] = baselines(
-                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=show
+                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=shown.show
             )
             files = write(figures, out) if out is not None else []
+    if as_json:
+        options.print_json(figures)
+        return
     console.print(table(figures))
     for line in acceptance_lines(figures):
         console.print(f"[dim]{literal(line)}[/]", highlight=False)

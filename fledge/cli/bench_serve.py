@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
+
 
 def bench_serve(
     url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
@@ -21,12 +23,14 @@ def bench_serve(
     processes: Annotated[int, typer.Option(help="Of the client; 0: one for 16 users, at most half of the cores.")] = 0,
     model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write all figures to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option("--png", help="Draw throughput against speed per user.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure throughput, tokens/s per user, TTFT, TPOT, ITL and acceptance of an OpenAI-compatible server."""
     from rich.console import Console
 
+    from fledge import progress
     from fledge.bench.load import LoadSettings
     from fledge.bench.load_report import load_table, plot, read_conversations, run_levels
     from fledge.bench.provenance import provenance, write_json
@@ -54,17 +58,20 @@ def bench_serve(
         request_rate=request_rate,
         processes=processes,
     )
-    console = Console()
-    with console.status("…") as status:
-        runs = run_levels(settings, conversations, levels, plain, status.update)
+    console = Console(quiet=as_json)
+    with progress.task("connecting", unit="requests") as shown:
+        runs = run_levels(settings, conversations, levels, plain, shown.show)
     console.print(load_table(settings.url, runs))
     errors = [error for _, reports in runs for report in reports for error in report.errors]
     for error in errors[:3]:
         console.print(f"[red]{literal(error)}[/]", highlight=False)
-    if json_file is not None:
-        results = {name: [report.to_dict() for report in reports] for name, reports in runs}
-        write_json(json_file, {"url": settings.url, "runs": results, "provenance": provenance(conversations)})
+    results = {name: [report.to_dict() for report in reports] for name, reports in runs}
+    figures = {"url": settings.url, "runs": results, "provenance": provenance(conversations)}
+    if out is not None:
+        write_json(out, figures)
     if picture is not None:
         plot(runs, picture)
+    if as_json:
+        options.print_json(figures)
     if errors:
-        raise typer.Exit(1)
+        raise typer.Exit(options.CHECK_FAILED)

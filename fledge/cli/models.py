@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
-
-import typer
+from fledge.cli import options
 
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def models(as_json: options.Json = False) -> None:
     """List the models and drafters that can be named, and what else --model and --drafter take."""
     from rich.console import Console
     from rich.table import Table
@@ -18,7 +15,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     listed = sources.list_models()
     shipped = [folder.name for folder in drafters.shipped()]
     if as_json:
-        print(json.dumps({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]}, default=str))
+        options.print_json({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]})
         return
     console = Console()
     table = Table(title="built-in models")

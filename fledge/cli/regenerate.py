@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
+
 
 def regenerate(
     out: Annotated[Path, typer.Option(help="Where the answers go (.jsonl). Run again to go on where it ended.")],
@@ -35,7 +37,8 @@ def regenerate(
         ),
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=16, help="With a drafter: tokens drafted a step.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Let the target answer prompts; a drafter learns best from the target's own words."""
     started = time.monotonic()  # the report counts everything from here
@@ -72,4 +75,8 @@ def regenerate(
     except KeyboardInterrupt:
         typer.echo(f"stopped; {out} keeps what is finished, and the same command goes on from there", err=True)
         raise typer.Exit(130) from None
-    typer.echo(str(report), err=True)
+    if as_json:
+        speeds = {"tokens_per_second": report.tokens_per_second, "warm_tokens_per_second": report.warm_tokens_per_second}
+        options.print_json({"out": str(out), **vars(report), **speeds})
+    else:
+        typer.echo(str(report), err=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fledge.cli import options
 from fledge.errors import UserError
 from fledge.files import NO_SPACE
 
@@ -31,6 +33,7 @@ def train(
             "--help-recipe", is_eager=True, callback=_help_recipe, help="Print every key of a recipe, its default and meaning."
         ),
     ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a drafter; the same command goes on with a run that was interrupted.
 
@@ -50,6 +53,8 @@ def train(
             raise  # no file's fault
         where = f"{error.filename}: " if error.filename is not None else ""
         raise UserError(f"{where}{error.strerror}; the same command goes on from the last checkpoint") from error
+    if as_json and os.environ.get("RANK", "0") == "0":
+        options.print_json(vars(result))
     if not result.finished:
         raise typer.Exit(130)
 
