@@ -15,11 +15,12 @@ def bench(
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Drafters to measure. Default: auto.")] = None,
     data: Annotated[str, typer.Option(help="'builtin', a JSONL file or a folder of them, or a hub id.")] = "builtin",
     category: Annotated[list[str] | None, typer.Option(help="Only these categories.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many conversations of each category; 0: all.")] = 0,
-    concurrency: Annotated[str, typer.Option(help="Conversations at once: a list such as 1,4,16.")] = "1",
-    depth: Annotated[str, typer.Option(help="Tokens drafted a step: a list such as 3,5 (or auto).")] = "5",
+    limit: Annotated[int, typer.Option(help="Conversations per category; 0: all.")] = 0,
+    concurrency: Annotated[str, typer.Option(help="Concurrent conversations: a list such as 1,4,16.")] = "1",
+    depth: Annotated[str, typer.Option(help="Speculation depths: a list such as 3,5, or auto.")] = "5",
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Depths are the most, as in serving: less under load. Default: always that deep.")
+        bool,
+        typer.Option("--adaptive", help="--depth is the maximum, as in serving: less under load. Default: fixed depth."),
     ] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Measure draft trees as well as chains.")] = False,
     tree_width: options.TreeWidth = 4,
@@ -27,7 +28,7 @@ def bench(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    repeats: Annotated[int, typer.Option(help="Rounds; the fastest run of each counts.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Repetitions; the fastest run of each case counts.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
     baseline: Annotated[
         str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")
@@ -131,5 +132,5 @@ def _numbers(text: str, option: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} takes positive numbers with commas between, such as 1,4; not {text!r}")
+        raise UserError(f"{option} takes positive numbers separated by commas, such as 1,4; not {text!r}")
     return numbers

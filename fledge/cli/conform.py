@@ -20,7 +20,7 @@ def conform(
     against_api_key: Annotated[str | None, typer.Option(help="The other server's key.")] = None,
     out: Annotated[list[Path] | None, typer.Option(help="Write a report: .json, .html or .md; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, and shorter answers.")] = False,
-    users: Annotated[int, typer.Option(min=2, help="Requests at a time in the check under load.")] = 16,
+    users: Annotated[int, typer.Option(min=2, help="Concurrent requests in the check under load.")] = 16,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 120.0,
     as_json: options.Json = False,
 ) -> None:

@@ -51,9 +51,9 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table("tried", "accepted a step", "first accepted", box=None)
+    table = Table("drafter", "accepted per step", "first token accepted", box=None)
     if diagnosis.as_it_stands is not None:
-        table.add_row("as it stands", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
+        table.add_row("unchanged", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
     for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
         table.add_row(literal(f"{trial.fault}: {trial.remedy}"), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
     console.print(table)

@@ -82,8 +82,8 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
     step = next(iter(figures["probes"].values())).get("drift_step", 8)
     for label, key, form in (
         (f"fed-back RMS, step {step} / step 1", "rms_ratio", "{:.2f}×"),
-        ("sink share a step", "sink_share_slope", "{:+.4f}"),
-        ("own share a step", "own_share_slope", "{:+.4f}"),
+        ("sink share per step", "sink_share_slope", "{:+.4f}"),
+        ("own share per step", "own_share_slope", "{:+.4f}"),
     ):
         values = (figures["probes"][name].get(key) for name in names)
         table.add_row(label, *("–" if value is None else form.format(value) for value in values))

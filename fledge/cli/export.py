@@ -21,7 +21,7 @@ def export(
     to: Annotated[str, typer.Option("--to", help="One of: vllm, sglang, speculators.")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
     target_name: Annotated[str, typer.Option(help="The target's name in the launch command.")] = "",
-    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted a step, in the launch command.")] = 3,
+    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step, in the launch command.")] = 3,
     as_json: options.Json = False,
 ) -> None:
     """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""

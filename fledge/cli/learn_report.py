@@ -15,7 +15,7 @@ def learn_report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The picture; default DIR/curve.png.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Draw acceptance over the requests served, with the swaps marked."""
+    """Draw acceptance length over the requests served, with drafter swaps marked."""
     from fledge.learning.report import report
 
     events, text = report(folder, output)

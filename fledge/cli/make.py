@@ -57,7 +57,7 @@ def make(
             say=say,
         )
     except (KeyboardInterrupt, Interrupted):
-        typer.echo(f"stopped; the same command continues from what {out} holds", err=True)
+        typer.echo(f"interrupted; the same command continues from what {out} holds", err=True)
         raise typer.Exit(130) from None
     if as_json and made is not None:
         options.print_json(asdict(made))

@@ -11,6 +11,7 @@ def models(as_json: options.Json = False) -> None:
     from rich.table import Table
 
     from fledge import drafters, sources
+    from fledge.families import FAMILIES
 
     listed = sources.list_models()
     shipped = [folder.name for folder in drafters.shipped()]
@@ -28,5 +29,5 @@ def models(as_json: options.Json = False) -> None:
     console.print(f"drafters: {', '.join([*shipped, 'ngram'])}")
     console.print(
         "--model also takes a Hugging Face folder, a GGUF file, or a hub id (org/name); --drafter a folder or a hub id.\n"
-        "Architectures: Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM2."
+        f"Model families: {', '.join(family.name for family in FAMILIES.values())}."
     )

@@ -17,14 +17,14 @@ Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, folder
 DrafterName = Annotated[
     str, typer.Option("--drafter", "-d", help="auto, none, ngram, a shipped drafter's name, a folder or a hub id.")
 ]
-Depth = Annotated[str, typer.Option(help="Tokens drafted a step: a number, or 'auto' to stop when confidence falls.")]
+Depth = Annotated[str, typer.Option(help="Speculation depth: tokens drafted per step; 'auto' stops when confidence falls.")]
 DriftGuard = Annotated[
     bool,
-    typer.Option("--drift-guard/--no-drift-guard", help="Draft less deeply while drafts fare clearly worse than usual."),
+    typer.Option("--drift-guard/--no-drift-guard", help="Lower the depth while acceptance is clearly lower than usual."),
 ]
 Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a chain.")]
-TreeWidth = Annotated[int, typer.Option(help="Candidates a node and nodes expanded a level.")]
-TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified a step.")]
+TreeWidth = Annotated[int, typer.Option(help="Candidates per node, and nodes expanded per level.")]
+TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified per step.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
 Quantization = Annotated[str, typer.Option(help="The target's weights: none, int8, int4, or gguf (as a GGUF file has them).")]
 KvCacheDtype = Annotated[str, typer.Option(help="Keys and values in the cache: auto, float32, float16 or q8_0 (CPU).")]
@@ -32,7 +32,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="Accepted, and has nothing left to switch: answers do not depend on the batch or on speculation anyway.",
+        help="Accepted, and changes nothing: answers do not depend on the batch or on speculation anyway.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

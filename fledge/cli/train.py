@@ -25,7 +25,7 @@ def _help_recipe(wanted: bool) -> None:
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings that differ, as in run.steps=1000.", metavar="[KEY=VALUE]...")
+        list[str] | None, typer.Argument(help="Recipe keys to override, such as run.steps=1000.", metavar="[KEY=VALUE]...")
     ] = None,
     help_recipe: Annotated[
         bool,
@@ -35,7 +35,7 @@ def train(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a drafter; the same command goes on with a run that was interrupted.
+    """Train a drafter from a recipe; the same command resumes an interrupted run.
 
     Several GPUs: torchrun --nproc-per-node 8 -m fledge train recipe.yaml
     """
@@ -52,7 +52,7 @@ def train(
         if error.filename is None and error.errno not in NO_SPACE:
             raise  # no file's fault
         where = f"{error.filename}: " if error.filename is not None else ""
-        raise UserError(f"{where}{error.strerror}; the same command goes on from the last checkpoint") from error
+        raise UserError(f"{where}{error.strerror}; the same command resumes from the last checkpoint") from error
     if as_json and os.environ.get("RANK", "0") == "0":
         options.print_json(vars(result))
     if not result.finished:

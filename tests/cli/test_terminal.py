@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -27,7 +27,7 @@ WITH_JSON = {
 
 
 @pytest.fixture(scope="module")
-def commands() -> dict[str, click.Command]:
+def commands() -> dict[str, Any]:
     if not cli.app.registered_commands:
         cli._register()
     return typer.main.get_command(cli.app).commands

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.errors import UserError
+from fledge.progress import Task
 from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
@@ -154,7 +155,7 @@ def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
     assert [c.turns[0].prompt_ids for c in conversations] == [turn["prompt_ids"] for turn in record["turns_ids"]]
 
 
-def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path):
+def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     lines = [{"id": f"p{n}", "turns": [f"Number {n}"] + ["And?"] * (n % 2)} for n in range(10)]
     prompts, out, whole = write(tmp_path / "p.jsonl", *lines), tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
@@ -164,9 +165,11 @@ def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path):
     assert 0 < len(finished) < 10
     with out.open("a") as file:
         file.write('{"id":"p0","messages":[{"role":"us')
-    generator = EchoGenerator(tokenizer)
+    generator, bars = EchoGenerator(tokenizer), []
+    monkeypatch.setattr("fledge.progress.task", lambda *args, **kwargs: bars.append(kwargs) or Task(*args, **kwargs))
     report = regenerate(generator, tokenizer, prompts, out)
     assert report.already_done == len(finished)
+    assert bars == [{"done": len(finished)}]  # the rate counts from there
     assert len(generator.calls[0]["prompts"]) == 10 - len(finished)
     regenerate(EchoGenerator(tokenizer), tokenizer, prompts, whole)
     assert records(out) == records(whole)

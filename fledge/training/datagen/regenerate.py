@@ -196,7 +196,9 @@ class _Run:
 
     def answer_all(self, prompts: list[Prompt], self_prompted: int) -> RegenerateReport:
         report = self.report
-        with progress.task("answering", len(prompts) + self_prompted, "prompts") as shown:
+        total = len(prompts) + self_prompted
+        before = min(total, len(self.file.done))  # by an earlier run: they do not count for the rate
+        with progress.task("answering", total, "prompts", done=before) as shown:
 
             def show() -> None:
                 if (now := time.monotonic() - self.started) > report.seconds + 0.2:
