@@ -12,7 +12,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
+.PHONY: demo test dist test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -71,6 +71,11 @@ soak: $(VENV)/.installed-test
 soak-learn: $(VENV)/.installed-test
 	FLEDGE_LEARN_SOAK_SECONDS=1800 $(BIN)/python -m pytest -q --timeout 3600 tests/serving/test_learn_soak.py
 
+# A source distribution and a wheel in dist/, the wheel built from the source distribution.
+dist: $(VENV)/.installed-test
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,4 +111,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-llamacpp build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-llamacpp build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -21,6 +21,10 @@ class UserError(ValueError):
     """
 
 
+class UsageError(UserError):
+    """A command line that cannot be read: an unknown flag, or a missing argument."""
+
+
 class ModelError(UserError):
     """A model, drafter or tokenizer that cannot be used: missing, damaged, unsupported or mismatched."""
 

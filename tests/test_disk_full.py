@@ -193,7 +193,7 @@ def test_training_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: 
     code, _, err = fledge(monkeypatch, capsys, "train", files["stopped"])
     assert code == 1
     assert "Traceback" not in err
-    assert "step-00000004.pt: File too large; the same command goes on from the last checkpoint" in err.splitlines()[-1]
+    assert "step-00000004.pt: File too large; the same command resumes from the last checkpoint" in err.splitlines()[-1]
     assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["step-00000002.pt"]
     monkeypatch.setattr(torch, "save", save)
     assert fledge(monkeypatch, capsys, "train", files["stopped"])[0] == 0

@@ -31,6 +31,7 @@ BELOW_ALL = {
     "errors",
     "families",
     "files",
+    "progress",
     "sampling",
     "tokenizer",
     "sources",

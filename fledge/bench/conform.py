@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 import fledge
+from fledge import progress
 from fledge.bench.conform_client import Answer, Broken, Endpoint, Refused
 from fledge.bench.conform_scenarios import Body, NotSupported, Probe, Scenario, logprob_fields, scenarios
 from fledge.bench.conform_values import Failed, common_length
@@ -133,16 +134,16 @@ class Conformance:
         self.answered: list[tuple[Scenario, Body, Answer]] = []
         self.rows: list[Row] = []
 
-    async def run(self, on_row: Callable[[Row], None] = lambda _: None) -> list[Row]:
+    async def run(self, on_progress: progress.Report = progress.silent) -> list[Row]:
         counted = await self.endpoint.acceptance()
         counted_reference = await self.reference.acceptance() if self.reference else None
-        for scenario in scenarios():
-            for row in await self.run_scenario(scenario):
-                self.rows.append(row)
-                on_row(row)
-        for row in [*await self.under_load(), await self.speculation(counted, counted_reference)]:
-            self.rows.append(row)
-            on_row(row)
+        wanted = scenarios()
+        for number, scenario in enumerate(wanted):
+            on_progress(scenario.name, number, len(wanted) + 1)
+            self.rows += await self.run_scenario(scenario)
+        on_progress("all scenarios again, under load", len(wanted), len(wanted) + 1)
+        self.rows += await self.under_load()
+        self.rows.append(await self.speculation(counted, counted_reference))
         order = {name: number for number, name in enumerate([SPECULATION, *(one.name for one in scenarios())])}
         self.rows.sort(key=lambda row: (order[row.scenario], CHECKS.index(row.check) if row.check in CHECKS else -1))
         return self.rows
@@ -277,7 +278,7 @@ async def find_switch(endpoint: Endpoint) -> Endpoint | None:
     return None
 
 
-async def run_conformance(settings: ConformSettings, on_row: Callable[[Row], None] = lambda _: None) -> ConformReport:
+async def run_conformance(settings: ConformSettings, on_progress: progress.Report = progress.silent) -> ConformReport:
     begin = time.perf_counter()
     endpoint = Endpoint.open(settings.url, settings.model, settings.api_key, settings.timeout)
     other = Endpoint.open(settings.against, None, settings.against_api_key, settings.timeout) if settings.against else None
@@ -293,7 +294,7 @@ async def run_conformance(settings: ConformSettings, on_row: Callable[[Row], Non
             words = "nothing: no per-request switch was found and no --against was given, so that only the server's "
             words += "agreement with itself was checked"
         conformance = Conformance(endpoint, reference, settings.quick, settings.users)
-        rows = await conformance.run(on_row)
+        rows = await conformance.run(on_progress)
         if not conformance.answered:
             raise UserError(f"{endpoint.url}: no request was answered; the first reason: {rows[0].reason}")
     finally:

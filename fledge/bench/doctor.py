@@ -5,13 +5,14 @@ The target's greedy text does not depend on the drafter, so every trial drafts f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fledge import progress
 from fledge.bench.mistakes import Change, changes, layer_searches
 from fledge.bench.prompts import DEMO
 from fledge.checkpoints import eagle3, origins
@@ -119,9 +120,9 @@ def diagnose(
     device: str = "auto",
     dtype: str = "auto",
     thorough: bool = False,
-    on_trial: Callable[[str], None] = lambda _: None,
+    on_trial: progress.Report = progress.silent,
 ) -> Diagnosis:
-    """`thorough`: try every layer in place of each tap even if acceptance is good; `on_trial` is told what is tried."""
+    """`thorough`: try every layer in place of each tap even if acceptance is good; `on_trial` gets what is tried."""
     files = origins.canonical(read_drafter_files(find_drafter(drafter)))
     on_trial("loading the target")
     meter = AcceptanceMeter(
@@ -169,29 +170,31 @@ def _built(files: DrafterFiles, config: DrafterConfig) -> EagleDrafter:
     return eagle3.build_drafter(config, files, torch.float32, "cpu")
 
 
-def _try(meter: AcceptanceMeter, change: Change, on_trial: Callable[[str], None], *, brief: bool = False) -> Trial | None:
+def _try(meter: AcceptanceMeter, change: Change, *, brief: bool = False) -> Trial | None:
     """None: the drafter cannot be loaded so either."""
     config, problems = eagle3.check(change.files, meter.target)
     if problems:
         return None
-    on_trial(change.remedy)
     return meter.measure(_built(change.files, config), change.fault, change.remedy, brief=brief)
 
 
 def _try_all(
-    meter: AcceptanceMeter, unchanged: EagleDrafter | None, candidates: list[Change], on_trial: Callable[[str], None]
+    meter: AcceptanceMeter, unchanged: EagleDrafter | None, candidates: list[Change], on_trial: progress.Report
 ) -> list[Trial]:
     """All briefly; those that beat the unchanged drafter and come near the best of them at length."""
-    brief = [(trial, change) for change in candidates if (trial := _try(meter, change, on_trial, brief=True))]
+    brief = []
+    for number, change in enumerate(candidates):
+        on_trial(change.remedy, number, len(candidates))
+        if (trial := _try(meter, change, brief=True)) is not None:
+            brief.append((trial, change))
     least = meter.measure(unchanged, brief=True).accepted if unchanged is not None else 0.0
     most = max((trial.accepted for trial, _ in brief), default=0.0)
     promising = [change for trial, change in brief if trial.accepted > least and trial.accepted >= 0.8 * most]
-    return [trial for change in promising[:MOST_AT_LENGTH] if (trial := _try(meter, change, on_trial))]
+    on_trial("the most promising again, at length")
+    return [trial for change in promising[:MOST_AT_LENGTH] if (trial := _try(meter, change))]
 
 
-def _try_formats(
-    meter: AcceptanceMeter, files: DrafterFiles, config: DrafterConfig, on_trial: Callable[[str], None]
-) -> list[Trial]:
+def _try_formats(meter: AcceptanceMeter, files: DrafterFiles, config: DrafterConfig, on_trial: progress.Report) -> list[Trial]:
     trials = []
     for name in meter.formats:
         if name != meter.served:

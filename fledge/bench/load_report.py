@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge import progress
 from fledge.bench.datasets import load_items
 from fledge.bench.load import LoadReport, LoadSettings, run_level
 from fledge.errors import UserError, literal
@@ -84,16 +85,18 @@ def run_levels(
     conversations: Sequence[Conversation],
     levels: Sequence[int],
     plain: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    on_progress: progress.Report = progress.silent,
 ) -> Runs:
     """All levels; with `plain` each again without speculation, right after, so that both see the same machine."""
     variants = [("speculative", replace(settings, speculate=True)), ("plain", replace(settings, speculate=False))]
     runs: Runs = [(name, []) for name, _ in variants] if plain else [("server", [])]
-    for level in levels:
+    total = len(levels) * len(runs) * len(conversations)
+    for number, level in enumerate(levels):
         for (name, reports), variant in zip(runs, [one for _, one in variants] if plain else [settings], strict=True):
+            before = (number * len(runs) + sum(len(others) > number for _, others in runs)) * len(conversations)
 
-            def count(done: int, level: int = level, name: str = name) -> None:
-                say(f"{name}, concurrency {level}: {done} of {len(conversations)} answered")
+            def count(done: int, level: int = level, name: str = name, before: int = before) -> None:
+                on_progress(f"{name}, concurrency {level}", before + done, total)
 
             reports.append(asyncio.run(run_level(variant, conversations, level, count)))
     return runs

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fledge import sources
+from fledge import progress, sources
 from fledge.bench.baselines import check_baselines, run_baseline, run_llamacpp
 from fledge.bench.datasets import Item
 from fledge.bench.provenance import provenance
@@ -25,7 +25,6 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from fledge.tokenizer import Tokenizer
 
-Progress = Callable[[str], None]
 WARM_UP_TOKENS = 8
 
 
@@ -113,7 +112,7 @@ def run_bench(
     params: SamplingParams,
     is_looping: IsLooping,
     repeats: int = 1,
-    on_progress: Progress = lambda _: None,
+    on_progress: progress.Report = progress.silent,
 ) -> dict[str, Any]:
     """With `repeats` the fastest run of each counts: other work on the machine only ever slows one down."""
     bandwidth = copy_bandwidth(bench.config.device)
@@ -125,12 +124,20 @@ def run_bench(
         first = [replace(item, turns=item.turns[:1]) for item in items]
         run_items(engine, first[: max(concurrencies)], bench.encode, short, max(concurrencies), speculate=bool(label))
     results = []
+    turns = sum(len(item.turns) for item in items)
+    total, done = turns * len(engines) * repeats * len(concurrencies), 0
     for concurrency in concurrencies:
         runs: dict[str, Run] = {}
         for number in range(repeats):
             for label, engine in engines.items():
-                on_progress(f"concurrency {concurrency}, round {number + 1}: {label or 'plain decoding'}")
-                run = run_items(engine, items, bench.encode, params, concurrency, speculate=bool(label))
+                what = f"concurrency {concurrency}, round {number + 1}: {label or 'plain decoding'}"
+
+                def count(answered: int, what: str = what, done: int = done) -> None:
+                    on_progress(what, done + answered, total)
+
+                count(0)
+                run = run_items(engine, items, bench.encode, params, concurrency, speculate=bool(label), on_turn=count)
+                done += turns
                 if label not in runs or run.seconds < runs[label].seconds:
                     runs[label] = run
         plain = runs.pop("")
@@ -171,7 +178,7 @@ def baselines(
     params: SamplingParams,
     vllm_python: str = "",
     assistant: str = "",
-    on_progress: Progress = lambda _: None,
+    on_progress: progress.Report = progress.silent,
 ) -> list[dict[str, Any]]:
     """Other engines on the first turns, greedily, each answer compared with this engine's plain one."""
     check_baselines(names, greedy=params.greedy, assistant=assistant)
@@ -179,8 +186,8 @@ def baselines(
     prompts = [bench.encode([{"role": "user", "content": item.turns[0]}]) for item in first]
     expected = run_items(bench.plain, first, bench.encode, params, max(concurrencies), speculate=False)
     results = []
-    for name in names:
-        on_progress(f"running {name}")
+    for number, name in enumerate(names):
+        on_progress(f"running {name}", number, len(names))
         if name == "llama_cpp":
             result = _llamacpp(bench, prompts, params.max_tokens)
         else:

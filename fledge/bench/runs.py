@@ -96,9 +96,18 @@ class _Conversation:
 
 
 def run_items(
-    engine: Engine, items: Sequence[Item], encode: Encode, params: SamplingParams, concurrency: int, *, speculate: bool
+    engine: Engine,
+    items: Sequence[Item],
+    encode: Encode,
+    params: SamplingParams,
+    concurrency: int,
+    *,
+    speculate: bool,
+    on_turn: Callable[[int], None] = lambda _: None,
 ) -> Run:
-    """A closed loop: as one conversation ends the next begins; its later turns follow its own earlier answers."""
+    """A closed loop: as one conversation ends the next begins; its later turns follow its own earlier answers.
+
+    `on_turn` gets the number of answers so far."""
     waiting = [_Conversation(place, item) for place, item in enumerate(items)]
     running: dict[str, tuple[_Conversation, Request]] = {}
     turns: dict[tuple[int, int], Turn] = {}
@@ -130,6 +139,7 @@ def run_items(
             conversation, request = running.pop(delta.request.id)
             number = conversation.next_turn + 1
             turns[conversation.place, number] = _turn(conversation.item, number, request)
+            on_turn(len(turns))
             conversation.messages.append({"role": "assistant", "content": request.text})
             if conversation.next_turn < len(conversation.item.turns):
                 submit(conversation)

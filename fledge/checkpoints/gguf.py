@@ -21,6 +21,7 @@ from fledge.kernels.formats.gguf_blocks import Blocks
 from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear
 from fledge.models.decoder import Decoder
 from fledge.models.layers import RMSNorm, Rotary
+from fledge.progress import track
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 MOST_PARAMETERS_IN_FLOAT32 = 1_000_000_000
@@ -58,7 +59,7 @@ def load_decoder(file: GgufFile) -> Decoder:
         return value[torch.from_numpy(_rotary_order(name, len(value), config))] if _is_permuted(file, name) else value
 
     decoder = hf.empty_decoder(config)
-    for name, module in list(decoder.named_modules()):
+    for name, module in track(list(decoder.named_modules()), "loading weights", "modules"):
         if isinstance(module, nn.Linear):
             parts = hf.file_names(f"{name}.weight")
             if name == "lm_head" and config.tie_embeddings:
@@ -90,7 +91,7 @@ def convert(path: str | Path, folder: str | Path) -> Path:
     dtype = torch.float32 if num_parameters <= MOST_PARAMETERS_IN_FLOAT32 else torch.float16
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
+        for name, tensor in track(tensors.items(), f"converting {file.path.name} (once)", "tensors"):
             value = tensor.blocks.dequantised().view(tensor.shape)
             if _is_permuted(file, name):
                 value = value[torch.from_numpy(_rotary_order(name, len(value), config))]

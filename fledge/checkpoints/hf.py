@@ -27,6 +27,7 @@ from fledge.errors import ModelError
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
 from fledge.models.layers import ExactNorm
+from fledge.progress import track
 
 log = logging.getLogger("fledge.checkpoints")
 # Buffers that old exporters wrote beside the weights; they are computed, not learned.
@@ -77,7 +78,8 @@ def load_decoder(
         check_tensors(found, expected, str(folder))
         decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
         linears = PackedLinears(decoder, keep, dtype, device)
-        for name, _ in list(decoder.named_parameters()):
+        parameters = dict(decoder.named_parameters())
+        for name in track(parameters, "loading weights", "bytes", lambda name: parameters[name].numel() * dtype.itemsize):
             names = layout.file_names(name)
             if packed is not None and all(packed.has(part) for part in names):
                 linears.add(name, [packed.read(part, shapes[part]) for part in names], layout.head_order(name))

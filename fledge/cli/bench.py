@@ -15,11 +15,12 @@ def bench(
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Drafters to measure. Default: auto.")] = None,
     data: Annotated[str, typer.Option(help="'builtin', a JSONL file or a folder of them, or a hub id.")] = "builtin",
     category: Annotated[list[str] | None, typer.Option(help="Only these categories.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many conversations of each category; 0: all.")] = 0,
-    concurrency: Annotated[str, typer.Option(help="Conversations at once: a list such as 1,4,16.")] = "1",
-    depth: Annotated[str, typer.Option(help="Tokens drafted a step: a list such as 3,5 (or auto).")] = "5",
+    limit: Annotated[int, typer.Option(help="Conversations per category; 0: all.")] = 0,
+    concurrency: Annotated[str, typer.Option(help="Concurrent conversations: a list such as 1,4,16.")] = "1",
+    depth: Annotated[str, typer.Option(help="Speculation depths: a list such as 3,5, or auto.")] = "5",
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Depths are the most, as in serving: less under load. Default: always that deep.")
+        bool,
+        typer.Option("--adaptive", help="--depth is the maximum, as in serving: less under load. Default: fixed depth."),
     ] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Measure draft trees as well as chains.")] = False,
     tree_width: options.TreeWidth = 4,
@@ -27,7 +28,7 @@ def bench(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    repeats: Annotated[int, typer.Option(help="Rounds; the fastest run of each counts.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Repetitions; the fastest run of each case counts.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
     baseline: Annotated[
         str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")
@@ -43,11 +44,12 @@ def bench(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Print which kernel each linear takes, and measure nothing.")
     ] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure speed, acceptance, overhead and bandwidth, with plain decoding in the same run and a check of the output."""
     from rich.console import Console
 
-    from fledge import sources
+    from fledge import progress, sources
     from fledge.bench.baselines import check_baselines
     from fledge.bench.datasets import load_items
     from fledge.bench.loops import is_looping
@@ -82,11 +84,7 @@ def bench(
         if not (shape is not None and name == "ngram")
     ]
     console = Console()
-    with Console(stderr=True).status("loading the target") as status:
-
-        def show(text: str) -> None:
-            status.update(literal(text))
-
+    with progress.task("loading the target", unit="answers") as shown:
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -105,14 +103,18 @@ def bench(
             params=params,
             is_looping=is_looping,
             repeats=repeats,
-            on_progress=show,
+            on_progress=shown.show,
         )
         files = write(figures, out) if out is not None else []  # before other engines run, which may take long or fail
         if names:
+            shown.unit = "engines"
             figures["baselines"] = baselines(
-                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=show
+                loaded, cases, items, names, at_once, params, vllm_python, assistant, on_progress=shown.show
             )
             files = write(figures, out) if out is not None else []
+    if as_json:
+        options.print_json(figures)
+        return
     console.print(table(figures))
     for line in acceptance_lines(figures):
         console.print(f"[dim]{literal(line)}[/]", highlight=False)
@@ -130,5 +132,5 @@ def _numbers(text: str, option: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} takes positive numbers with commas between, such as 1,4; not {text!r}")
+        raise UserError(f"{option} takes positive numbers separated by commas, such as 1,4; not {text!r}")
     return numbers

@@ -7,26 +7,30 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
+
 
 def bench_serve(
     url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
     data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one a line, or 'builtin'.")],
-    concurrency: Annotated[str, typer.Option(help="Requests at a time, one level after the other.")] = "1,4,16",
-    request_rate: Annotated[float | None, typer.Option(help="Requests a second, at random times (Poisson).")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts a level; 0: all of the file.")] = 0,
+    concurrency: Annotated[str, typer.Option(help="Concurrent requests: levels, run one after the other.")] = "1,4,16",
+    request_rate: Annotated[float | None, typer.Option(help="Requests per second, at random times (Poisson).")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts per level; 0: all.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, where the server can.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, if the server can.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also measure without speculation, on a Fledge server.")] = False,
-    processes: Annotated[int, typer.Option(help="Of the client; 0: one for 16 users, at most half of the cores.")] = 0,
+    processes: Annotated[int, typer.Option(help="Client processes; 0: one per 16 users, at most half of the cores.")] = 0,
     model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write all figures to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option("--png", help="Draw throughput against speed per user.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure throughput, tokens/s per user, TTFT, TPOT, ITL and acceptance of an OpenAI-compatible server."""
     from rich.console import Console
 
+    from fledge import progress
     from fledge.bench.load import LoadSettings
     from fledge.bench.load_report import load_table, plot, read_conversations, run_levels
     from fledge.bench.provenance import provenance, write_json
@@ -37,7 +41,7 @@ def bench_serve(
     except ValueError:
         levels = []
     if not levels or min(levels) < 1:
-        raise UserError(f"--concurrency: numbers separated by commas are wanted, such as 1,4,16, not {concurrency!r}")
+        raise UserError(f"--concurrency takes positive numbers separated by commas, such as 1,4,16; not {concurrency!r}")
     if processes < 0:
         raise UserError("--processes must not be negative")
     if request_rate is not None and request_rate <= 0:
@@ -54,17 +58,20 @@ def bench_serve(
         request_rate=request_rate,
         processes=processes,
     )
-    console = Console()
-    with console.status("…") as status:
-        runs = run_levels(settings, conversations, levels, plain, status.update)
+    console = Console(quiet=as_json)
+    with progress.task("connecting", unit="requests") as shown:
+        runs = run_levels(settings, conversations, levels, plain, shown.show)
     console.print(load_table(settings.url, runs))
     errors = [error for _, reports in runs for report in reports for error in report.errors]
     for error in errors[:3]:
         console.print(f"[red]{literal(error)}[/]", highlight=False)
-    if json_file is not None:
-        results = {name: [report.to_dict() for report in reports] for name, reports in runs}
-        write_json(json_file, {"url": settings.url, "runs": results, "provenance": provenance(conversations)})
+    results = {name: [report.to_dict() for report in reports] for name, reports in runs}
+    figures = {"url": settings.url, "runs": results, "provenance": provenance(conversations)}
+    if out is not None:
+        write_json(out, figures)
     if picture is not None:
         plot(runs, picture)
+    if as_json:
+        options.print_json(figures)
     if errors:
-        raise typer.Exit(1)
+        raise typer.Exit(options.CHECK_FAILED)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fledge.cli import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fledge.bench.comparison import Comparison
+
+WIDE = 78  # columns of a terminal in which the whole table fits
 
 
 def demo(
@@ -20,13 +28,13 @@ def demo(
     quantization: options.Quantization = "none",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Decode eight prompts plainly and speculatively: speed, acceptance, and proof that the output is the same."""
     from rich.console import Console
-    from rich.table import Table
 
-    from fledge import sources
+    from fledge import progress, sources
 
     sources.check_file(model)
     from fledge.bench.comparison import against_llamacpp, compare, summarise
@@ -36,7 +44,7 @@ def demo(
     from fledge.errors import literal
     from fledge.sampling import SamplingParams
 
-    console = Console()
+    console = Console(quiet=as_json)
     # Each prompt is decoded twice: the second time should be as much work as the first.
     settings = {"dtype": dtype, "quantization": quantization, "device": device, "prefix_caching": False}
     settings["kv_cache_dtype"] = kv_cache_dtype
@@ -46,58 +54,70 @@ def demo(
     console.print(f"[bold]{literal(model)}[/] on {literal(about)}\n")
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     console.print(f"[bold]{DEMO[0].text}[/]  [dim](accepted draft tokens in [/][green]green[/][dim])[/]\n")
-    completion = llm.chat([{"role": "user", "content": DEMO[0].text}], params, on_delta=print_delta)
+    completion = llm.chat([{"role": "user", "content": DEMO[0].text}], params, on_delta=None if as_json else print_delta)
     console.print(f"\n[dim]{literal(figures(completion))}[/]\n", highlight=False)
 
-    with console.status("decoding each prompt plainly, then speculatively …") as status:
-        done = iter(range(1, len(DEMO) + 1))
-        results = compare(llm, DEMO, params, lambda _: status.update(f"{next(done)} of {len(DEMO)} prompts decoded both ways"))
-    table = Table(title=f"batch 1, greedy, up to {max_tokens} tokens")
-    table.add_column("prompt")
-    for heading in ("tokens", "plain tok/s", "spec. tok/s", "speed-up", "acceptance length", "identical output"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        table.add_row(
-            result.prompt.category,
-            str(len(result.plain.token_ids)),
-            f"{result.plain.tokens_per_second:.1f}",
-            f"{result.speculative.tokens_per_second:.1f}",
-            f"{result.speed_up:.2f}×",
-            f"{result.speculative.stats.acceptance_length:.2f}",
-            "yes" if result.identical else "[red]NO[/]",
-        )
+    with progress.task("decoding each prompt both ways", len(DEMO), "prompts") as shown:
+        results = compare(llm, DEMO, params, lambda _: shown.advance())
     whole = summarise(results)
-    table.add_section()
-    table.add_row(
-        "all",
-        str(sum(len(result.plain.token_ids) for result in results)),
-        f"{whole.plain_tokens_per_second:.1f}",
-        f"{whole.speculative_tokens_per_second:.1f}",
-        f"[bold]{whole.speed_up:.2f}×[/]",
-        f"{whole.acceptance_length:.2f}",
-        "[bold]yes[/]" if whole.identical else "[red]NO[/]",
-    )
-    console.print(table)
+    console.print(table(results, max_tokens, console.width))
     console.print(f"identical output: {'yes' if whole.identical else 'no'}")
-    with console.status("llama.cpp decodes the same prompts …"):
+    with progress.task("llama.cpp decodes the same prompts"):
         llamacpp = against_llamacpp(llm, model, results, max_tokens)
     if llamacpp is not None:
         console.print(llamacpp.describe(), highlight=False)
-    if json_file is not None:
-        write_json(
-            json_file,
-            {
-                "model": model,
-                "drafter": described,
-                "depth": depth,
-                "tree": tree,
-                "dtype": llm.engine.config.dtype,
-                "quantization": quantization,
-                "summary": whole.to_dict(),
-                "llama_cpp": None if llamacpp is None else llamacpp.to_dict(),
-                "prompts": [result.to_dict() for result in results],
-                "provenance": provenance([prompt.text for prompt in DEMO]),
-            },
-        )
+    content = {
+        "model": model,
+        "drafter": described,
+        "depth": depth,
+        "tree": tree,
+        "dtype": llm.engine.config.dtype,
+        "quantization": quantization,
+        "summary": whole.to_dict(),
+        "llama_cpp": None if llamacpp is None else llamacpp.to_dict(),
+        "prompts": [result.to_dict() for result in results],
+        "provenance": provenance([prompt.text for prompt in DEMO]),
+    }
+    if out is not None:
+        write_json(out, content)
+    if as_json:
+        options.print_json(content)
     if not whole.identical and llm.engine.config.dtype == "float32":
-        raise typer.Exit(1)
+        raise typer.Exit(options.CHECK_FAILED)
+
+
+def table(results: Sequence[Comparison], max_tokens: int, width: int) -> Table:
+    """A row a prompt and one for all of them. No word is cut: a narrow terminal gets fewer columns."""
+    from rich import box
+    from rich.table import Table
+
+    from fledge.bench.comparison import summarise
+
+    whole = summarise(results)
+    rows = [
+        (
+            result.prompt.category,
+            len(result.plain.token_ids),
+            result.plain.tokens_per_second,
+            result.speculative.tokens_per_second,
+            result.speed_up,
+            result.speculative.stats.acceptance_length,
+            result.identical,
+        )
+        for result in results
+    ]
+    tokens = sum(len(result.plain.token_ids) for result in results)
+    speeds = (whole.plain_tokens_per_second, whole.speculative_tokens_per_second, whole.speed_up)
+    rows.append(("all", tokens, *speeds, whole.acceptance_length, whole.identical))
+    is_wide = width >= WIDE
+    made = Table(title=f"batch 1, greedy, up to {max_tokens} tokens", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    headings = ["prompt", "tokens", "plain\ntok/s", "speculative\ntok/s", "speed-up", "acceptance\nlength", "identical\noutput"]
+    for heading in headings if is_wide else (headings[0], *headings[2:6]):
+        made.add_column(heading, justify="left" if heading == "prompt" else "right", no_wrap=True)
+    for name, tokens, plain, speculative, speed_up, length, identical in rows:
+        if name == "all":
+            made.add_section()
+        cells = [name, f"{tokens:,}", f"{plain:.1f}", f"{speculative:.1f}", f"{speed_up:.2f}×", f"{length:.2f}"]
+        cells.append("yes" if identical else "[red]NO[/]")
+        made.add_row(*(cells if is_wide else (cells[0], *cells[2:6])), style="bold" if name == "all" else None)
+    return made

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fledge.cli.options import Device, Dtype, MaxTokens, Model
+from fledge.cli.options import CHECK_FAILED, Device, Dtype, Json, MaxTokens, Model, print_json
 from fledge.errors import literal
 
 if TYPE_CHECKING:
@@ -23,14 +22,13 @@ def doctor(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Try every target layer in place of each tap, even if acceptance is good.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Decode a few prompts, and if few drafts are accepted, try the known mistakes until one explains it."""
-    from rich.console import Console
-
+    from fledge import progress
     from fledge.bench.doctor import diagnose
 
-    with Console(stderr=True).status("reading the drafter") as status:
+    with progress.task("reading the drafter", unit="trials") as shown:
         diagnosis = diagnose(
             drafter,
             model,
@@ -38,14 +36,14 @@ def doctor(
             device=device,
             dtype=dtype,
             thorough=thorough,
-            on_trial=lambda text: status.update(text),
+            on_trial=shown.show,
         )
     if as_json:
-        print(json.dumps(diagnosis.as_dict()))
+        print_json(diagnosis.as_dict())
     else:
         _print(diagnosis)
     if not diagnosis.healthy:
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)
 
 
 def _print(diagnosis: Diagnosis) -> None:
@@ -53,9 +51,9 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table("tried", "accepted a step", "first accepted", box=None)
+    table = Table("drafter", "accepted per step", "first token accepted", box=None)
     if diagnosis.as_it_stands is not None:
-        table.add_row("as it stands", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
+        table.add_row("unchanged", f"{diagnosis.as_it_stands.accepted:.2f}", f"{diagnosis.as_it_stands.first:.1%}")
     for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
         table.add_row(literal(f"{trial.fault}: {trial.remedy}"), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
     console.print(table)

@@ -26,24 +26,26 @@ def drift(
     max_model_len: Annotated[int, typer.Option(help="Longest context to measure. 0: the model's limit.")] = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """See where drafters drift: states, attention and acceptance by depth, under other templates, prompts and lengths."""
     from dataclasses import replace
 
     from rich.console import Console
 
+    from fledge import progress
     from fledge.drift.lab import run_lab
     from fledge.drift.report import write_report
     from fledge.drift.settings import Settings
     from fledge.drift.words import in_words
-    from fledge.errors import UserError, literal, printable
+    from fledge.errors import UserError, printable
 
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give a folder for the report")
     settings = Settings.quick() if quick else Settings()
     if max_tokens:
         settings = replace(settings, max_tokens=max_tokens)
-    with Console(stderr=True).status("starting") as status:
+    with progress.task("starting", unit="prompts") as shown:
         figures = run_lab(
             model,
             drafter,
@@ -53,10 +55,13 @@ def drift(
             device=device,
             dtype=dtype,
             max_model_len=max_model_len,
-            on_progress=lambda text: status.update(literal(text)),
+            on_progress=shown.show,
         )
-        status.update("writing the report")
+        shown.show("writing the report")
         page = write_report(figures, out)
+    if as_json:
+        options.print_json(figures | {"report": str(page)})
+        return
     _print(Console(), figures, in_words(figures))
     print(printable(f"report: {page}"))
 
@@ -77,8 +82,8 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
     step = next(iter(figures["probes"].values())).get("drift_step", 8)
     for label, key, form in (
         (f"fed-back RMS, step {step} / step 1", "rms_ratio", "{:.2f}×"),
-        ("sink share a step", "sink_share_slope", "{:+.4f}"),
-        ("own share a step", "own_share_slope", "{:+.4f}"),
+        ("sink share per step", "sink_share_slope", "{:+.4f}"),
+        ("own share per step", "own_share_slope", "{:+.4f}"),
     ):
         values = (figures["probes"][name].get(key) for name in names)
         table.add_row(label, *("–" if value is None else form.format(value) for value in values))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-DESTINATIONS = ("vllm", "sglang", "speculators")  # `fledge.checkpoints.export` has them too; importing it takes torch
+from fledge.cli import options
 
 
 def export(
@@ -18,10 +18,11 @@ def export(
         typer.Argument(help="Folder, name or hub id of a drafter; or a training checkpoint (.pt), or the folder of a run."),
     ],
     out: Annotated[str, typer.Argument(help="Folder to write.")],
-    to: Annotated[str, typer.Option("--to", help=f"One of: {', '.join(DESTINATIONS)}.")] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="One of: vllm, sglang, speculators.")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
     target_name: Annotated[str, typer.Option(help="The target's name in the launch command.")] = "",
-    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted a step, in the launch command.")] = 3,
+    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step, in the launch command.")] = 3,
+    as_json: options.Json = False,
 ) -> None:
     """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""
     from fledge.checkpoints.export import export_drafter
@@ -42,4 +43,9 @@ def export(
         if checkpoint is not None:
             shutil.copy(Path(drafter) / "provenance.json", written)
             typer.echo(f"from the training checkpoint {checkpoint}", err=True)
-    print((written / "README.md").read_text())
+    readme = (written / "README.md").read_text()
+    if as_json:
+        command = readme.partition("```bash\n")[2].partition("\n```")[0]
+        options.print_json({"folder": str(written), "to": to, "command": command})
+    else:
+        print(readme)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -37,7 +36,7 @@ def generate(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
     deterministic: options.Deterministic = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Answer one prompt, streaming it; drafted tokens that were accepted are shown in green."""
     from fledge.cli.render import figures, print_delta
@@ -82,7 +81,7 @@ def generate(
     if as_json:
         settings = {"model": model, "drafter": drafter, "depth": depth, "tree": tree, "dtype": llm.engine.config.dtype}
         settings["quantization"] = quantization
-        print(json.dumps(completion.to_dict() | settings, ensure_ascii=False))
+        options.print_json(completion.to_dict() | settings)
     else:
         print()
         print(figures(completion), file=sys.stderr)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
 from fledge.errors import ModelError, printable
 
 
@@ -16,6 +17,7 @@ def import_drafter(
     layers: Annotated[
         str | None, typer.Option(help="Overrules the tapped layers: 2,14,25 (0 = embeddings, i = after i layers).")
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Read a checkpoint of SafeAILab, SpecForge, TorchSpec, NeMo, AngelSlim or speculators; write the raw layout."""
     from fledge.checkpoints.export import import_drafter as convert
@@ -31,6 +33,9 @@ def import_drafter(
     except ValueError:
         raise ModelError(f"--layers {layers}: give numbers with commas between, as 2,14,25") from None
     folder, notes = convert(drafter, out, target=target, layer_ids=layer_ids)
+    if as_json:
+        options.print_json({"folder": str(folder), "notes": notes})
+        return
     for note in notes:
         print(printable(note))
     print(printable(f"written to {folder}"))

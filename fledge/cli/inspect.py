@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from fledge.cli import options
 from fledge.errors import literal
 
 if TYPE_CHECKING:
@@ -18,21 +16,21 @@ if TYPE_CHECKING:
 def inspect(
     drafter: Annotated[str, typer.Argument(help="Folder, name or hub id of a drafter.")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show a drafter's version, flags, layers, sizes and every problem in its files."""
     from fledge.checkpoints.inspect import inspect_drafter
 
     report = inspect_drafter(drafter, _target(model) if model else None)
     if as_json:
-        print(json.dumps(report.as_dict()))
+        options.print_json(report.as_dict())
     else:
         _print(report)
     if report.problems:
-        raise typer.Exit(1)
+        raise typer.Exit(options.CHECK_FAILED)
 
 
-def _target(model: str):
+def _target(model: str) -> Any:
     from fledge import sources
     from fledge.checkpoints.hf import load_config
 
@@ -40,6 +38,9 @@ def _target(model: str):
 
 
 def _print(report: DrafterReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     from fledge.checkpoints.drafter_config import FLAGS
 
     console, config = Console(), report.config

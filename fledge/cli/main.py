@@ -8,11 +8,43 @@ import sys
 
 import typer
 
+GUIDE = """\
+Fledge decodes with an EAGLE drafter: a small network proposes tokens, and the
+model checks several at once. The text is the same, and it comes sooner.
+
+What do you want to do?
+
+  See it work:
+    fledge demo
+  Serve a model over an OpenAI-compatible API:
+    fledge serve MODEL --port 8000
+  Chat in the terminal:
+    fledge chat --model MODEL
+  Make a drafter for your model:
+    fledge make MODEL --out my-drafter --hours 1
+  Find out why acceptance is low:
+    fledge doctor DRAFTER --model MODEL
+    fledge drift MODEL --drafter DRAFTER --out report --quick
+
+MODEL is a folder, a GGUF file, a hub id (org/name) or a built-in name: try
+smollm2-135m. DRAFTER is a folder, a hub id or a name. `fledge models` lists the
+names, `fledge --help` all commands; `fledge COMMAND --help` explains one.
+"""
+# Every command keeps to these; a test reads this list.
+EXIT_CODES = {
+    0: "Done. For a check: it passed",
+    1: "Failed. One line on standard error says why and what to do. A traceback is a bug",
+    2: "Usage: an unknown command or flag, or a missing argument",
+    3: "A check did not pass: doctor, inspect, conform, demo (other output), bench-serve (failed requests)",
+    130: "Interrupted. Run make, train or regenerate again to continue",
+    141: "The reader of standard output has gone",
+}
+EPILOG = "\n\n".join(["Exit codes:", *(f"{code}: {meaning}." for code, meaning in EXIT_CODES.items())])
+
 app = typer.Typer(
     name="fledge",
     help="EAGLE 3.1 speculative decoding: serve losslessly, train drafters, see why they drift.",
-    no_args_is_help=True,
-    add_completion=False,
+    epilog=EPILOG,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,17 +91,20 @@ def _register() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from fledge import __version__
 
         print(__version__)
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(GUIDE, end="")
 
 
 def main() -> None:
     """A user's mistake is one line on standard error and exit code 1; anything else is a bug and shows its traceback."""
-    from fledge.errors import UserError, printable
+    from fledge import progress
+    from fledge.errors import UsageError, UserError, printable
     from fledge.files import NO_SPACE
 
     # The progress bars and warnings of libraries would drown our own output.
@@ -78,18 +113,21 @@ def main() -> None:
     gc.set_threshold(50_000)  # what is imported stays: looking through it again and again takes a tenth of a second
     try:
         _register()
-        app()
+        app(prog_name="fledge")
     except UserError as error:
+        progress.close()
         print(f"fledge: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except BrokenPipeError:
         sys.exit(141)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
+        progress.close()
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"fledge: {printable(where + error.strerror)}; free some space, or write elsewhere", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
+        progress.close()
         print("fledge: interrupted", file=sys.stderr)
         sys.exit(130)

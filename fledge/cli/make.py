@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
+
 
 def make(
     model: Annotated[
@@ -24,17 +26,27 @@ def make(
     endpoint_states: Annotated[
         str | None, typer.Option(help="The server's folder of states as seen from here: a folder or a URL.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Make a drafter: the target answers prompts, a drafter learns from it, and the commands to serve it come last.
 
     Several GPUs: torchrun --nproc-per-node 8 -m fledge make MODEL --out DIR
     """
+    from dataclasses import asdict
+
+    from fledge import progress
     from fledge.training.make import Interrupted
     from fledge.training.make import make as run
 
+    def say(text: str) -> None:
+        if as_json:
+            progress.console().print(text, markup=False, soft_wrap=True)
+        else:
+            print(text)
+
     try:
-        run(
+        made = run(
             model,
             out,
             hours=hours,
@@ -42,8 +54,10 @@ def make(
             endpoint=endpoint,
             endpoint_states=endpoint_states,
             device=device,
-            say=lambda text: typer.echo(text),
+            say=say,
         )
     except (KeyboardInterrupt, Interrupted):
-        typer.echo(f"stopped; the same command continues from what {out} holds", err=True)
+        typer.echo(f"interrupted; the same command continues from what {out} holds", err=True)
         raise typer.Exit(130) from None
+    if as_json and made is not None:
+        options.print_json(asdict(made))

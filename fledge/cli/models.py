@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
-
-import typer
+from fledge.cli import options
 
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def models(as_json: options.Json = False) -> None:
     """List the models and drafters that can be named, and what else --model and --drafter take."""
     from rich.console import Console
     from rich.table import Table
 
     from fledge import drafters, sources
+    from fledge.families import FAMILIES
 
     listed = sources.list_models()
     shipped = [folder.name for folder in drafters.shipped()]
     if as_json:
-        print(json.dumps({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]}, default=str))
+        options.print_json({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]})
         return
     console = Console()
     table = Table(title="built-in models")
@@ -31,5 +29,5 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     console.print(f"drafters: {', '.join([*shipped, 'ngram'])}")
     console.print(
         "--model also takes a Hugging Face folder, a GGUF file, or a hub id (org/name); --drafter a folder or a hub id.\n"
-        "Architectures: Llama, Mistral, Qwen2/2.5, Qwen3, SmolLM2."
+        f"Model families: {', '.join(family.name for family in FAMILIES.values())}."
     )

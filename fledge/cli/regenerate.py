@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
+from fledge.cli import options
+
 
 def regenerate(
-    out: Annotated[Path, typer.Option(help="Where the answers go (.jsonl). Run again to go on where it ended.")],
+    out: Annotated[Path, typer.Option(help="File for the answers (.jsonl). Run again to continue.")],
     model: Annotated[str, typer.Option(help="The target: a folder, a hub id, a GGUF file or a built-in name.")],
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines with "turns", "messages" or "prompt" (.jsonl, .jsonl.gz).')
     ] = None,
     self_prompted: Annotated[
-        int, typer.Option("--self-prompted", min=0, help="So many prompts are written by the target itself.")
+        int, typer.Option("--self-prompted", min=0, help="Number of prompts that the target writes itself.")
     ] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
@@ -24,18 +26,19 @@ def regenerate(
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts of the file.")] = None,
     decontaminate: Annotated[
-        list[Path] | None, typer.Option(help="Files of prompts: what shares 13 words in a row with one is not answered.")
+        list[Path] | None, typer.Option(help="Evaluation prompts: prompts that share 13 words in a row with one are left out.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Answers under way at once; default: what fits.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Concurrent requests; default: what fits.")] = None,
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="Draft while answering: the same answers, sooner. auto: the shipped one; a folder; none. "
-            "Default: auto on a GPU, none on a CPU, where many answers at once leave nothing to gain."
+            help="Speculate while answering: the same answers, sooner. auto: the shipped drafter; a folder; none. "
+            "Default: auto on a GPU, none on a CPU, where large batches gain nothing."
         ),
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, max=16, help="With a drafter: tokens drafted a step.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    depth: Annotated[int, typer.Option(min=1, max=16, help="With a drafter: tokens drafted per step.")] = 3,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Let the target answer prompts; a drafter learns best from the target's own words."""
     started = time.monotonic()  # the report counts everything from here
@@ -70,6 +73,10 @@ def regenerate(
             started=started,
         )
     except KeyboardInterrupt:
-        typer.echo(f"stopped; {out} keeps what is finished, and the same command goes on from there", err=True)
+        typer.echo(f"interrupted; {out} keeps what is finished, and the same command continues", err=True)
         raise typer.Exit(130) from None
-    typer.echo(str(report), err=True)
+    if as_json:
+        speeds = {"tokens_per_second": report.tokens_per_second, "warm_tokens_per_second": report.warm_tokens_per_second}
+        options.print_json({"out": str(out), **vars(report), **speeds})
+    else:
+        typer.echo(str(report), err=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fledge.cli import options
 from fledge.errors import UserError
 from fledge.files import NO_SPACE
 
@@ -23,7 +25,7 @@ def _help_recipe(wanted: bool) -> None:
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings that differ, as in run.steps=1000.", metavar="[KEY=VALUE]...")
+        list[str] | None, typer.Argument(help="Recipe keys to override, such as run.steps=1000.", metavar="[KEY=VALUE]...")
     ] = None,
     help_recipe: Annotated[
         bool,
@@ -31,8 +33,9 @@ def train(
             "--help-recipe", is_eager=True, callback=_help_recipe, help="Print every key of a recipe, its default and meaning."
         ),
     ] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Train a drafter; the same command goes on with a run that was interrupted.
+    """Train a drafter from a recipe; the same command resumes an interrupted run.
 
     Several GPUs: torchrun --nproc-per-node 8 -m fledge train recipe.yaml
     """
@@ -49,7 +52,9 @@ def train(
         if error.filename is None and error.errno not in NO_SPACE:
             raise  # no file's fault
         where = f"{error.filename}: " if error.filename is not None else ""
-        raise UserError(f"{where}{error.strerror}; the same command goes on from the last checkpoint") from error
+        raise UserError(f"{where}{error.strerror}; the same command resumes from the last checkpoint") from error
+    if as_json and os.environ.get("RANK", "0") == "0":
+        options.print_json(vars(result))
     if not result.finished:
         raise typer.Exit(130)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,12 +11,13 @@ from fledge.drift.suites import TokenIds
 from fledge.engine.config import EngineConfig
 from fledge.engine.offline import answer_generator
 from fledge.models.decoder import Decoder
+from fledge.progress import Report
 
 SEED = 1234  # of sampled answers
 
 
 class Answers:
-    def __init__(self, decoder: Decoder, config: EngineConfig, max_tokens: int, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, max_tokens: int, on_progress: Report) -> None:
         self.decoder, self.config, self.max_tokens, self.progress = decoder, config, max_tokens, on_progress
         self.known: dict[tuple[TokenIds, float], list[int]] = {}
         self._generator = None
@@ -34,7 +35,7 @@ class Answers:
             done = self._generator.generate(new, max_tokens=self.max_tokens, temperature=temperature, seed=SEED)
             for count, answer in enumerate(done, 1):
                 self.known[new[answer.index], temperature] = list(answer.tokens)
-                self.progress(f"the target answers: {count} of {len(new)}")
+                self.progress("the target answers", count, len(new))
         return [self.known[prompt, temperature] for prompt in prompts]
 
     def release(self) -> None:

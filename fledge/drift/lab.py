@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fledge import sources
+from fledge import progress, sources
 from fledge.bench.datasets import Item, load_items
 from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance
@@ -45,7 +45,6 @@ SINK_TEXTS = 8
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 1 << 16}
 ANSWERS_AT_ONCE = {"cpu": 32, "cuda": 256}
 
-Progress = Callable[[str], None]
 Place = tuple[str, str, str]  # suite, condition, question
 
 
@@ -57,7 +56,7 @@ class Lab:
         subjects: Sequence[Subject],
         config: EngineConfig,
         settings: Settings,
-        on_progress: Progress = lambda _: None,
+        on_progress: progress.Report = progress.silent,
     ) -> None:
         self.decoder, self.tokenizer, self.subjects, self.config = decoder, tokenizer, list(subjects), config
         self.settings, self.progress = settings, on_progress
@@ -135,7 +134,7 @@ class Lab:
         prompts = [prompt for prompt in prompts if len(answers[prompt]) >= SHORTEST_ANSWER]
         room, done = TOKENS_AT_ONCE[torch.device(self.config.device).type], 0
         for group in in_groups([len(prompt) + len(answers[prompt]) for prompt in prompts], room):
-            self.progress(f"drafting over the answers: {done} of {len(prompts)}")
+            self.progress("drafting over the answers", done, len(prompts))
             mine = [prompts[index] for index in group]
             texts = [([*prompt, *answers[prompt]], len(prompt)) for prompt in mine]
             use(mine, read_texts(self.decoder, texts, self.taps))
@@ -264,7 +263,7 @@ def run_lab(
     device: str = "auto",
     dtype: str = "auto",
     max_model_len: int = 0,
-    on_progress: Progress = lambda _: None,
+    on_progress: progress.Report = progress.silent,
 ) -> dict[str, Any]:
     """`drafters`: folders or names, each as it is or as `label=folder`."""
     began = time.monotonic()

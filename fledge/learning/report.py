@@ -56,10 +56,10 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def report(folder: Path, output: Path | None = None) -> str:
-    """Draws `curve.png` into the folder, or to `output`; returns what the history says."""
+def report(folder: Path, output: Path | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Draws `curve.png` into the folder, or to `output`; returns the history's events, and what they say."""
     events = read_history(folder)
     text = summarize(events)
     path = output or folder / "curve.png"
     draw(events, path)
-    return f"{text}\ncurve in {path}"
+    return events, f"{text}\ncurve in {path}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fledge import sources
+from fledge import progress, sources
 from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.engine import Engine
@@ -45,7 +45,9 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     log.info(memory_plan(engine).describe())
     if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
         engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
-    for line in engine.warm_up():
+    with progress.task("warming up"):
+        lines = engine.warm_up()
+    for line in lines:
         log.info(line)
     if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
         for owner in (engine.executor, engine.drafter):

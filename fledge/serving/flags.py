@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from fledge.engine.config import EngineConfig, check_quantization
 from fledge.engine.options import DEFAULT_DEPTH, Speculation
-from fledge.errors import UserError
+from fledge.errors import UsageError, UserError
 from fledge.learning.config import LearnConfig
 from fledge.serving import limits
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
@@ -133,7 +133,7 @@ class ServeFlags:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        raise UsageError(message)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -389,7 +389,7 @@ def normalise(arguments: Sequence[str]) -> list[str]:
             continue
         if not equals:
             if not rest:
-                raise UserError(f"{name}: a value is missing")
+                raise UsageError(f"{name}: a value is missing")
             value = rest.pop(0)
         place = nested.setdefault(flag, {})
         for key in path[1:-1]:
@@ -413,7 +413,7 @@ def refuse_foreign(arguments: list[str]) -> list[str]:
             continue
         allowed = MAY_BE.get(name)
         if allowed is None:
-            raise UserError(_refusal(name, known))
+            raise UsageError(_refusal(name, known))
         if allowed.values:
             if not equals:
                 value = rest.pop(0) if rest else ""

@@ -17,10 +17,21 @@ def give_back_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
+class StderrHandler(logging.StreamHandler):
+    """Writes to what standard error is at the time: while a progress bar is shown, lines go above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[override]
+        return sys.stderr
+
+
 def log_to_stderr(level: str) -> None:
     log = logging.getLogger("fledge")
     log.setLevel({"trace": "DEBUG"}.get(level, level.upper()))
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = StderrHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
         log.addHandler(handler)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import uvicorn
 
 from fledge.errors import UserError, printable
 from fledge.serving.app import create_app
-from fledge.serving.engine_host import begin_child, start_child
+from fledge.serving.engine_host import EngineThread, begin_child, start_child
 from fledge.serving.flags import ServeFlags
 from fledge.serving.http_limits import limited_protocol
 from fledge.serving.logs import give_back_large_blocks, log_to_stderr
@@ -118,6 +119,10 @@ def run(flags: ServeFlags) -> None:
     finally:
         for worker in server.workers:
             _end(worker, flags.shutdown_timeout + BACKSTOP_SECONDS)
+        if isinstance(host := server.service.engine.host, EngineThread) and not host.join(0):
+            # Interrupted while a model is loaded. Python's end would unwind that thread inside C++, which aborts the process.
+            sys.stderr.flush()
+            os._exit(130 if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.service.engine.failure is not None:
         raise server.service.engine.failure
 

@@ -1,4 +1,4 @@
-"""What a run tells: a JSONL log, TensorBoard, a progress bar on standard error."""
+"""What a run records: a JSONL log, TensorBoard, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from fledge import progress
 from fledge.files import write_atomically
 
 
 class Journal:
     """Silent on all processes but the first."""
 
-    def __init__(self, folder: Path, *, active: bool, resumed_step: int, total_steps: int | None) -> None:
-        self.active, self.folder = active, folder
+    def __init__(
+        self, folder: Path, *, active: bool, resumed_step: int, total_steps: int | None, max_seconds: float | None
+    ) -> None:
+        self.active, self.folder, self.total_steps, self.max_seconds = active, folder, total_steps, max_seconds
         self.path = folder / "log.jsonl"
-        self.console = Console(stderr=True, highlight=False)
-        self._progress: Progress | None = None
+        self._task: progress.Task | None = None
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,17 +30,7 @@ class Journal:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
-        if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._progress.add_task("training", total=total_steps, completed=resumed_step)
-            self._progress.start()
+        self._task = progress.task("training", total_steps, "steps", done=resumed_step)
 
     def _forget_after(self, step: int) -> None:
         """Steps after the checkpoint that the run resumes from will be done and told again."""
@@ -53,11 +42,11 @@ class Journal:
     @staticmethod
     def tell(text: str) -> None:
         """Before there is a journal."""
-        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+        progress.console().print(text, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         if self.active:
-            self.console.print(text, markup=False, soft_wrap=True)
+            progress.console().print(text, markup=False, soft_wrap=True)
 
     def record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         if not self.active:
@@ -69,19 +58,25 @@ class Journal:
             for suffix, number in _numbers(value):
                 self._board.add_scalar(f"{kind}/{name}{suffix}", number, step)
 
-    def progress(self, step: int, text: str) -> None:
-        if not self.active:
+    def progress(self, step: int, seconds: float, text: str) -> None:
+        """Time remains until the first of the run's limits: its steps, or the seconds that it may train."""
+        if self._task is None:
             return
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=text)
+        share, share_of_time = step / (self.total_steps or float("inf")), seconds / (self.max_seconds or float("inf"))
+        by_time = share_of_time > share
+        self._task.unit = "seconds" if by_time else "steps"
+        limits = (seconds, self.max_seconds) if by_time else (step, self.total_steps)
+        self._task.change(f"training, step {step:,}" if by_time else "training", *limits)
+        if sys.stderr.isatty():
+            self._task.update(note=text)
         else:
-            print(f"step {step}: {text}", file=sys.stderr, flush=True)
+            print(f"step {step}: {text}; {self._task.state()}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if not self.active:
             return
-        if self._progress is not None:
-            self._progress.stop()
+        if self._task is not None:
+            self._task.__exit__()
         self._file.close()
         self._board.close()
 

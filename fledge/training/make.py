@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fledge import progress as progress_bars
 from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.checkpoints.ends import fetch_ends
@@ -155,7 +156,6 @@ def _answer(plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progres
                 max_tokens=plan.max_answer_tokens,
                 model=plan.model,
                 template_options=options,
-                show_progress=False,
                 **amount,
             )
             say(f"answers: {report}")
@@ -258,7 +258,8 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, say: 
     kept = robustness(resolved, fresh, questions[:16], texts=plan.augments)
     diagnosis = None
     if plan.endpoint is None:
-        diagnosis = diagnose(fresh, plan.model, prompts=questions[:8], device=plan.device)
+        with progress_bars.task("doctor", unit="trials") as shown:
+            diagnosis = diagnose(fresh, plan.model, prompts=questions[:8], device=plan.device, on_trial=shown.show)
     record = json.loads((fresh / "provenance.json").read_text())
     evaluation = record["evaluation"]
     commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS)

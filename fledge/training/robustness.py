@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.progress import track
 from fledge.tokenizer import Tokenizer
 from fledge.training.context import find_target, greedy_answers, load_target
 from fledge.training.data.rendering import ChatFormat, TemplateError
@@ -58,7 +59,7 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
             "no chat template": by(NO_TEMPLATE),
         }
     found: list[Retention] = []
-    for name, render in settings.items():
+    for name, render in track(settings.items(), "checking acceptance under other templates", "templates"):
         try:
             prompts = [render(question) for question in questions]
         except TemplateError:  # a template without system prompts, say

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge import progress
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
 from fledge.files import write_atomically
@@ -97,7 +98,13 @@ class Trainer:
         self.interrupts = Interrupts()
         self._resume()
         self._done_at = {"evaluate": self.agreed_seconds, "save": self.agreed_seconds}
-        self.journal = Journal(self.folder, active=world.is_first, resumed_step=self.step, total_steps=self.total_steps)
+        self.journal = Journal(
+            self.folder,
+            active=world.is_first,
+            resumed_step=self.step,
+            total_steps=self.total_steps,
+            max_seconds=recipe.run.max_seconds,
+        )
 
     def _objective(self, compile: bool) -> Objective:
         asked, data = self.recipe.objective, self.recipe.data
@@ -140,14 +147,10 @@ class Trainer:
             identity,
             self.world.rank,
         )
-        shown, began = 0.0, time.perf_counter()
-        told = began
-        for share in states.fill(self.loader, self.objective.plan, self.device, self.world):
-            now = time.perf_counter()
-            if share >= shown + 0.1 or share == 1.0 or now > told + 60:
-                shown, told = share, now
-                minutes = (now - began) * (1 - share) / share / 60
-                self.journal.say(f"target states on disk: {share:.1%}, {minutes:,.0f} min to go")
+        with progress.task("computing the target's hidden states", 100, "%") as shown:
+            for share in states.fill(self.loader, self.objective.plan, self.device, self.world):
+                if self.world.is_first:
+                    shown.update(100 * share)
         self.world.barrier()
         states.reload()
         states.release_target()
@@ -233,10 +236,10 @@ class Trainer:
 
     def _factor(self, seconds: float) -> float:
         optimizer, run = self.recipe.optimizer, self.recipe.run
-        progress = 0.0 if self.total_steps is None else self.step / self.total_steps
+        share = 0.0 if self.total_steps is None else self.step / self.total_steps
         if run.max_seconds is not None:
-            progress = max(progress, seconds / run.max_seconds)
-        return learning_rate_factor(progress, optimizer.schedule, optimizer.warmup, optimizer.decay, optimizer.floor)
+            share = max(share, seconds / run.max_seconds)
+        return learning_rate_factor(share, optimizer.schedule, optimizer.warmup, optimizer.decay, optimizer.floor)
 
     def _train_step(self, step_input: StepInput, counts: Tensor, measure: bool) -> list[StepMetrics]:
         weights = self.objective.step_weights(counts.to(self.device, non_blocking=True))
@@ -315,6 +318,7 @@ class Trainer:
         accuracy = figures["accuracy"]
         self.journal.progress(
             self.step,
+            self.agreed_seconds,
             f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
             f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
         )

@@ -87,7 +87,7 @@ def test_a_failure_of_its_own_is_one_line(file: Path, stub: None, tmp_path: Path
 def _demo(file: Path, out: Path) -> str:
     app = typer.Typer()
     app.command()(demo)
-    done = CliRunner().invoke(app, ["-m", str(file), "--max-tokens", "12", "--device", "cpu", "--json", str(out)])
+    done = CliRunner().invoke(app, ["-m", str(file), "--max-tokens", "12", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0, done.output
     return done.output
 

@@ -133,5 +133,5 @@ def test_command(tmp_path):
     del tensors["norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     broken = CliRunner().invoke(app, [str(folder)])
-    assert broken.exit_code == 1
+    assert broken.exit_code == 3
     assert "missing tensors: norm.weight" in broken.stdout.replace("\n", " ")

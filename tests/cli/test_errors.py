@@ -155,7 +155,7 @@ def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
     report = LoadReport(1, 1.0, [Sample(error=EVIL)], Acceptance())
     monkeypatch.setattr(load_report, "run_levels", lambda *_: [("server", [report])])
     code, out, _ = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
-    assert code == 1
+    assert code == 3
     check_shown(out, 2)
 
 

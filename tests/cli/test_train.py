@@ -45,7 +45,7 @@ def test_a_bad_value_is_told_before_anything_is_written(monkeypatch, capsys, rec
     ("error", "line"),
     [
         (PermissionError(13, "Permission denied", "runs/log.jsonl"), "fledge: runs/log.jsonl: Permission denied; "),
-        (OSError(28, "No space left on device"), "fledge: No space left on device; the same command goes on"),
+        (OSError(28, "No space left on device"), "fledge: No space left on device; the same command resumes"),
     ],
 )
 def test_a_disk_that_fails_later_is_told_too(monkeypatch, capsys, recipe, error, line):

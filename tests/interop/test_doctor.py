@@ -155,7 +155,7 @@ def test_command(tmp_path, folders):
     options = ["--model", str(folders["target"]), "--dtype", "float32", "--max-tokens", "8", "--json"]
     folder = broken(folders["eagle 3"], tmp_path / "broken", {}, {"norm.weight": None})
     shown = CliRunner().invoke(app, [str(folder), *options])
-    assert shown.exit_code == 1, shown.output
+    assert shown.exit_code == 3, shown.output
     assert json.loads(shown.stdout)["fault"] == "unreadable"
     shown = CliRunner().invoke(app, [str(folder), *options[:-1]])
     assert "unreadable" in shown.stdout

@@ -31,7 +31,7 @@ def test_levels_table_json_and_picture(tiny_server: ServerProcess, tmp_path: Pat
     data.write_text("".join(json.dumps({"prompt": f"the cat {number}"}) + "\n" for number in range(6)))
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["bench-serve", tiny_server.url + "/v1", "--data", str(data), "--concurrency", "1,3", "--max-tokens", "40"]
-    arguments += ["--ignore-eos", "--plain", "--json", str(figures), "--png", str(picture), "--request-rate", "200"]
+    arguments += ["--ignore-eos", "--plain", "--out", str(figures), "--png", str(picture), "--request-rate", "200"]
     result = CliRunner().invoke(command_line(), arguments, env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "tok/s per user" in result.output

@@ -67,7 +67,8 @@ def test_the_report_draws_the_curve(tmp_path):
         '{"event": "rollback", "requests": 90, "generation": 0, "reason": "live acceptance has fallen"}',
     ]
     (tmp_path / "history.jsonl").write_text("\n".join(lines) + "\n")
-    told = report(tmp_path)
+    events, told = report(tmp_path)
+    assert [event["event"] for event in events].count("swap") == 1
     assert "1.50 at first, 2.10 now" in told
     assert "at 40 requests generation 1: held-out traffic 1.50 → 2.00, fixed set 3.00 → 3.10" in told
     assert "back to generation 0" in told

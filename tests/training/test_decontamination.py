@@ -61,7 +61,7 @@ def test_prompts_of_the_evaluation_are_not_answered(tmp_path):
     prompts = file_of(tmp_path / "prompts.jsonl", {"turns": [OTHER]}, {"turns": ["Hi there.", REWORDED]})
     out = tmp_path / "answers.jsonl"
     tokenizer = chat_tokenizer()
-    report = regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, decontaminate=[evaluation], show_progress=False)
+    report = regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, decontaminate=[evaluation])
     assert (report.conversations, report.contaminated, report.settled) == (1, 1, 2)
     assert REWORDED not in out.read_text()
 

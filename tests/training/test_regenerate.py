@@ -11,12 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fledge.errors import UserError
+from fledge.progress import Task
 from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import INSTRUCT, THINKING, TOOLS, assistant, chat_tokenizer, system, user
-
-QUIET = {"show_progress": False}
 
 
 class EchoGenerator:
@@ -73,7 +72,7 @@ def test_a_refusal_leaves_no_file(tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", {"prompt": "Hi"})
     without = chat_tokenizer(chat_template=None)
     with pytest.raises(UserError, match="no chat template"):
-        regenerate(EchoGenerator(without), without, prompts, tmp_path / "out.jsonl", **QUIET)
+        regenerate(EchoGenerator(without), without, prompts, tmp_path / "out.jsonl")
     with pytest.raises(UserError, match="no such file"):
         regenerate(
             EchoGenerator(chat_tokenizer()),
@@ -81,7 +80,6 @@ def test_a_refusal_leaves_no_file(tmp_path):
             prompts,
             tmp_path / "out.jsonl",
             decontaminate=["nowhere"],
-            **QUIET,
         )
     assert list(tmp_path.iterdir()) == [prompts]
 
@@ -114,7 +112,7 @@ def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
     generator = EchoGenerator(tokenizer)
     prompts = write(tmp_path / "p.jsonl", {"id": "a", "turns": ["Hi", "How are you?", "Bye"]}, {"id": "b", "prompt": "One"})
     out = tmp_path / "answers.jsonl"
-    report = regenerate(generator, tokenizer, prompts, out, max_tokens=64, **QUIET)
+    report = regenerate(generator, tokenizer, prompts, out, max_tokens=64)
     assert (report.conversations, report.answers, report.looping) == (2, 4, 0)
     done = records(out)
     assert done["a"]["messages"][1::2] == [assistant(f"You said: {text}") for text in ("Hi", "How are you?", "Bye")]
@@ -132,9 +130,7 @@ def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
 def test_answers_without_their_stop_id_get_it_and_cut_ones_do_not(tmp_path):
     tokenizer = chat_tokenizer()
     prompts = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "Hi"}, {"id": "b", "turns": ["x" * 99, "Go on"]})
-    report = regenerate(
-        EchoGenerator(tokenizer, strip_stop=True), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=20, **QUIET
-    )
+    report = regenerate(EchoGenerator(tokenizer, strip_stop=True), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=20)
     done = records(tmp_path / "o.jsonl")
     assert done["a"]["turns_ids"][0]["answer_ids"][-1] == tokenizer.eos_token_ids[0]
     first, second = done["b"]["turns_ids"]
@@ -152,48 +148,50 @@ def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
             return "<think>\nhm\n</think>\n\n" + super().reply(prompt, draw)
 
     prompts = write(tmp_path / "p.jsonl", {"id": "a", "turns": ["Hi", "Bye"]})
-    regenerate(Thinker(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=64, **QUIET)
+    regenerate(Thinker(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=64)
     (record,) = records(tmp_path / "o.jsonl").values()
     conversations = list(read_conversations(tmp_path / "o.jsonl"))
     assert record["turns_ids"][1]["prompt_ids"] == tokenizer.apply_chat_template(record["messages"][:3])
     assert [c.turns[0].prompt_ids for c in conversations] == [turn["prompt_ids"] for turn in record["turns_ids"]]
 
 
-def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path):
+def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     lines = [{"id": f"p{n}", "turns": [f"Number {n}"] + ["And?"] * (n % 2)} for n in range(10)]
     prompts, out, whole = write(tmp_path / "p.jsonl", *lines), tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        regenerate(EchoGenerator(tokenizer, fail_after=6), tokenizer, prompts, out, **QUIET)
+        regenerate(EchoGenerator(tokenizer, fail_after=6), tokenizer, prompts, out)
     finished = records(out)
     assert 0 < len(finished) < 10
     with out.open("a") as file:
         file.write('{"id":"p0","messages":[{"role":"us')
-    generator = EchoGenerator(tokenizer)
-    report = regenerate(generator, tokenizer, prompts, out, **QUIET)
+    generator, bars = EchoGenerator(tokenizer), []
+    monkeypatch.setattr("fledge.progress.task", lambda *args, **kwargs: bars.append(kwargs) or Task(*args, **kwargs))
+    report = regenerate(generator, tokenizer, prompts, out)
     assert report.already_done == len(finished)
+    assert bars == [{"done": len(finished)}]  # the rate counts from there
     assert len(generator.calls[0]["prompts"]) == 10 - len(finished)
-    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, whole, **QUIET)
+    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, whole)
     assert records(out) == records(whole)
     assert len(out.read_text().splitlines()) == 10
     # Nothing left to do: nothing is asked.
     generator = EchoGenerator(tokenizer)
-    regenerate(generator, tokenizer, prompts, out, **QUIET)
+    regenerate(generator, tokenizer, prompts, out)
     assert generator.calls == []
 
 
 def test_one_file_never_mixes_two_ways_of_answering(tmp_path):
     tokenizer = chat_tokenizer()
     prompts, out = write(tmp_path / "p.jsonl", {"prompt": "Hi"}), tmp_path / "o.jsonl"
-    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", **QUIET)
+    regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a")
     with pytest.raises(DataError, match=r"temperature '0\.0', now it is '0\.7'"):
-        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", temperature=0.7, **QUIET)
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", temperature=0.7)
     with pytest.raises(DataError, match="model 'a'"):
-        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="b", **QUIET)
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="b")
     with pytest.raises(DataError, match="cannot be gone on with"):
-        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, write(tmp_path / "mine.jsonl", {"my": "data"}), **QUIET)
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, write(tmp_path / "mine.jsonl", {"my": "data"}))
     with pytest.raises(DataError, match="gz"):
-        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl.gz", **QUIET)
+        regenerate(EchoGenerator(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl.gz")
     assert records(tmp_path / "o.jsonl").keys() == {read_prompts(prompts).__next__().id}
 
 
@@ -207,14 +205,14 @@ def test_counts_duplicates_long_prompts_refusals_and_loops(tmp_path):
     lines = [{"prompt": "Hi"}, {"prompt": "Hi"}, {"prompt": "x" * 500}, {"id": "late", "turns": ["Hi", "x" * 500]}]
     prompts = write(tmp_path / "p.jsonl", *lines)
     generator = Looper(tokenizer, max_model_len=600)
-    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=256, **QUIET)
+    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=256)
     assert (report.duplicates, report.too_long, report.conversations, report.looping) == (1, 1, 2, 2)
     assert len(records(tmp_path / "o.jsonl")["late"]["messages"]) == 2  # ends where there is no room for more
     assert all(record["looping"] for record in records(tmp_path / "o.jsonl").values())
     assert "2 looping" in str(report)
     refusing = chat_tokenizer(INSTRUCT)
     prompts = write(tmp_path / "p2.jsonl", {"prompt": "Hi", "system": "S"}, {"prompt": "Hi"})
-    report = regenerate(EchoGenerator(refusing), refusing, prompts, tmp_path / "o2.jsonl", **QUIET)
+    report = regenerate(EchoGenerator(refusing), refusing, prompts, tmp_path / "o2.jsonl")
     assert (report.refused, report.conversations) == (1, 1)
 
 
@@ -222,7 +220,7 @@ def test_waves_and_limit(tmp_path):
     tokenizer = chat_tokenizer()
     prompts = write(tmp_path / "p.jsonl", *({"id": f"p{n}", "turns": ["Hi", "Bye"]} for n in range(20)))
     generator = EchoGenerator(tokenizer)
-    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", limit=10, wave=4, **QUIET)
+    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", limit=10, wave=4)
     assert (report.conversations, report.answers) == (10, 20)
     assert [len(call["prompts"]) for call in generator.calls] == [4, 4, 4, 4, 2, 2]
     assert len({call["seed"] for call in generator.calls}) == 6
@@ -231,7 +229,7 @@ def test_waves_and_limit(tmp_path):
 def test_self_prompted(tmp_path):
     tokenizer, out = chat_tokenizer(), tmp_path / "o.jsonl"
     generator = WritingGenerator(tokenizer)
-    report = regenerate(generator, tokenizer, None, out, self_prompted=12, max_tokens=64, **QUIET)
+    report = regenerate(generator, tokenizer, None, out, self_prompted=12, max_tokens=64)
     # Only the opening of a user's turn was given, default system prompt included, and sampled at temperature 1.
     opening = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
     assert tokenizer.decode(generator.calls[0]["prompts"][0], skip_special_tokens=False) == opening
@@ -246,7 +244,7 @@ def test_self_prompted(tmp_path):
     assert len({record["messages"][0]["content"] for record in done.values()}) == 12
     # Going on asks for the missing ones alone, and does not draw the same again.
     more = WritingGenerator(tokenizer)
-    report = regenerate(more, tokenizer, None, out, self_prompted=15, max_tokens=64, **QUIET)
+    report = regenerate(more, tokenizer, None, out, self_prompted=15, max_tokens=64)
     assert (report.conversations, report.already_done, len(records(out))) == (3, 12, 15)
     assert more.calls[0]["seed"] not in {call["seed"] for call in generator.calls}
 
@@ -255,7 +253,7 @@ def test_neighbouring_seeds_draw_different_prompts(tmp_path):
     tokenizer, drawn = chat_tokenizer(), []
     for seed in (0, 1):
         generator = WritingGenerator(tokenizer)
-        regenerate(generator, tokenizer, None, tmp_path / f"{seed}.jsonl", self_prompted=12, seed=seed, max_tokens=64, **QUIET)
+        regenerate(generator, tokenizer, None, tmp_path / f"{seed}.jsonl", self_prompted=12, seed=seed, max_tokens=64)
         drawn.append({call["seed"] for call in generator.calls if call["temperature"] == 1.0})
     assert len(drawn[0]) > 1
     assert not drawn[0] & drawn[1]
@@ -268,9 +266,9 @@ def test_a_target_that_cannot_write_prompts_is_reported(tmp_path):
 
     tokenizer = chat_tokenizer()
     with pytest.raises(DataError, match="hardly any usable prompts"):
-        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", self_prompted=5, **QUIET)
+        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", self_prompted=5)
     with pytest.raises(DataError, match="nothing to answer"):
-        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl", **QUIET)
+        regenerate(Mute(tokenizer), tokenizer, None, tmp_path / "o.jsonl")
 
 
 def test_command_line(tmp_path):
@@ -303,7 +301,7 @@ def test_tools_and_thinking_reach_the_prompt_and_the_file(tmp_path):
     lines = [{"prompt": "How is Oslo?"}, {"prompt": "How is Oslo?", "tools": tools}]
     lines.append({"prompt": "How is Oslo?", "chat_template_kwargs": {"enable_thinking": False}})
     generator, out = EchoGenerator(tokenizer), tmp_path / "out.jsonl"
-    report = regenerate(generator, tokenizer, write(tmp_path / "prompts.jsonl", *lines), out, **QUIET)
+    report = regenerate(generator, tokenizer, write(tmp_path / "prompts.jsonl", *lines), out)
     assert report.conversations == 3  # the same words under other options are another prompt
     prompts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in generator.calls[0]["prompts"]]
     assert ["weather" in prompt for prompt in prompts] == [False, True, False]

@@ -98,7 +98,7 @@ def records(path: Path) -> dict[str, dict]:
 def run(out: Path, generator=StreamGenerator, tokenizer=None, **options):
     tokenizer = tokenizer or chat_tokenizer()
     generator = generator(tokenizer) if isinstance(generator, type) else generator
-    settings = {"max_tokens": 200, "temperature": 0.7, "show_progress": False}
+    settings = {"max_tokens": 200, "temperature": 0.7}
     return regenerate(generator, tokenizer, out.parent / "p.jsonl", out, **settings | options)
 
 

@@ -20,9 +20,7 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from fledge import progress
 from fledge.tokenizer import Tokenizer
 from fledge.training.data.decontamination import Decontamination
 from fledge.training.data.loading import DataError
@@ -134,7 +132,6 @@ def regenerate(
     wave: int = WAVE,
     processes: int | None = None,
     started: float | None = None,
-    show_progress: bool = True,
 ) -> RegenerateReport:
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
@@ -166,7 +163,7 @@ def regenerate(
         try:
             run = _Run(generator, work, workers, file, sampling, seed, wave, started, decontamination, stop_ids)
             run.template_options = list(template_options)
-            return run.answer_all(prompts, self_prompted or 0, show_progress)
+            return run.answer_all(prompts, self_prompted or 0)
         finally:
             gc.unfreeze()
             workers.close()
@@ -197,24 +194,20 @@ class _Run:
         self.waves = len(file.done) * 1009
         self.seen = set(file.done)
 
-    def answer_all(self, prompts: list[Prompt], self_prompted: int, show_progress: bool) -> RegenerateReport:
+    def answer_all(self, prompts: list[Prompt], self_prompted: int) -> RegenerateReport:
         report = self.report
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-        console = Console(stderr=True)
-        with Progress(
-            *columns, TimeRemainingColumn(), console=console, refresh_per_second=4, disable=not show_progress
-        ) as progress:
-            task = progress.add_task("answering", total=len(prompts) + self_prompted, note="")
+        total = len(prompts) + self_prompted
+        before = min(total, len(self.file.done))  # by an earlier run: they do not count for the rate
+        with progress.task("answering", total, "prompts", done=before) as shown:
 
             def show() -> None:
                 if (now := time.monotonic() - self.started) > report.seconds + 0.2:
                     report.seconds = now
                     note = f"{report.tokens_per_second:,.0f} tokens/s, {report.looping:,} looping"
-                    progress.update(task, completed=report.settled, note=note)
+                    shown.update(report.settled, note=note)
 
             for source in chain([self._from_file(prompts)], self._self_written(self_prompted)):
                 self._answer(iter(source), show)
-            progress.update(task, completed=report.settled)
         report.seconds = time.monotonic() - self.started
         return report
 

@@ -1,0 +1,40 @@
+"""Exit codes of a server that is ended while its model is loaded."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Loads for ever, in torch's C++ code: Python's end used to abort the process there.
+SCRIPT = """
+import sys, torch
+import fledge.serving.build
+from fledge.cli.main import main
+
+def load(flags, metrics):
+    print("loading", file=sys.stderr, flush=True)
+    while True:
+        torch.ones(1 << 16).sum()
+
+fledge.serving.build.build = load
+sys.argv = ["fledge", "serve", "smollm2-135m", "--no-engine-process", "--api-workers", "1", "--uds", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_ended_while_loading(number, code, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "socket")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        assert process.stderr is not None
+        while not {"loading\n", "INFO:     Application startup complete.\n"} <= set(lines):
+            lines.append(line := process.stderr.readline())
+            assert line, lines
+        process.send_signal(number)
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == code, rest
+    assert "terminate called" not in rest
