@@ -66,7 +66,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     drafter = load_drafter(out / "drafter", load_config(out / "toy" / "target"))
     assert drafter.config.version == "3.1"
     record = json.loads((out / "drafter" / "provenance.json").read_text())
-    # About 4.7 after the 300 steps that two idle cores make in the time given. A busy machine may make too few to learn anything.
+    # About 4.7 after the 300 steps that two idle cores make in the time given. A busy machine makes too few to learn.
     assert record["evaluation"]["acceptance_length"]["5"] > (2.0 if record["step"] >= 150 else 0.99)
     assert {"README.md", "curves.png"} <= {path.name for path in (out / "drafter").iterdir()}
     assert json.loads((out / "make.json").read_text())["done"] == ["answers", "drafter"]
