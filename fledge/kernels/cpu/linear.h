@@ -166,6 +166,14 @@ static const Part *find_panel(const Linear *linear, long *index, long *first, lo
     return part;
 }
 
+/* Starts to load the first bytes of a panel that does not follow the one before in memory. */
+static inline void fetch_start(const Linear *linear, long index) {
+    long first, width;
+    const Part *part = find_panel(linear, &index, &first, &width);
+    const char *weights = (const char *)part->panels + index * panel_bytes(part->format, linear->inputs, linear->group);
+    for (long line = 0; line < AHEAD_BYTES; line += 64) __builtin_prefetch(weights + line);
+}
+
 /* out[r][0 … PANEL) for the rows of a chunk */
 static void one_panel(const Product *product, long index, long row, long rows, float *out) {
     const Linear *linear = product->linear;
@@ -291,7 +299,9 @@ static void gated_panel(const void *task, long index) {
     float gate[CHUNK * PANEL], up[CHUNK * PANEL];
     for (long row = 0, rows; row < product->rows; row += rows) {
         rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
+        if (!row) fetch_start(product->linear, index + size / PANEL);
         one_panel(product, index, row, rows, gate);
+        if (!row && index + 1 < size / PANEL) fetch_start(product->linear, index + 1);
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * size + index * PANEL;
