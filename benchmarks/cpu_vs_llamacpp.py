@@ -258,8 +258,8 @@ def main() -> None:
         some = prompts[: min(options.prompts, len(DEMO))]
         task |= {"prompts": some, "max_tokens": options.tokens, "ignore_eos": True, "prefill": long}
     rows = engines(options, file, task)
-    stem = file.stem.lower() + ("-texts" if options.texts else "")
-    path = options.json or ROOT / "benchmarks" / "results" / f"cpu-vs-llamacpp-{stem}.json"
+    kind = "texts" if options.texts else "cpu"
+    path = options.json or ROOT / "benchmarks" / "results" / f"{kind}-vs-llamacpp-{file.stem.lower()}.json"
     settings = {key: value for key, value in vars(options).items() if key not in ("json", "model")} | {"file": file.name}
     if options.texts:
         content = compare_texts(rows, tokenizer, names)

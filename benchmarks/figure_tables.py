@@ -98,6 +98,23 @@ def cpu_llamacpp_how() -> str:
     return "\n".join(files)
 
 
+@figures("cpu-texts")
+def cpu_texts() -> str:
+    rows, parted = [], []
+    for path in sorted(RESULTS.glob("texts-vs-llamacpp-*.json"), reverse=True):
+        found = load(path.stem)
+        name = "the demo's prompts and two more" if found["settings"].get("data") is None else "HumanEval's first prompts"
+        rows.append([name, f"{found['equal']} of {found['of']}", f"{found['llamacpp_with_itself']} of {found['of']}"])
+        for one in found["answers"]:
+            if not one["equal"]:
+                ours, theirs = (f"{gap:+.2f}" for gap in one["logit_gaps"])
+                words = " / ".join(f'"{word}"' for word in one["candidates"])
+                parted.append([f"after {one['tokens']} tokens", words, ours, theirs])
+    tokens = found["tokens"]
+    equal = table([f"Qwen2.5-Coder-0.5B Q4_K_M, {tokens} tokens", "Fledge = llama.cpp", "llama.cpp = itself"], rows)
+    return equal + "\n\n" + table(["they part", "Fledge / llama.cpp", "logit gap in Fledge", "in llama.cpp"], parted)
+
+
 @figures("cpu-demo")
 def cpu_demo() -> str:
     found = load("demo-cpu")
@@ -107,7 +124,7 @@ def cpu_demo() -> str:
     speed = found["summary"]
     same = "identical" if found["summary"]["identical"] else "NOT identical"
     return (
-        f"`fledge demo` ({source('demo-cpu')}; {found['dtype']} weights, {len(runs)} run{'s' * (len(runs) > 1)}): "
+        f"`fledge demo` ({source('demo-cpu')}; {found.get('weights', found['dtype'])} weights, {len(runs)} run{'s' * (len(runs) > 1)}): "
         f"{spans[0]} tokens/s plain, {spans[1]} with the drafter, median speed-up {times(speed['speed_up'])}, "
         f"acceptance length {number(speed['acceptance_length'])}, output {same} on every prompt. {origin(found)}."
     )

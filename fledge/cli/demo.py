@@ -72,6 +72,7 @@ def demo(
         "depth": depth,
         "tree": tree,
         "dtype": llm.engine.config.dtype,
+        "weights": llm.engine.config.weights,
         "quantization": quantization,
         "summary": whole.to_dict(),
         "llama_cpp": None if llamacpp is None else llamacpp.to_dict(),

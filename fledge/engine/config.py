@@ -131,6 +131,8 @@ class EngineConfig:
     @property
     def weights(self) -> str:
         """In words."""
+        if self.quantization == "gguf":
+            return "the GGUF file's own blocks"
         return self.dtype if self.quantization == "none" else f"{self.dtype}, target {self.quantization}"
 
     @property
