@@ -121,11 +121,12 @@ def cpu_demo() -> str:
     runs = found.get("runs") or [found["summary"]]
     each = [[run[key] for run in runs] for key in ("plain_tokens_per_second", "speculative_tokens_per_second")]
     spans = [f"{number(min(values))}–{number(max(values))}" if len(runs) > 1 else number(values[0]) for values in each]
-    speed = found["summary"]
+    speed, ups = found["summary"], [run["speed_up"] for run in runs]
     same = "identical" if found["summary"]["identical"] else "NOT identical"
     return (
-        f"`fledge demo` ({source('demo-cpu')}; {found.get('weights', found['dtype'])} weights, {len(runs)} run{'s' * (len(runs) > 1)}): "
-        f"{spans[0]} tokens/s plain, {spans[1]} with the drafter, median speed-up {times(speed['speed_up'])}, "
+        f"`fledge demo` ({source('demo-cpu')}; weights: {found.get('weights', found['dtype'])}; {len(runs)} runs): "
+        f"{spans[0]} tokens/s plain, {spans[1]} with the drafter, speed-up {times(min(ups))}–{times(max(ups))}, median "
+        f"{times(speed['speed_up'])}, "
         f"acceptance length {number(speed['acceptance_length'])}, output {same} on every prompt. {origin(found)}."
     )
 
