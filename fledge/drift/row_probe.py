@@ -28,9 +28,8 @@ from fledge.ops.base import AttentionModule
 from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.eagle import CapturedEagle
 
-# A look takes the host about a millisecond, and the device half a cycle: unless asked otherwise there are so many times as few
-# as of drafts that the host makes.
-CYCLES_EACH = 8
+# Launches to a look, unless asked otherwise: a look takes the host about a millisecond, and the device half a cycle.
+EVERY_LAUNCHES = 512
 # Rows with more keys are not looked at: a look has all of them in memory at once, in float32.
 MOST_KEYS = 16384
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fledge.drift.live import EVERY, LiveProbe
-from fledge.drift.row_probe import CYCLES_EACH, RowProbe
+from fledge.drift.row_probe import EVERY_LAUNCHES, RowProbe
 from fledge.drift.sinks import find_own_sink
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
@@ -24,7 +24,7 @@ def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = No
     listener = None if guard is None else guard.record_probe
     probe = LiveProbe(engine.drafter, every=every or EVERY, sink=sink, listener=listener)
     if isinstance(engine.executor, CudaGraphExecutor):
-        RowProbe(engine.executor, probe, every or EVERY * CYCLES_EACH)
+        RowProbe(engine.executor, probe, every or EVERY_LAUNCHES)
     return probe
 
 

@@ -68,7 +68,7 @@ def test_the_default_on_cpu_and_what_forces_another(tmp_path: Path, monkeypatch:
     file = str(write(tmp_path / "tiny.gguf"))
     engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu"))
     assert isinstance(engine.decoder.layers[0].mlp.down_proj, GgufLinear)
-    assert engine.config.weights == "float16, target gguf"
+    assert engine.config.weights == "the GGUF file's own blocks"
     assert not (tmp_path / "cache" / "models").exists()
     assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
     for forced in ({"dtype": "float16"}, {"dtype": "float32"}, {"quantization": "gguf"}):
