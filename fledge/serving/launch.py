@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fledge.serving import flags
 
@@ -26,7 +27,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 def chosen_engine(words: Sequence[str]) -> str:
     """Before anything else is parsed: vLLM's own flags are not ours to check."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--engine":
             return following
         if word.startswith("--engine="):

@@ -144,3 +144,11 @@ def test_the_server_is_open_to_nobody_unless_asked() -> None:
     flags = parse([])
     assert flags.host == "127.0.0.1"
     assert flags.allowed_origins == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [([], "fledge"), (["m"], "fledge"), (["m", "--engine", "vllm"], "vllm"), (["--engine=vllm"], "vllm"), (["--engine"], "")],
+)
+def test_the_engine_is_known_before_flags_are_parsed(words: list[str], engine: str) -> None:
+    assert chosen_engine(words) == engine
