@@ -69,8 +69,7 @@ from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
-from fledge.drift.live import EVERY
-from fledge.drift.row_probe import CYCLES_EACH
+from fledge.drift.row_probe import EVERY_LAUNCHES
 from fledge.drift.watching import watch_drafts
 from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
@@ -89,8 +88,7 @@ from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
 DEVICE = "cuda"
-SERVER_LAUNCHES = EVERY * CYCLES_EACH  # to a look
-LAUNCHES_A_LOOK = SERVER_LAUNCHES // 16  # else there are too few to show a cost
+LAUNCHES_A_LOOK = EVERY_LAUNCHES // 16  # else there are too few to show a cost
 
 
 def numbers(text: str) -> list[int]:
@@ -342,7 +340,7 @@ def guard(bench: Bench) -> dict[str, object]:
         watched, unwatched = statistics.mean(speeds[True]), statistics.mean(speeds[False])
         cost = 1 - watched / unwatched
         figures = {"unwatched_tokens_per_s": unwatched, "tokens_per_s": watched, "every": LAUNCHES_A_LOOK, "cost": cost}
-        found[str(concurrency)] = {**figures, "cost_in_a_server": cost * LAUNCHES_A_LOOK / SERVER_LAUNCHES, **probe.snapshot()}
+        found[str(concurrency)] = {**figures, "cost_in_a_server": cost * LAUNCHES_A_LOOK / EVERY_LAUNCHES, **probe.snapshot()}
         del engine
     show("drift probe", found)
     return found
