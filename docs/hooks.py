@@ -1,7 +1,7 @@
 """What the site's build adds to the pages: reference tables, files that lie outside `docs/`, and links to them.
 
 `<!-- reference:NAME -->` is replaced by tables of `references.py`, `<!-- include:PATH -->` … `<!-- /include -->` by a
-Markdown file of the repository (what stands between is for those who read the page unbuilt).
+Markdown file of the repository (the text between the two marks is shown where the page is read without the site).
 Links that lead out of `docs/` go to the page that includes the file, or to a copy of the file within the site.
 """
 
