@@ -114,8 +114,17 @@ class Setting:
 def read_prompts(path: Path) -> list[str]:
     """First turns of a JSONL file, packed or not."""
     content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).decode().splitlines()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()  # of bytes: texts hold U+2028
     return [json.loads(line)["turns"][0] for line in lines]
+
+
+def apart(path: Path, count: int) -> tuple[list[str], list[str]]:
+    """The first prompts of a file, and the others that ask for none of the same tasks: `92` in MBJP/92 and MBKP/92, the same
+    function in two programming languages."""
+    with gzip.open(path, "rt") as file:
+        items = [(one["id"].rpartition("/")[2], one["turns"][0]) for one in map(json.loads, file)]
+    tasks = {task for task, _ in items[:count]}
+    return [text for _, text in items[:count]], [text for task, text in items[count:] if task not in tasks]
 
 
 def toy_prompts(kind: str, count: int, seed: int) -> list[list[int]]:
@@ -178,9 +187,12 @@ def stream(setting: Setting) -> dict[str, Any]:
         held_out, served = all_prompts[: args.held_out], all_prompts[args.held_out :]
         fixed, old = toy_prompts("count", 12, 2), {"count": toy_prompts("count", 8, 3)}
     else:
-        texts = read_prompts(args.data) if args.data else list(itertools.islice(prompts(args.kinds, args.seed), args.unique))
-        tokens = list(setting.encode(texts))
-        held_out, served = tokens[: args.held_out], tokens[args.held_out :]
+        if args.data:
+            first, others = apart(args.data, args.held_out)
+        else:
+            texts = list(itertools.islice(prompts(args.kinds, args.seed), args.unique))
+            first, others = texts[: args.held_out], texts[args.held_out :]
+        held_out, served = list(setting.encode(first)), list(setting.encode(others))
         if args.replay:
             fixed = list(itertools.islice(setting.encode(read_prompts(args.replay)[:: args.replay_step]), args.fixed))
         if args.old:
@@ -203,7 +215,13 @@ def stream(setting: Setting) -> dict[str, Any]:
         results["at"][str(mark)] = measured(engine)
         stats = {name: value for name, value in hook.stats().items() if name not in ("curve", "events")}
         results.setdefault("stats", {})[str(mark)] = stats | {"seconds": time.perf_counter() - began}
-        print(f"{mark} requests:", results["at"][str(mark)], f"generation {hook.learner.generation}", flush=True)
+        counts, spent = hook.learner.counts, hook.budget.spent
+        print(
+            f"{mark} requests:", results["at"][str(mark)], f"generation {hook.learner.generation} of {counts.candidates}, "
+            f"{counts.steps} steps, {spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
+        )  # fmt: skip
+        if args.output:
+            write_json(args.output.with_suffix(".partial"), results)
     results |= {"curve": list(hook.curve), "events": list(hook.events)}
     before, after = results["at"]["0"], results["at"][str(args.marks[-1])]
     results["gain"] = after["stream"] / before["stream"] - 1

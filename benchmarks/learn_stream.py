@@ -121,6 +121,30 @@ def _summary(draw: random.Random) -> str:
     return f"Summarise in one sentence: {' '.join(draw.sample(sentences, draw.randint(3, 5)))}"
 
 
+def _translation(draw: random.Random) -> str:
+    name, other = draw.sample(NAMES, 2)
+    sentences = [
+        f"{name} bought {draw.randint(2, 99)} {draw.choice(GOODS)} in {draw.choice(CITIES)} in {draw.choice(MONTHS)}.",
+        f"The {draw.choice(TRADES)} from {draw.choice(CITIES)} wrote a letter to {other}.",
+        f"{other} works as a {draw.choice(TRADES)} and wants to move to {draw.choice(CITIES)}.",
+        f"The shop sold its last {draw.choice(GOODS)} to {name} and closed for the winter.",
+        f"In {draw.choice(MONTHS)} the train to {draw.choice(CITIES)} was {draw.randint(5, 55)} minutes late.",
+        f"{name} and {other} repaired the old {draw.choice(GOODS)} of the {draw.choice(TRADES)}.",
+    ]
+    language = draw.choice(["Spanish", "French", "German", "Italian"])
+    return f"Translate into {language}: {' '.join(draw.sample(sentences, draw.randint(2, 4)))}"
+
+
+def _actions(draw: random.Random) -> str:
+    lines = [
+        f"{draw.choice(NAMES)} will {draw.choice(['order', 'repair', 'count', 'paint', 'sell', 'move'])} {draw.randint(2, 40)} "
+        f"{draw.choice(GOODS)} by {draw.choice(MONTHS)} {draw.randint(1, 28)}, if the {draw.choice(TRADES)} in "
+        f"{draw.choice(CITIES)} agrees."
+        for _ in range(draw.randint(2, 4))
+    ]
+    return f"Turn these notes into one line each, as `who: what (when)`:\n\n{' '.join(lines)}"
+
+
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "german": lambda draw: _in_words(draw, GERMAN_TOPICS, GERMAN_TASKS),
     "spanish": lambda draw: _in_words(draw, SPANISH_TOPICS, SPANISH_TASKS),
@@ -128,6 +152,8 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "json": _json,
     "table": _table,
     "summary": _summary,
+    "translation": _translation,
+    "actions": _actions,
 }
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+COLLECT_SHARE, FREE_SECONDS = 0.2, 0.5  # of the budget, that collecting may take: the rest is for training; at first, more
 MOST_CREDIT = 0.25  # seconds that may be saved up: learning must not catch up in one long pause
 
 
@@ -15,6 +16,7 @@ class Spent:
 
     serving: float = 0.0  # while requests ran, learning included
     learning: float = 0.0  # of those
+    collecting: float = 0.0  # of those in turn
     idle: float = 0.0  # spent on learning while nothing ran
 
 
@@ -49,7 +51,14 @@ class Budget:
     def allows(self) -> bool:
         return self._since is None or self.credit > 0
 
-    def charge(self, seconds: float) -> None:
+    @property
+    def allows_collecting(self) -> bool:
+        """On a GPU a sample may cost as much as a piece of training: unbounded, nothing would be left for that."""
+        return self.spent.collecting < COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS
+
+    def charge(self, seconds: float, *, collecting: bool = False) -> None:
+        if collecting:
+            self.spent.collecting += seconds
         if self._since is None:
             self.spent.idle += seconds
         else:

@@ -111,7 +111,7 @@ class Learning:
         if finished:
             began = self.clock()
             self._guarded(lambda: self._take_in(finished))
-            self.budget.charge(self.clock() - began)
+            self.budget.charge(self.clock() - began, collecting=True)
         if not self.engine.has_unfinished():
             self.budget.rest()
 
@@ -193,7 +193,6 @@ class Learning:
 
     def _take_in(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            states = self.engine.executor.take_states(request)
             shortened = request.id in self._shortened
             self._shortened.discard(request.id)
             if not request.learn:
@@ -208,11 +207,16 @@ class Learning:
             tokens, start = request.tokens[: self.config.batch_tokens], len(request.prompt)
             domain, novelty = self.domains.assign([*request.prompt[-PROMPT_TOKENS:], *tokens[start:]])
             rejected = self._note_live(request, domain)
+            if not self.budget.allows_collecting:
+                self.counts["skipped"] += 1
+                continue
             need = rejected + NOVEL_NEED * novelty + SHORTENED_NEED * shortened
             sample = Sample(list(tokens), start, self._client(request.client), domain, need)
-            if states is not None:
-                sample.text = self.target.collected(tokens, start, *states)
-            self._has_work |= self.ring.admit(sample)
+            if not self.ring.admit(sample):
+                continue
+            self._has_work = True
+            if (states := self.engine.executor.take_states(request)) is not None:
+                sample.text = self.target.collected(sample.tokens, start, *states)
         self._check_live()
         if self.clock() - self._expired_at > EXPIRE_EVERY:
             self._expired_at = self.clock()

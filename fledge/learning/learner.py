@@ -315,7 +315,8 @@ def activation_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
 
 
 def _for_rollout(text: TargetText) -> TargetText:
-    return replace(text, taps=[tap.float() for tap in text.taps], hidden_TD=None)
+    tokens_T = text.tokens_T.to(text.taps[0].device)
+    return replace(text, tokens_T=tokens_T, taps=[tap.float() for tap in text.taps], hidden_TD=None)
 
 
 def pack(texts: Sequence[TargetText], length: int) -> tuple[PackedBatch, TargetStates]:
@@ -326,7 +327,7 @@ def pack(texts: Sequence[TargetText], length: int) -> tuple[PackedBatch, TargetS
     tokens = torch.zeros(1, length, dtype=torch.long)
     positions, document = torch.zeros_like(tokens), torch.zeros(1, length, dtype=torch.int32)
     loss = torch.zeros(1, length, dtype=torch.bool)
-    tokens[0, :total] = torch.cat([text.tokens_T for text in texts]).cpu()
+    tokens[0, :total] = torch.cat([text.tokens_T for text in texts])
     at = 0
     for number, (text, size) in enumerate(zip(texts, lengths, strict=True), 1):
         positions[0, at : at + size] = torch.arange(size)

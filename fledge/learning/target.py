@@ -32,7 +32,8 @@ class ServedTarget(Target):
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.embedding = decoder.embed_tokens
         weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.dtype)
-        self.prefixes: dict[tuple[int, ...], list[Tensor]] = {}
+        self.prefixes: dict[tuple[int, ...], list[Tensor]] = {}  # layers of known beginnings, the last used at the end
+        self.unknown: dict[tuple[int, ...], None] = {}  # beginnings that were asked for; `read` fills them in in passing
         self.head, self.lm_head = Head(weight), _PlainHead(weight)
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
@@ -44,38 +45,41 @@ class ServedTarget(Target):
     @torch.no_grad()
     def read(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TargetText]:
         """Runs the target over (tokens, answer start) for samples whose hidden states were not collected."""
-        return [_kept(text) for text in read_texts(self.decoder, texts, self.taps)]
+        found = [_kept(text) for text in read_texts(self.decoder, texts, self.taps)]
+        for length in {len(prefix) for prefix in self.unknown}:
+            for (tokens, _), text in zip(texts, found, strict=True):
+                if (prefix := tuple(tokens[:length])) in self.unknown:
+                    assert text.hidden_TD is not None
+                    self._keep_prefix(prefix, [layer[:length].clone() for layer in (*text.taps, text.hidden_TD)])
+        return found
 
     @torch.no_grad()
     def collected(self, tokens: Sequence[int], answer_start: int, start: int, states: Sequence[Tensor]) -> TargetText | None:
         """From states of serving passes, from position `start` on: the taps and, last, the residual stream before the final
-        norm. None: they are too few. What lies before `start`, which the cache had, is computed and kept for the next."""
+        norm. None: they are too few, or what lies before `start`, which the cache had, is not known yet. Never waits for
+        the device: requests run meanwhile."""
         states = [state[: len(tokens) - start] for state in states]
         layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.dtype))]
         if start:
-            if (before := self._prefix(tuple(tokens[:start]))) is None:
+            prefix = tuple(tokens[:start])
+            if (before := self.prefixes.pop(prefix, None)) is None:
+                if start <= PREFIX_TOKENS and len(self.unknown) < MAX_PREFIXES:
+                    self.unknown[prefix] = None
                 return None
+            self.prefixes[prefix] = before
             layers = [torch.cat([kept.to(layer), layer]) for kept, layer in zip(before, layers, strict=True)]
         missing = len(tokens) - len(layers[0])
         if missing > 1:
             return None
         if missing:  # the last token's states are not computed when it ends the answer, and nothing reads them
             layers = [torch.cat([layer, layer.new_zeros(1, layer.shape[1])]) for layer in layers]
-        return _kept(TargetText(torch.tensor(tokens, device=self.device), answer_start, layers[:-1], layers[-1]))
+        return _kept(TargetText(torch.tensor(tokens), answer_start, layers[:-1], layers[-1]))
 
-    def _prefix(self, tokens: tuple[int, ...]) -> list[Tensor] | None:
-        """Layers of a text's beginning; None: it is new, and too long to be computed in passing."""
-        found = self.prefixes.pop(tokens, None)
-        if found is None:
-            if len(tokens) > PREFIX_TOKENS:
-                return None
-            text = self.read([(tokens, len(tokens))])[0]
-            assert text.hidden_TD is not None
-            found = [*text.taps, text.hidden_TD]
-            while len(self.prefixes) >= MAX_PREFIXES:
-                del self.prefixes[next(iter(self.prefixes))]
-        self.prefixes[tokens] = found  # the last used is the last to go
-        return found
+    def _keep_prefix(self, prefix: tuple[int, ...], layers: list[Tensor]) -> None:
+        self.unknown.pop(prefix, None)
+        while len(self.prefixes) >= MAX_PREFIXES:
+            del self.prefixes[next(iter(self.prefixes))]
+        self.prefixes[prefix] = layers
 
     def bytes_per_token(self) -> int:
         return (len(self.taps) + 1) * self.hidden_size * KEPT_DTYPE.itemsize + 8
@@ -85,7 +89,7 @@ def _kept(text: TargetText) -> TargetText:
     # Copies: a slice would keep the whole pass, and tensors of inference mode cannot be trained with.
     hidden = None if text.hidden_TD is None else text.hidden_TD.to(KEPT_DTYPE, copy=True)
     return replace(
-        text, tokens_T=text.tokens_T.clone(), taps=[tap.to(KEPT_DTYPE, copy=True) for tap in text.taps], hidden_TD=hidden
+        text, tokens_T=text.tokens_T.cpu().clone(), taps=[tap.to(KEPT_DTYPE, copy=True) for tap in text.taps], hidden_TD=hidden
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from fledge.drift.acceptance import Count
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
-from fledge.learning.budget import MOST_CREDIT, Budget
+from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget
 from fledge.learning.config import LearnConfig
 from fledge.learning.domains import Domains
 from fledge.learning.gate import Live, has_fallen, judge
@@ -201,3 +201,18 @@ def test_a_renewed_guard_lets_everyone_draft_deeply():
     guard.renew()
     assert guard.depth("bad") == 4
     assert guard.counts.shortened == 0
+
+
+def test_collecting_leaves_most_of_the_budget_to_training():
+    now = 0.0
+    budget = Budget(5, clock=lambda: now)
+    budget.serve()
+    spent = 0.0
+    for _ in range(10_000):  # 100 s of serving, and a sample that takes 10 ms after each 10 ms
+        now += 0.01
+        budget.serve()
+        if budget.allows_collecting:
+            budget.charge(0.01, collecting=True)
+            spent += 0.01
+    assert FREE_SECONDS <= spent <= FREE_SECONDS + 0.01 * now + 0.02  # a fifth of 5 %
+    assert budget.spent.collecting == pytest.approx(spent)

@@ -32,6 +32,20 @@ def test_collected_states_equal_computed_ones(learning_engine, capture):
             torch.testing.assert_close(mine[:-1].float(), other[:-1].float(), rtol=0.02, atol=0.05)
 
 
+def test_a_cached_beginning_is_known_once_a_text_with_it_was_read(learning_engine):
+    """Nothing is computed while requests run: the next read of a text fills it in."""
+    target = learning_engine(budget=1e-6).hook.target
+    tokens = [3, *range(4, 30)]
+    whole = target.read([(tokens, 20)])[0]
+    *taps, _ = states = [*whole.taps, torch.randn(len(tokens), target.hidden_size)]
+    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states]) is None
+    assert list(target.unknown) == [tuple(tokens[:16])]
+    target.read([(tokens, 20)])
+    assert not target.unknown
+    found = target.collected(tokens, 20, 16, [layer[16:] for layer in states])
+    assert all(torch.equal(mine, tap) for mine, tap in zip(found.taps, taps, strict=True))
+
+
 def test_captured_cycles_train_and_swap(learning_engine, drafter):
     """Without graphs: the same functions, addresses and order."""
     engine = learning_engine(capture=False)

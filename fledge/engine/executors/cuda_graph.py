@@ -33,6 +33,7 @@ from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, TOKENS
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
 from fledge.errors import RequestError
+from fledge.kernels import compile_ahead
 from fledge.kernels.adjustments import RowOptions
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
@@ -417,10 +418,20 @@ class CudaGraphExecutor:
 
     def warm_up(self) -> list[str]:
         """Records the graphs that most requests need; the largest first, whose memory the others share."""
-        batch = self.batch
-        if not batch.graphs.capture:
+        if not self.batch.graphs.capture:
             return []
-        started, depths = time.perf_counter(), [0, *self.controller.acceptance.depths]
+        started = time.perf_counter()
+        with compile_ahead.side_by_side():
+            self._record_usual()
+        compiled = time.perf_counter()
+        count = self._record_usual()
+        seconds = time.perf_counter() - compiled
+        return [
+            f"compiled kernels in {compiled - started:.0f} s, recorded {count} cycles and prefill passes in {seconds:.0f} s"
+        ]
+
+    def _record_usual(self) -> int:
+        batch, depths = self.batch, [0, *self.controller.acceptance.depths]
         modes, short, sizes = (TRUNCATED, SAMPLED, GREEDY), batch.kv_bucket(0), batch.sizes[::-1]
         shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, depths[::-1])]
         few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
@@ -435,7 +446,7 @@ class CudaGraphExecutor:
         batch.prefills.record(product(tokens, (4, 1), longest, modes))
         if self.config.max_model_len > batch.chunk_tokens:
             batch.chunks.record([(batch.chunk_tokens, mode) for mode in (MIDDLE, *modes)])
-        return [f"recorded {len(shapes)} cycles and their prefill passes in {time.perf_counter() - started:.0f} s"]
+        return sum(len(graphs.graphs) for graphs in (batch.graphs, batch.prefills.graphs, batch.chunks.graphs))
 
     def collect_states(self, *, limit: int) -> None:
         if not limit:

@@ -36,6 +36,7 @@ from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedP
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.prefill import CachedPrefillBatch, PrefillBatch, PrefillGraphs
+from fledge.kernels import compile_ahead
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust
 from fledge.kernels.adjustments import count_tokens
@@ -258,9 +259,10 @@ class DeviceBatch:
         self.graphs.record(shapes)
         for size, depth, mode, *bucket in shapes:
             if mode == ADJUSTED and self.graphs.capture:
-                for stage in (VERIFY, CHOICE):
-                    self.graphs.record([(size, depth, stage, *bucket)])
-                    self.graphs.seconds[size, depth, ADJUSTED, *bucket] += self.graphs.seconds[size, depth, stage, *bucket]
+                stages = [(size, depth, stage, *bucket) for stage in (VERIFY, CHOICE)]
+                self.graphs.record(stages)
+                if not compile_ahead.is_tracing():
+                    self.graphs.seconds[size, depth, ADJUSTED, *bucket] += sum(self.graphs.seconds[stage] for stage in stages)
 
     @contextmanager
     def all_rows_inactive(self) -> Iterator[None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from fledge.kernels import compile_ahead
 
 WARM_UPS = 2
 
@@ -47,19 +50,42 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
-        with self.idle():
+        with self.idle(), without_collection():
             for shape in missing:
                 side.wait_stream(current)
                 with torch.cuda.stream(side):
+                    if compile_ahead.is_tracing():  # recorded and thrown away: nothing runs
+                        self._captured(shape)
+                        continue
                     # Kernels are compiled and libraries set up outside the recording.
                     for _ in range(WARM_UPS):
                         self.step(*shape)
+                    graph = self._captured(shape)
                 current.wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    self.step(*shape)
                 self.graphs[shape] = graph
                 self.seconds[shape] = replay_seconds(graph)
+
+    def _captured(self, shape: tuple) -> torch.cuda.CUDAGraph:
+        # `torch.cuda.graph` would collect garbage and empty the allocator's cache for each: tens of milliseconds.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self.pool)
+        try:
+            self.step(*shape)
+        finally:
+            graph.capture_end()
+        return graph
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected inside: what it frees on the device must not be freed while a graph is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph, rounds: int = 5) -> float:

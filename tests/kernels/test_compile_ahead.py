@@ -1,0 +1,54 @@
+"""Kernels compiled in forked processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fledge.kernels import compile_ahead
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_task_is_run_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    here = os.getpid()
+    tasks = [lambda number=number: (tmp_path / f"{number}-{os.getpid() != here}").touch() for number in range(10)]
+    compile_ahead.in_processes(tasks)
+    assert written(tmp_path) == sorted(f"{number}-True" for number in range(10))
+
+
+def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    tasks = [lambda: 1 / 0, (tmp_path / "done").touch, lambda: time.sleep(60)]
+    began = time.monotonic()
+    compile_ahead.in_processes(tasks, max_seconds=0.5)
+    assert time.monotonic() - began < 20
+    assert written(tmp_path) == ["done"]
+
+
+def test_without_triton_nothing_is_traced(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "JITFunction", None)
+    with compile_ahead.side_by_side():
+        assert not compile_ahead.is_tracing()
+
+
+@pytest.mark.gpu
+def test_traced_kernels_are_compiled_and_not_launched():
+    import torch
+
+    from fledge.kernels.swiglu import swiglu
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    x = torch.randn(3, 2 * 1000, device="cuda", dtype=torch.bfloat16)
+    wanted = swiglu(x)
+    with compile_ahead.side_by_side():
+        assert compile_ahead.is_tracing()
+        swiglu(x[:, : 2 * 500].contiguous())
+    assert torch.equal(swiglu(x), wanted)
