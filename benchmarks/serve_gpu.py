@@ -205,7 +205,7 @@ def measure_level(
 ) -> dict[str, Any]:
     conversations = read_conversations(args.prompts)
     settings = LoadSettings(url, model=model, max_tokens=args.tokens, ignore_eos=True, timeout=120, processes=args.processes)
-    one_round(settings, repeated(conversations, min(count, max(2 * users, 16))), users, pid)
+    one_round(settings, repeated(conversations, min(count, max(users, 16))), users, pid)
     found = [one_round(settings, repeated(conversations, count), users, pid) for _ in range(rounds)]
     report, cores = sorted(found, key=lambda pair: pair[0].tokens_per_second)[(rounds - 1) // 2]
     reads = sum(len(sample.gaps) + 1 for sample in report.samples)

@@ -376,7 +376,9 @@ def main() -> None:
         sys.stdin.buffer.readline()
 
     outcome = run(run_users(settings, conversations, num_users, wait=wait))
-    sys.stdout.buffer.write(pickle.dumps(outcome))
+    # With PYTHONUNBUFFERED `sys.stdout.buffer` is not buffered, and writes no more than a pipe holds: 64 KiB.
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        pickle.dump(outcome, out)
 
 
 def run(work: Any) -> Any:

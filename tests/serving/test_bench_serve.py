@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +189,21 @@ def test_serve_passes_everything_on() -> None:
     refused = runner.invoke(command_line(), ["serve", "some/model", "--tensor-parallel-size", "4"])
     assert isinstance(refused.exception, UserError)
     assert "--engine vllm" in str(refused.exception)
+
+
+def test_a_client_process_sends_all_that_it_measured_unbuffered_too():
+    """With PYTHONUNBUFFERED a single write to a pipe ends after 64 KiB."""
+    code = """
+from fledge.bench import load_client
+def measured(work):
+    work.close()
+    return load_client.Outcome([bytes(400_000)], 0.0, 1.0)
+load_client.run = measured
+load_client.main()
+"""
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        pickle.dump((LoadSettings("http://127.0.0.1:1"), [], 1), process.stdin)
+        process.stdin.close()
+        outcome = pickle.loads(process.stdout.read())
+    assert [len(sample) for sample in outcome.samples] == [400_000]

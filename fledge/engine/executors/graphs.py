@@ -68,7 +68,8 @@ class StepGraphs:
     def _captured(self, shape: tuple) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would collect garbage and empty the allocator's cache for each: tens of milliseconds.
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.pool)
+        # A pool whose only graph is thrown away cannot be captured into again.
+        graph.capture_begin(pool=None if compile_ahead.is_tracing() else self.pool)
         try:
             self.step(*shape)
         finally:
