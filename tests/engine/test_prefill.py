@@ -19,9 +19,10 @@ def some(lengths: list[int]) -> PrefillBatch:
 
 
 def test_the_smallest_pass_that_holds_them_and_a_spare_token():
-    assert some([63]).shape == (64, 1, 256)
-    assert some([64]).shape == (128, 1, 256)
-    assert some([10, 20, 300, 5, 6]).shape == (512, 16, 1024)
+    assert some([63]).shape == (64, 4, 256)
+    assert some([64]).shape == (128, 4, 256)
+    assert some([10, 20, 300, 5, 6]).shape == (512, 64, 1024)
+    assert some([2] * 5).shape == (256, 64, 256)  # one pass for all numbers of short prompts
 
 
 @pytest.mark.parametrize("lengths", [[TOKENS[-1]], [1] * (PROMPTS[-1] + 1), [LONGEST[-1] + 1]])

@@ -29,7 +29,7 @@ from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
 from fledge.engine.executors.output_reader import OutputReader
-from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, TOKENS
+from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, pass_sizes
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
 from fledge.errors import RequestError
@@ -442,8 +442,8 @@ class CudaGraphExecutor:
         batch.record(shapes)
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
         largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
-        tokens = [size for size in TOKENS[::-1] if size <= largest]
-        batch.prefills.record(product(tokens, (4, 1), longest, modes))
+        sizes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
+        batch.prefills.record((*size, *others) for size in sorted(sizes, reverse=True) for others in product(longest, modes))
         if self.config.max_model_len > batch.chunk_tokens:
             batch.chunks.record([(batch.chunk_tokens, mode) for mode in (MIDDLE, *modes)])
         return sum(len(graphs.graphs) for graphs in (batch.graphs, batch.prefills.graphs, batch.chunks.graphs))

@@ -32,10 +32,16 @@ from fledge.speculation.methods.base import CapturedMethod
 
 # Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
-PROMPTS = [1, 4, 16, 64]
+PROMPTS = [4, 64]  # few sizes: one that is recorded under traffic stops it for 0.1 s; a missing prompt costs a row of the head
 LONGEST = [256, 1024]
 RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
 OVER_CACHE = 0  # instead of the longest: `CachedPrefillBatch`, whose blocks are all of one length
+
+
+def pass_sizes(num_tokens: int, num_prompts: int) -> tuple[int, int]:
+    """Tokens and prompts of the recorded pass that holds so many. One of many prompts has 4 tokens for each at least."""
+    prompts = size_for(PROMPTS, num_prompts)
+    return size_for(TOKENS, max(num_tokens, 4 * prompts)), prompts
 
 
 def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
@@ -63,7 +69,7 @@ class PrefillBatch:
         wanted = (len(self.tokens) + 1, len(self.lengths), max(self.lengths))
         if any(size > sizes[-1] for size, sizes in zip(wanted, (TOKENS, PROMPTS, LONGEST), strict=True)):
             return None
-        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), size_for(LONGEST, wanted[2]))
+        return (*pass_sizes(*wanted[:2]), size_for(LONGEST, wanted[2]))
 
     def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
@@ -100,7 +106,7 @@ class CachedPrefillBatch(PrefillBatch):
         wanted = (len(self.tokens) + 1, len(self.lengths))
         if wanted[0] > TOKENS[-1] or wanted[1] > PROMPTS[-1]:
             return None
-        return (size_for(TOKENS, wanted[0]), size_for(PROMPTS, wanted[1]), OVER_CACHE)
+        return (*pass_sizes(*wanted), OVER_CACHE)
 
     def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         padded = super().padded(num_tokens, num_texts, dummy_row)
