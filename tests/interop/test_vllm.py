@@ -11,6 +11,7 @@ import torch
 from fledge import SamplingParams, sources
 from fledge.bench.prompts import DEMO
 from fledge.checkpoints.eagle3 import save_drafter
+from fledge.checkpoints.export import plain_folder
 from fledge.checkpoints.speculators import save_speculators
 from fledge.drafters import DEFAULTS, HERE
 from fledge.engine.build import Speculation, build_engine
@@ -105,7 +106,7 @@ def jobs(tmp_path_factory, target, target_folder) -> dict[str, dict]:
         chats = [[{"role": "user", "content": prompt.text}] for prompt in DEMO[::2]]
         jobs[name] = {
             "target": str(folder),
-            "drafter": str(HERE / DEFAULTS[name]),
+            "drafter": str(plain_folder(HERE / DEFAULTS[name])),
             "prompts": [tokenizer.apply_chat_template(chat) for chat in chats],
             "max_tokens": 40,
             "depth": 5,
