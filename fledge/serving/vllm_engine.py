@@ -125,8 +125,8 @@ def _speculative_config(model: str, given: str | None, drafter: str | None, dept
         if isinstance(config, dict) and isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
             config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
         return config
-    found = Speculation(drafter or ("auto" if model in BUILT_INS else "none")).resolve_drafter(model)
-    if found is None:
+    found = Speculation(drafter or "auto").resolve_drafter(model)
+    if found is None or (drafter is None and found == "ngram" and model not in BUILT_INS):
         return None
     tokens = int(depth) if depth and depth.isdigit() else DEFAULT_DEPTH
     if found == "ngram":

@@ -14,6 +14,7 @@ import torch
 from fledge import sources
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text_config
+from fledge.checkpoints.fingerprint import target_fingerprint
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers, is_supported
@@ -144,6 +145,7 @@ def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> Traini
     drafter.to(device)
     provenance = {
         "target": recipe.target.model,
+        "target_fingerprint": None if recipe.target.endpoint is not None else target_fingerprint(folder),
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
         "draft_vocabulary": told or "the target's",
     }
