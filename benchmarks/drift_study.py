@@ -8,7 +8,7 @@
 `run` puts the drafters side by side; the first is the one that ratios refer to. `write` makes the study's page and pictures
 from the JSON alone: every figure of the page is one of the file's, and its sentences are made from them.
 
-The drafters of the ablation are trained by `benchmarks/arms.py`; `recipes/ablation/README.md` has the commands.
+The drafters of the ablation are trained by `fledge train --arms`; `recipes/ablation/README.md` has the commands.
 """
 
 from __future__ import annotations
