@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.drift.metrics import Tally, by_text
+from fledge.drift.probes import find_sink
 from fledge.drift.rollout import roll_out
-from fledge.drift.sinks import find_sink
-from fledge.drift.tally import Tally, by_text
 from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
