@@ -51,6 +51,8 @@ def export_drafter(
     files = origins.canonical(read_drafter_files(found))
     drafter = _checked(files, target, folder)
     texts = {"README.md": _readme(drafter.config, to, Path(out), target_name, num_draft_tokens)}
+    if to == "fledge" and (card := found / "README.md").is_file():
+        texts["README.md"] = card.read_text(encoding="utf-8")
     if (record := found / PROVENANCE).is_file():
         texts[PROVENANCE] = record.read_text(encoding="utf-8")
     if to == "speculators":

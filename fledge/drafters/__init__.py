@@ -27,11 +27,11 @@ def default_drafter(model: str, path: Path | None = None) -> Path | None:
     path = path or Path(model).expanduser()
     if not model or not path.exists():
         return None
-    by_fingerprint = {about.get("target_fingerprint"): folder for folder in shipped() if (about := provenance(folder))}
-    from fledge.checkpoints.fingerprint import target_fingerprint  # imports torch, which HTTP processes do without
+    from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint  # torch, which HTTP processes do without
 
     found = target_fingerprint(path)
-    return None if found is None else by_fingerprint.get(found)
+    known = {folder: provenance(folder).get("target_fingerprint") for folder in shipped()}
+    return next((folder for folder, one in known.items() if found and one and is_same_model(found, one)), None)
 
 
 def shipped() -> list[Path]:
@@ -53,4 +53,6 @@ def trained_on(folder: Path) -> str:
     report = str((record.get("data") or {}).get("report", ""))
     counted = re.match(r"([\d,]+) of [\d,]+ conversations kept: ([\d,]+) tokens", report)
     amount = f" in {counted[1]} conversations of {counted[2]} tokens" if counted else ""
-    return f"trained on answers of {record.get('target', 'an unknown target')}{amount}"
+    target = str(record.get("target", "an unknown target"))
+    target = Path(target).name if target.startswith(("/", ".", "~")) else target
+    return f"trained on answers of {target}{amount}"

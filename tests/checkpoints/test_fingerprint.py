@@ -11,7 +11,7 @@ import torch
 
 from fledge import drafters
 from fledge.checkpoints.eagle3 import save_drafter
-from fledge.checkpoints.fingerprint import target_fingerprint
+from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint
 from fledge.checkpoints.hf import save_decoder
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
@@ -59,9 +59,30 @@ def test_a_folder_and_its_gguf_files_are_one_model(tmp_path, quantisation):
     assert target_fingerprint(save_decoder(decoder, tmp_path / "half", dtype=torch.bfloat16)) == folder
 
 
+def test_rounding_is_no_other_model_and_training_is(tmp_path):
+    """A GGUF file with more digits than bf16 has, beside its folder in bf16, also by way of fp16; one step of training."""
+    decoder = trained(1)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+    file = target_fingerprint(write_gguf(tmp_path / "model.gguf", decoder, "llama", "Q8_0"))
+    folder = target_fingerprint(save_decoder(decoder, tmp_path / "bf16", dtype=torch.bfloat16))
+    assert file != folder
+    assert is_same_model(file, folder)
+    half = target_fingerprint(save_decoder(decoder.half().float(), tmp_path / "half", dtype=torch.bfloat16))
+    assert is_same_model(file, half)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data *= 1.008
+    assert not is_same_model(file, target_fingerprint(save_decoder(decoder, tmp_path / "more", dtype=torch.bfloat16)))
+
+
 def test_another_model_of_the_same_shape_is_another(tmp_path):
     one, other = (target_fingerprint(save_decoder(trained(seed), tmp_path / f"{seed}")) for seed in (1, 2))
-    assert one != other
+    assert not is_same_model(one, other)
+    assert is_same_model(one, one)
+    deeper = target_fingerprint(save_decoder(tiny_decoder(**SIZES | {"num_layers": 5}), tmp_path / "deeper"))
+    assert not is_same_model(one, deeper)
 
 
 def test_what_cannot_be_read_has_none(tmp_path):
@@ -99,8 +120,8 @@ def test_names_of_the_shipped_drafters_exist():
         assert drafters.default_drafter(name) == drafters.HERE / folder
     for folder in drafters.shipped():
         record = drafters.provenance(folder)
-        assert len(record["target_fingerprint"]) == 32
-        assert record["target"] in drafters.DEFAULTS
+        assert len(record["target_fingerprint"].split()) == 65
+        assert folder.name in drafters.DEFAULTS.values()
         assert "conversations" in drafters.trained_on(folder)
 
 

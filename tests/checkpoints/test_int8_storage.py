@@ -123,6 +123,8 @@ def test_the_command_writes_and_unpacks(tmp_path):
     assert "fledge serve TARGET --drafter" in run.output
     assert read_drafter_files(tmp_path / "small").storage
     assert (tmp_path / "small" / "provenance.json").read_text() == "{}"
+    again = export_drafter(tmp_path / "small", "fledge", tmp_path / "again", "other")
+    assert (again / "README.md").read_text() == (tmp_path / "small" / "README.md").read_text()  # a card stays
     assert CliRunner().invoke(app, [str(tmp_path / "small"), str(tmp_path / "big"), "--to", "vllm"]).exit_code == 0
     assert not read_drafter_files(tmp_path / "big").storage
     with pytest.raises(ModelError, match="vLLM does not read drafters stored in 8 bits"):
