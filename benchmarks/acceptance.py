@@ -22,7 +22,7 @@ from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.drift.acceptance import Count, acceptance_length, length_ratio, walk
+from fledge.drift.metrics import Count, acceptance_length, length_ratio, walk
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.sources import resolve
 from fledge.speculation.stats import AcceptanceStats

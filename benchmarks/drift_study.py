@@ -1,14 +1,14 @@
 """The drift study: the whole lab over named drafters, its figures as JSON, its plots, and `docs/drift-study.md` from them.
 
-    python benchmarks/drift_study.py run --drafter "EAGLE 3=runs/eagle3" --drafter "EAGLE 3.1=runs/eagle3.1" \\
+    python -m benchmarks.drift_study run --drafter "EAGLE 3=runs/eagle3" --drafter "EAGLE 3.1=runs/eagle3.1" \\
         --documents texts/ --json benchmarks/results/drift-h200.json
-    python benchmarks/drift_study.py write benchmarks/results/drift-h200.json \\
+    python -m benchmarks.drift_study write benchmarks/results/drift-h200.json \\
         --ablation benchmarks/results/drift-ablation-h200.json
 
 `run` puts the drafters side by side; the first is the one that ratios refer to. `write` makes the study's page and pictures
-from the JSON alone: every figure of the page is one of the file's, and its sentences are made from them.
+from the JSON alone: every figure of the page is one of the file's, nothing is written by hand but how drafters were trained.
 
-The drafters of the ablation are trained by `benchmarks/arms.py`; `recipes/ablation/README.md` has the commands.
+The drafters of the ablation are trained by `fledge train --arms`; `recipes/ablation/README.md` has the commands.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drift_page import Ablation, write_study
 from fledge.bench.provenance import write_json
 from fledge.drift.lab import run_lab
-from fledge.drift.settings import Settings
-from fledge.drift.study import Ablation, write_study
+from fledge.drift.suites import Settings
 
 # Of the drafters of `drift-h200.json`, whose figures do not say.
 TRAINED_ALIKE = (

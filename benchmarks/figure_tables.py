@@ -190,6 +190,23 @@ def acceptance() -> str:
     return table(["prompts", "EAGLE 3.1", "without loops", "EAGLE 3 twin", "without loops", "3.1 over 3, depth 5"], rows)
 
 
+@figures("drafter-storage")
+def drafter_storage() -> str:
+    found = load("drafter-storage-smollm2-135m")["drafters"]
+    labels = {"bf16": "bf16", "int8": "8 bits, groups of 32", "int8-per-row": "8 bits, a scale per output"}
+    rows = []
+    for name, label in labels.items():
+        runs = found[name]["humaneval"]["all"]
+        row: list[object] = [label, *(f"{runs[depth]['acceptance_length']:.2f}" for depth in ("3", "5", "7"))]
+        if name == "bf16":
+            row.append("")
+        else:
+            over = runs["5"]["over"]["bf16"]
+            row.append(f"{100 * (over['value'] - 1):+.1f} ± {100 * over['error']:.1f} %")
+        rows.append(row)
+    return table(["stored as", "depth 3", "depth 5", "depth 7", "over bf16, depth 5"], rows)
+
+
 @figures("acceptance-headline")
 def acceptance_headline() -> str:
     runs = load("acceptance-smollm2-135m")["drafters"]["eagle3.1"]

@@ -69,8 +69,7 @@ from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, load_decoder
-from fledge.drift.row_probe import EVERY_LAUNCHES
-from fledge.drift.watching import watch_drafts
+from fledge.drift.live import EVERY_LAUNCHES, watch_drafts
 from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig

@@ -16,6 +16,7 @@ from typing import Any
 from fledge import sources
 from fledge.bench.datasets import load_items
 from fledge.bench.provenance import provenance, write_json
+from fledge.checkpoints.export import plain_folder
 from fledge.drafters import DEFAULTS, HERE
 from fledge.tokenizer import Tokenizer
 from tests.interop.runs import run_all_on_vllm, run_fledge
@@ -55,7 +56,7 @@ def _job(options: argparse.Namespace, data: str) -> dict[str, Any]:
     prompts = [prompt for prompt in prompts if len(prompt) + options.max_tokens < options.max_model_len]
     return {
         "target": str(folder),
-        "drafter": options.drafter or str(HERE / DEFAULTS[options.model]),
+        "drafter": options.drafter or str(plain_folder(HERE / DEFAULTS[options.model])),
         "prompts": prompts[:: max(1, len(prompts) // options.prompts)][: options.prompts],
         "max_tokens": options.max_tokens,
         "depth": options.depth,

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 from fledge import progress
 from fledge.drift.lab import run_lab
-from fledge.drift.settings import Settings
+from fledge.drift.suites import Settings
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="smollm2-135m")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fledge.drift.watching import watch_drafts
+from fledge.drift.live import watch_drafts
 from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.request import Delta, Request, TokenLogprob

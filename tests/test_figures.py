@@ -96,8 +96,8 @@ def test_an_edited_figure_is_put_right():
 
 
 def test_the_drift_study_is_what_its_program_writes():
+    from benchmarks import drift_page as study
     from benchmarks.drift_study import TRAINED_ALIKE, ablation_of
-    from fledge.drift import study
 
     def read(name: str) -> dict[str, Any]:
         stored = json.loads((figure_blocks.RESULTS / name).read_text(encoding="utf-8"))

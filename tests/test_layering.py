@@ -14,7 +14,7 @@ ALLOWED = {
     "models": {"ops", "kernels"},
     "checkpoints": {"models", "kernels"},
     "speculation": {"models", "ops", "kernels"},
-    "drafters": set(),
+    "drafters": {"checkpoints"},
     "engine": {"speculation", "models", "ops", "kernels", "checkpoints", "drafters"},
     "training": {"drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},
     "learning": {"training", "drift", "engine", "speculation", "models", "ops", "kernels", "checkpoints", "drafters", "bench"},

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fledge.checkpoints.export import plain_folder
 from fledge.errors import UserError
 
 SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py", "llama_cpp": "llamacpp_script.py"}
@@ -67,7 +68,7 @@ def run_baseline(
         task, out = Path(folder) / "task.json", Path(folder) / "out.json"
         content = {
             "model": str(model),
-            "drafters": {label: str(where) for label, where in drafters.items()},
+            "drafters": {label: str(plain_folder(where)) for label, where in drafters.items()},
             "assistant": assistant or None,
             "prompts": [list(prompt) for prompt in prompts],
             "depths": list(depths),

@@ -54,6 +54,7 @@ class Diagnosis:
     repaired: Trial | None
     trials: list[Trial] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    storage: str = ""  # how the file holds the weights, if not as plain numbers
 
     @property
     def healthy(self) -> bool:
@@ -131,7 +132,7 @@ def diagnose(
     config, problems = eagle3.check(files, meter.target)
     foreign = _made_for_another(config, meter.target)
     if foreign:
-        return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems)
+        return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems, files.storage)
     loads = not problems
     as_it_stands = None
     if loads:
@@ -237,7 +238,7 @@ def _conclude(
     meter: AcceptanceMeter,
 ) -> Diagnosis:
     def diagnosis(fault: str | None, explanation: str, remedy: str = "") -> Diagnosis:
-        return Diagnosis(fault, explanation, remedy, as_it_stands, best, trials, problems)
+        return Diagnosis(fault, explanation, remedy, as_it_stands, best, trials, problems, files.storage)
 
     if best is not None:
         before = "it cannot be loaded" if as_it_stands is None else f"{as_it_stands.accepted:.2f} drafted tokens a step"

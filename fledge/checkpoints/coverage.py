@@ -11,7 +11,7 @@ def recorded_coverage(folder: Path) -> float | None:
     """From `provenance.json`, which training writes: "16,384 of 49,152 tokens, 98.50% of the answers"; None: nothing there."""
     try:
         record = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        found = re.search(r"([\d.]+)% of the answers", record["data"]["draft_vocabulary"])
+        found = re.search(r"([\d.]+)% of the answers", record["draft_vocabulary"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if found is None else min(float(found[1]) / 100, 1.0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.checkpoints import int8_storage
 from fledge.checkpoints.tensors import TensorReader, read_json
 from fledge.errors import ModelError
 from fledge.files import save_tensors, write_json
@@ -22,12 +23,14 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 @dataclass
 class DrafterFiles:
-    """What a folder holds, names and keys still as its maker wrote them."""
+    """What a folder holds, names and keys still as its maker wrote them; weights stored in 8 bits are plain again."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     origin: str = "raw"  # who laid it out so; set by `origins.canonical`
     notes: list[str] = field(default_factory=list)  # what was translated on the way
+    num_bytes: int = 0  # of the tensors in the file
+    storage: str = ""  # how the file holds the weights, if not as plain numbers
 
 
 def find_drafter(name: str | Path) -> Path:
@@ -61,7 +64,12 @@ def _from_hub(repository: str) -> Path:
 def read_drafter_files(folder: Path) -> DrafterFiles:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: no config.json; a drafter is a folder with config.json and {WEIGHTS}")
-    return DrafterFiles(read_json(folder / "config.json"), _read_tensors(folder))
+    config, tensors = read_json(folder / "config.json"), _read_tensors(folder)
+    num_bytes, storage = sum(tensor.nbytes for tensor in tensors.values()), ""
+    if int8_storage.is_stored(config):
+        config, tensors = int8_storage.restore(config, tensors)
+        storage = f"8 bits with scales, read as {config['torch_dtype']}"
+    return DrafterFiles(config, tensors, num_bytes=num_bytes, storage=storage)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fledge.checkpoints import drafter_layout, origins
+from fledge.checkpoints import drafter_layout, int8_storage, origins
 from fledge.checkpoints.drafter_config import config_to_hf, drafter_config_from_hf, parse_config
 from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
 from fledge.checkpoints.tensors import ShapesOnly
@@ -71,8 +71,15 @@ def save_drafter(
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
     texts: dict[str, str] | None = None,
+    int8: bool = False,
 ) -> Path:
-    """The raw layout as vLLM wants it. `dtype`: the network's when not given; `extra`: more keys for config.json."""
+    """The raw layout as vLLM wants it. `dtype`: the network's when not given; `extra`: more keys for config.json.
+
+    `int8`: stored in 8 bits, which Fledge alone reads.
+    """
     dtype = dtype or drafter.fc.weight.dtype
     config = {**(extra or {}), **config_to_hf(drafter.config, dtype)}
-    return write_drafter_files(folder, config, drafter_layout.to_file(drafter, dtype), texts)
+    tensors = drafter_layout.to_file(drafter, dtype)
+    if int8:
+        config, tensors = int8_storage.store(config, tensors)
+    return write_drafter_files(folder, config, tensors, texts)

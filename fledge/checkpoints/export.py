@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fledge.checkpoints import drafter_layout, eagle3, origins
+from fledge import __version__, sources
+from fledge.checkpoints import drafter_layout, eagle3, int8_storage, origins
 from fledge.checkpoints.drafter_config import LAYER_IDS, config_to_hf
-from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.checkpoints.drafter_files import WEIGHTS, DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
 from fledge.checkpoints.speculators import save_speculators
+from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
 
-DESTINATIONS = ("vllm", "sglang", "speculators")
+DESTINATIONS = ("vllm", "sglang", "speculators", "fledge")
+STORAGES = ("plain", "int8")
+PROVENANCE = "provenance.json"
 TESTED_VLLM = "0.32.0"
 VLLM_LATENT_SIZES = (320, 512, 576)  # what its latent attention has kernels for
 
@@ -29,14 +34,27 @@ def export_drafter(
     *,
     target: ModelConfig | None = None,
     num_draft_tokens: int = 3,
+    storage: str = "plain",
 ) -> Path:
-    """`target_name` goes into the launch command; `target` lets a drafter that names no layers be read."""
+    """`target_name` goes into the launch command; `target` lets a drafter that names no layers be read.
+
+    `storage`: int8 writes half the size, which Fledge alone reads; plain writes numbers, also of a drafter stored in 8 bits.
+    """
     if to not in DESTINATIONS:
         raise ModelError(f"cannot export to {to!r}; possible: {', '.join(DESTINATIONS)}")
+    if storage not in STORAGES:
+        raise ModelError(f"storage {storage!r} is not supported; possible: {', '.join(STORAGES)}")
+    if storage == "int8" and to != "fledge":
+        raise ModelError(f"{_TITLES[to]} does not read drafters stored in 8 bits; write it --to fledge")
     _not_onto_itself(folder, out)
-    files = origins.canonical(read_drafter_files(find_drafter(folder)))
+    found = find_drafter(folder)
+    files = origins.canonical(read_drafter_files(found))
     drafter = _checked(files, target, folder)
-    readme = {"README.md": _readme(drafter.config, to, Path(out), target_name, num_draft_tokens)}
+    texts = {"README.md": _readme(drafter.config, to, Path(out), target_name, num_draft_tokens)}
+    if to == "fledge" and (card := found / "README.md").is_file():
+        texts["README.md"] = card.read_text(encoding="utf-8")
+    if (record := found / PROVENANCE).is_file():
+        texts[PROVENANCE] = record.read_text(encoding="utf-8")
     if to == "speculators":
         architecture = target.architecture if target is not None else "LlamaForCausalLM"
         return save_speculators(
@@ -45,13 +63,24 @@ def export_drafter(
             target_name,
             verifier_architecture=architecture,
             speculative_tokens=num_draft_tokens,
-            texts=readme,
+            texts=texts,
         )
     if to == "sglang":
         dtype = drafter.fc.weight.dtype
-        return write_drafter_files(out, _sglang_config(drafter), drafter_layout.to_file(drafter, dtype), readme)
-    _refuse("vLLM", "use Fledge", _not_on_vllm(drafter.config))
-    return eagle3.save_drafter(drafter, out, texts=readme)
+        return write_drafter_files(out, _sglang_config(drafter), drafter_layout.to_file(drafter, dtype), texts)
+    if to == "vllm":
+        _refuse("vLLM", "use Fledge", _not_on_vllm(drafter.config))
+    return eagle3.save_drafter(drafter, out, texts=texts, int8=storage == "int8")
+
+
+def plain_folder(folder: Path) -> Path:
+    """A drafter's folder as other servers read it: itself, or, if it is stored in 8 bits, a plain copy in the cache."""
+    config = folder / "config.json"
+    if not config.is_file() or not int8_storage.is_stored(read_json(config)):
+        return folder
+    content = b"".join((folder / name).read_bytes() for name in ("config.json", WEIGHTS))
+    copy = sources.cache_folder() / "drafters" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:16]}"
+    return copy if copy.is_dir() else export_drafter(folder, "fledge", copy, "TARGET")
 
 
 def import_drafter(
@@ -184,6 +213,10 @@ def _readme(config: DrafterConfig, to: str, out: Path, target: str, num_draft_to
     return "\n".join(lines) + "\n"
 
 
+def _fledge_command(config: DrafterConfig, out: Path, target: str, num_draft_tokens: int) -> list[str]:
+    return [f"fledge serve {target} --drafter {out} --depth {num_draft_tokens}"]
+
+
 def _vllm_command(config: DrafterConfig, out: Path, target: str, num_draft_tokens: int) -> list[str]:
     settings = f'{{"model": "{out}", "method": "eagle3", "num_speculative_tokens": {num_draft_tokens}}}'
     return [f"vllm serve {target} --speculative-config '{settings}'"]
@@ -200,9 +233,10 @@ def _sglang_command(config: DrafterConfig, out: Path, target: str, num_draft_tok
     ]
 
 
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM, in the speculators layout"}
-_COMMANDS = {"vllm": _vllm_command, "sglang": _sglang_command, "speculators": _vllm_command}
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM, in the speculators layout", "fledge": "Fledge"}
+_COMMANDS = {"vllm": _vllm_command, "sglang": _sglang_command, "speculators": _vllm_command, "fledge": _fledge_command}
 _VERSIONS = {
+    "fledge": [f"Written by Fledge {__version__}. `fledge export` writes it for other servers."],
     "vllm": [
         f"vLLM 0.25 or later; tested with {TESTED_VLLM}. The same greedy tokens and the same drafts as in Fledge.",
     ],

@@ -29,6 +29,7 @@ class DrafterReport:
     problems: tuple[str, ...]  # it is refused for these
     warnings: tuple[str, ...]  # it loads, but look at these
     notes: tuple[str, ...] = field(default=())  # how its origin's layout was read
+    storage: str = ""  # how the file holds the weights, if not as plain numbers
 
     @property
     def version(self) -> str | None:
@@ -63,11 +64,12 @@ def inspect_drafter(folder_or_name: str | Path, target: ModelConfig | None = Non
         origin=files.origin,
         config=config,
         num_parameters=sum(tensor.numel() for tensor in weights.values()),
-        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in files.tensors.values()),
+        num_bytes=files.num_bytes,
         dtypes=tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})),
         problems=tuple(problems),
         warnings=tuple(_warnings(files, read_as_written, config, target)) if config else (),
         notes=tuple(files.notes),
+        storage=files.storage,
     )
 
 

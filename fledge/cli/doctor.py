@@ -57,6 +57,8 @@ def _print(diagnosis: Diagnosis) -> None:
     for trial in sorted(diagnosis.trials, key=lambda trial: -trial.accepted)[:8]:
         table.add_row(literal(f"{trial.fault}: {trial.remedy}"), f"{trial.accepted:.2f}", f"{trial.first:.1%}")
     console.print(table)
+    if diagnosis.storage:
+        console.print(f"stored in {diagnosis.storage}")
     for problem in diagnosis.problems:
         console.print("[red]problem:[/red]", literal(problem))
     if diagnosis.healthy:

@@ -36,8 +36,7 @@ def drift(
     from fledge import progress
     from fledge.drift.lab import run_lab
     from fledge.drift.report import write_report
-    from fledge.drift.settings import Settings
-    from fledge.drift.words import in_words
+    from fledge.drift.suites import Settings
     from fledge.errors import UserError, printable
 
     if out.exists() and not out.is_dir():
@@ -62,15 +61,15 @@ def drift(
     if as_json:
         options.print_json(figures | {"report": str(page)})
         return
-    _print(Console(), figures, in_words(figures))
+    _print(Console(), figures)
     print(printable(f"report: {page}"))
 
 
-def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]]) -> None:
-    """One screen: drift of each drafter, its acceptance length in the best and worst condition of each suite, and words."""
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    """One screen: the verdicts on each drafter, and its acceptance length in the best and worst condition of each suite."""
     from rich.table import Table
 
-    from fledge.drift.words import shown_depth
+    from fledge.drift.results import shown_depth, verdict_table
     from fledge.errors import literal
 
     names = [one["name"] for one in figures["drafters"]]
@@ -78,15 +77,10 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
     took = f"; {figures['seconds']:.0f} s" if "seconds" in figures else ""
     model = literal(figures["model"])
     console.print(f"[bold]{model}[/]: sink at column {sink['column']}, {sink['share']:.0%} of its attention{took}")
-    table = Table("", *map(literal, names), box=None)
-    step = next(iter(figures["probes"].values())).get("drift_step", 8)
-    for label, key, form in (
-        (f"fed-back RMS, step {step} / step 1", "rms_ratio", "{:.2f}×"),
-        ("sink share per step", "sink_share_slope", "{:+.4f}"),
-        ("own share per step", "own_share_slope", "{:+.4f}"),
-    ):
-        values = (figures["probes"][name].get(key) for name in names)
-        table.add_row(label, *("–" if value is None else form.format(value) for value in values))
+    head, rows = verdict_table(figures)
+    table = Table(*map(literal, head), box=None)
+    for row in rows:
+        table.add_row(*map(literal, row))
     for suite in figures["suites"]:
         depth = shown_depth(suite["depths"])
         cells = []
@@ -97,8 +91,5 @@ def _print(console: Console, figures: dict[str, Any], words: dict[str, list[str]
             cells.append(
                 f"{lengths[base]:.2f} … {lengths[worst]:.2f} ({worst})" if len(lengths) > 1 else f"{lengths[base]:.2f}"
             )
-        table.add_row(f"{suite['name']}, depth {depth}: baseline … worst", *cells)
+        table.add_row(f"{suite['name']}, depth {depth}: baseline … worst", "", *map(literal, cells))
     console.print(table)
-    for name in words if "together" not in words else ["together"]:
-        for line in words[name]:
-            console.print(f"[dim]·[/] {literal(line)}", highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -18,13 +17,16 @@ def export(
         typer.Argument(help="Folder, name or hub id of a drafter; or a training checkpoint (.pt), or the folder of a run."),
     ],
     out: Annotated[str, typer.Argument(help="Folder to write.")],
-    to: Annotated[str, typer.Option("--to", help="One of: vllm, sglang, speculators.")] = "vllm",
+    to: Annotated[str, typer.Option("--to", help="One of: vllm, sglang, speculators, fledge.")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
     target_name: Annotated[str, typer.Option(help="The target's name in the launch command.")] = "",
     num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step, in the launch command.")] = 3,
+    storage: Annotated[
+        str, typer.Option(help="int8: half the size, only --to fledge. Default: plain numbers, in the drafter's own type.")
+    ] = "plain",
     as_json: options.Json = False,
 ) -> None:
-    """Write a drafter for vLLM, SGLang or in the speculators layout, with the command that serves it."""
+    """Write a drafter for vLLM, SGLang, Fledge or in the speculators layout, with the command that serves it."""
     from fledge.checkpoints.export import export_drafter
     from fledge.training.export import export_checkpoint, find_checkpoint
 
@@ -39,9 +41,8 @@ def export(
         if (checkpoint := find_checkpoint(drafter)) is not None:
             drafter = str(Path(folder) / "drafter")
             export_checkpoint(checkpoint, Path(drafter))
-        written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens)
+        written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens, storage=storage)
         if checkpoint is not None:
-            shutil.copy(Path(drafter) / "provenance.json", written)
             typer.echo(f"from the training checkpoint {checkpoint}", err=True)
     readme = (written / "README.md").read_text()
     if as_json:

@@ -60,7 +60,7 @@ def _print(report: DrafterReport) -> None:
             "head": "its own" if config.own_head else "the target's",
             "attention": f"{window}, up to position {config.max_positions}, rope theta {config.rope.theta:g}",
             "parameters": f"{report.num_parameters / 1e6:.2f} million, {report.num_bytes / 1e6:.1f} MB, "
-            f"{', '.join(report.dtypes)}",
+            f"{report.storage or ', '.join(report.dtypes)}",
         }
         for name, value in rows.items():
             table.add_row(f"[bold]{name}[/bold]", literal(value))

@@ -14,7 +14,7 @@ def models(as_json: options.Json = False) -> None:
     from fledge.families import FAMILIES
 
     listed = sources.list_models()
-    shipped = [folder.name for folder in drafters.shipped()]
+    shipped = {folder.name: drafters.trained_on(folder) for folder in drafters.shipped()}
     if as_json:
         options.print_json({"models": [dict(vars(entry)) for entry in listed], "drafters": [*shipped, "ngram"]})
         return
@@ -26,7 +26,9 @@ def models(as_json: options.Json = False) -> None:
         size = f"{entry.download_bytes / 1e6:.0f} MB"
         table.add_row(entry.name, entry.description, entry.licence, size, "yes" if entry.cached else "no")
     console.print(table)
-    console.print(f"drafters: {', '.join([*shipped, 'ngram'])}")
+    for name, trained in shipped.items():
+        console.print(f"drafter {name}: {trained}")
+    console.print("drafter ngram: looks up what followed the last words before; needs no training")
     console.print(
         "--model also takes a Hugging Face folder, a GGUF file, or a hub id (org/name); --drafter a folder or a hub id.\n"
         f"Model families: {', '.join(family.name for family in FAMILIES.values())}."

@@ -33,6 +33,14 @@ def train(
             "--help-recipe", is_eager=True, callback=_help_recipe, help="Print every key of a recipe, its default and meaning."
         ),
     ] = False,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Train several drafters on the same batches of target states; one option an arm, with the keys of its own, "
+            'such as "eagle3=drafter.version=3 drafter.window=null". Each has a folder in output.',
+            metavar="NAME=[KEY=VALUE ...]",
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train a drafter from a recipe; the same command resumes an interrupted run.
@@ -41,21 +49,23 @@ def train(
     """
     from fledge.training.recipe import load_recipe
     from fledge.training.trainer import train as run
+    from fledge.training.trainer import train_arms
 
     settings = load_recipe(recipe, overrides or [])
     _require_writable("data.cache", settings.data.cache)
     _require_writable("run.hidden_states_folder", settings.run.hidden_states_folder)
     _require_writable("output", settings.output)
     try:
-        result = run(settings)
+        results = train_arms(settings, arms) if arms else {"": run(settings)}
     except OSError as error:
         if error.filename is None and error.errno not in NO_SPACE:
             raise  # no file's fault
         where = f"{error.filename}: " if error.filename is not None else ""
         raise UserError(f"{where}{error.strerror}; the same command resumes from the last checkpoint") from error
     if as_json and os.environ.get("RANK", "0") == "0":
-        options.print_json(vars(result))
-    if not result.finished:
+        found = {name: vars(result) for name, result in results.items()}
+        options.print_json(found if arms else found[""])
+    if not all(result.finished for result in results.values()):
         raise typer.Exit(130)
 
 

@@ -20,18 +20,15 @@ from fledge.bench.datasets import Item, load_items
 from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance
 from fledge.checkpoints.hf import load_config, load_decoder
-from fledge.drift import contexts, suites
-from fledge.drift.answers import Answers
-from fledge.drift.documents import load_documents
+from fledge.drift import suites
+from fledge.drift.metrics import Tally, TargetTally, by_text
+from fledge.drift.probes import Sink, find_sink
+from fledge.drift.prompts import load_documents
 from fledge.drift.results import Measured, suite_result
-from fledge.drift.rollout import roll_out
-from fledge.drift.sampled import target_probabilities
-from fledge.drift.settings import Settings
-from fledge.drift.sinks import Sink, find_sink
+from fledge.drift.rollout import roll_out, target_probabilities
 from fledge.drift.subjects import Subject, load_subjects
-from fledge.drift.suites import Suite, TokenIds
-from fledge.drift.tally import Tally, TargetTally, by_text
-from fledge.drift.texts import TargetText, in_groups, read_texts
+from fledge.drift.suites import Settings, Suite
+from fledge.drift.texts import Answers, TargetText, TokenIds, in_groups, read_texts
 from fledge.engine.build import fit
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
@@ -86,7 +83,7 @@ class Lab:
         made = [suites.within(suite, self.longest) for suite in made]
         self.answer([prompt for suite in made for condition in suite.conditions for prompt in condition.prompts.values()])
         counts = (settings.documents, settings.questions)
-        made.append(contexts.lengths(tokenizer, texts, few, settings.lengths, *counts, self.answer, self.longest, source))
+        made.append(suites.lengths(tokenizer, texts, few, settings.lengths, *counts, self.answer, self.longest, source))
         self.answer([prompt for condition in made[-1].conditions for prompt in condition.prompts.values()])
         ends = self.decoder.config.eos_token_ids
         made.append(suites.multi_turn(tokenizer, items, settings.conversations, self.answer, self.longest, ends))

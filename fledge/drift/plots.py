@@ -11,8 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from fledge.drift.pairs import ENOUGH_PAIRS
-from fledge.drift.words import shown_depth
+from fledge.drift.results import ENOUGH_PAIRS, shown_depth
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a", "#d98cb3", "#63b7af", "#8c6239", "#a3a3ff")
 BY_STEP = (

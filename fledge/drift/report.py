@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from fledge.bench.provenance import write_json
 from fledge.drift import plots
-from fledge.drift.pairs import kept, percent, plus_minus
-from fledge.drift.words import in_words, shown_depth, suite_notes
+from fledge.drift.prompts import trained_on
+from fledge.drift.results import kept, percent, plus_minus, shown_depth, verdict_table, verdicts
 from fledge.files import write_atomically
 
 STYLE = """
@@ -28,7 +29,8 @@ GOOD, LOW = 0.85, 0.7
 
 def write_report(figures: dict[str, Any], folder: Path) -> Path:
     """Writes report.html, report.json and plots/*.png; returns the HTML file."""
-    figures = {**figures, "words": in_words(figures)}
+    found = {one["name"]: [asdict(verdict) for verdict in verdicts(figures, one["name"])] for one in figures["drafters"]}
+    figures = {**figures, "verdicts": found}
     images = {"by-step": plots.by_step(figures)}
     for share in ("sink_share", "own_share"):
         if any(one.get(f"{share}_by_head") for one in figures["probes"].values()):
@@ -48,8 +50,8 @@ def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
         f"<h1>Drift report: {escape(figures['model'])}</h1>",
         f"<p class=dim>{escape(', '.join(names))} · {escape(figures['device'])}, {escape(figures['dtype'])} · "
         f"{escape(str(figures['provenance']['time']))}</p>",
-        "<h2>What drifts, where, and how much</h2>",
-        *(_sentences(name, lines) for name, lines in figures["words"].items()),
+        "<h2>What a robust drafter must show</h2>",
+        _table(*verdict_table(figures)),
         "<h2>Drafters</h2>",
         _drafters(figures),
         "<h2>By draft step</h2>",
@@ -97,11 +99,6 @@ depth rather than the level.</li>
 <li><b>Cosine</b>: of the fed-back state with the fused target state it stands in for, over rows whose drafts were right so
 far.</li>
 </ul>"""
-
-
-def _sentences(name: str, lines: list[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h3>{escape(name.capitalize() if name == 'together' else name)}</h3><ul>{items}</ul>"
 
 
 def _drafters(figures: dict[str, Any]) -> str:
@@ -229,6 +226,40 @@ def _table(head: list[str], rows: list[list[str]], classes: list[str] | None = N
         for row, kind in zip(rows, classes, strict=True)
     )
     return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def suite_notes(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
+    """What one must know to read a suite's table."""
+    if suite["name"] == "templates":
+        return _known_templates(suite, figures)
+    if suite["name"] == "system prompts":
+        return [
+            f"“{suite['baseline']}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
+            "None of these prompts is used in Fledge's training."
+        ]
+    if suite["name"] == "context length":
+        windows = {one["name"]: one["config"]["window"] for one in figures["drafters"] if one["config"]["window"]}
+        listed = ", ".join(f"{name} to the last {window} tokens" for name, window in windows.items())
+        note = (
+            f"With a window a drafter attends only to what lies in it ({listed}): past that length the target alone reads more "
+            "and what is tested are the target's changed states and answers, not the drafter's own reach."
+        )
+        return [note] if windows else []
+    return []
+
+
+def _known_templates(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
+    known = {one["name"]: trained_on(one.get("trained") or {}) for one in figures["drafters"]}
+    names = [c["name"] for c in suite["conditions"] if c["name"] != suite["baseline"]]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for drafter, met in known.items():
+        groups.setdefault(tuple(name for name in names if name in met), []).append(drafter)
+    return [
+        f"† {' and '.join(drafters)} met {', '.join(met)} in training (alike but for a preamble or white space); "
+        f"new to them: {', '.join(name for name in names if name not in met)}."
+        for met, drafters in groups.items()
+        if met
+    ]
 
 
 def _image(content: bytes, name: str) -> str:

@@ -1,7 +1,7 @@
 """Drafts from every answer position of known texts, with the drafter's own tokens, as when serving; probed on the way.
 
 Greedy acceptance depends on the target's greedy text alone: one rollout from each of its positions tells what any
-speculative run over it accepts, at every depth up to the one rolled out (`acceptance.walk`). Sampled acceptance depends on
+speculative run over it accepts, at every depth up to the one rolled out (`metrics.walk`). Sampled acceptance depends on
 the target's sampled text alone, too: given that the target wrote y, a draft drawn from q was y and stood with probability
 min(1, q(y)/p(y)). A rollout at a temperature therefore follows the text and gives those probabilities.
 
@@ -24,12 +24,14 @@ from torch.nn import functional as F
 from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
 from fledge.drift.row_attention import attend_rows, can_attend_rows
 from fledge.drift.texts import SideBySide, TargetText
+from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 
 # Attention probabilities held at once, in numbers: 64 M floats are 256 MB.
 PROBABILITIES_AT_ONCE = 1 << 26
 HEAD_ROWS = 4096  # rows that the head is applied to at once
+TARGET_HEAD_ROWS = 1024  # rows of the target's whole vocabulary held at once
 
 
 @dataclass(frozen=True)
@@ -242,3 +244,22 @@ def _mean_over_layers(layers: list[AttentionFigures]) -> AttentionFigures:
         return layers[0]
     names = AttentionFigures.__dataclass_fields__
     return AttentionFigures(*(torch.stack([getattr(one, name) for one in layers]).mean(0) for name in names))
+
+
+@torch.no_grad()
+def target_probabilities(decoder: Decoder, texts: Sequence[TargetText], depth: int, temperature: float) -> Tensor:
+    """[M, J]: of the token that draft j of each row stands for, at the temperature that the texts were sampled at.
+
+    1 past a text's end, where nothing is accepted anyway.
+    """
+    parts = []
+    for text in texts:
+        first = text.answer_start  # row 0 drafts x_{start + 1}, which the state at `start` gives
+        states, wanted = text.hidden_TD[first:-1], text.tokens_T[first + 1 :]
+        found = [
+            (decoder.logits(state).float() / temperature).softmax(-1).gather(1, token[:, None])[:, 0]
+            for state, token in zip(states.split(TARGET_HEAD_ROWS), wanted.split(TARGET_HEAD_ROWS), strict=True)
+        ]
+        p = torch.cat([*found, torch.ones(depth, device=states.device)])
+        parts.append(p.unfold(0, depth, 1)[: text.num_rows])
+    return torch.cat(parts)

@@ -81,7 +81,7 @@ def _training_of(folder: Path) -> dict[str, Any]:
             "augmented": any(chances.values()),
             "augmentation": chances,
             "templates": [*templates, *(["none"] if augmentation.get("no_template_probability") else [])],
-            "steps": provenance.get("steps"),
+            "steps": provenance.get("step", provenance.get("steps")),
             "learning_rate": recipe["optimizer"]["learning_rate"],
             "seed": recipe.get("seed"),
             "recipe_sha256": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),

@@ -1,4 +1,9 @@
-"""The robustness suites: the same question under many conditions, each a list of prompts that the target answers itself."""
+"""The robustness suites: the same question under many conditions, each a list of prompts that the target answers itself.
+
+Context lengths: a longer context changes what the target says, and some answers are easier to draft than others. So that length
+is what differs, every question is asked at every length, each answer begins with the first tokens that the target gave at the
+shortest length, and lengths are compared pair by pair.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fledge.bench.datasets import Item
-from fledge.drift import templates
-from fledge.drift.system_prompts import NONE_GIVEN, SYSTEM_PROMPTS
+from fledge.drift.prompts import (
+    NONE_GIVEN,
+    QUICK_SYSTEM_PROMPTS,
+    QUICK_TEMPLATES,
+    SYSTEM_PROMPTS,
+    TEMPLATE_NAMES,
+    Document,
+    all_templates,
+    excerpt,
+    own_template,
+)
+from fledge.drift.texts import TokenIds
 from fledge.errors import RequestError
 from fledge.tokenizer import Tokenizer
-
-TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,8 @@ def domains(tokenizer: Tokenizer, items: Sequence[Item]) -> Suite:
     return Suite("domains", "What the prompts are about; the target's own chat template.", conditions)
 
 
-def chat_templates(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[str] = templates.NAMES) -> Suite:
-    rendered = {item.id: templates.all_templates(tokenizer, [user(item.turns[0])]) for item in items}
+def chat_templates(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[str] = TEMPLATE_NAMES) -> Suite:
+    rendered = {item.id: all_templates(tokenizer, [user(item.turns[0])]) for item in items}
     conditions = []
     for name in names:
         prompts = {key: tuple(one[name]) for key, one in rendered.items() if one[name] is not None}
@@ -141,4 +154,114 @@ def within(suite: Suite, longest: int) -> Suite:
 
 
 def _own(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> TokenIds:
-    return tuple(templates.own(tokenizer, messages))
+    return tuple(own_template(tokenizer, messages))
+
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 6144, 8192, 16384, 32768, 65536, 131072)
+ABOUT_THE_TEXT = (
+    "Summarise the most important points of the text above.",
+    "Explain the main idea of the text above to a friend who has not read it.",
+    "Which questions does the text above leave open? List three of them.",
+)
+OPENING = 16  # tokens that all answers to a question have in common, or a quarter of a short answer
+# Characters a token stands for, at most: how much text to cut a context from.
+CHARACTERS_A_TOKEN = 12
+
+
+def questions(items: Sequence[Item], count: int, tokenizer: Tokenizer, room: int) -> list[str]:
+    """About the text and about anything else, in turn; short enough for `room` tokens."""
+    others = [item.turns[0] for item in items]
+    others = [text for text in others if len(tokenizer.encode(text, add_special_tokens=False)) <= room]
+    mixed: list[str] = []
+    for number in range(max(len(ABOUT_THE_TEXT), len(others))):
+        mixed += [*ABOUT_THE_TEXT[number : number + 1], *others[number : number + 1]]
+    return mixed[:count]
+
+
+def lengths(
+    tokenizer: Tokenizer,
+    documents: list[Document],
+    items: Sequence[Item],
+    sizes: Sequence[int],
+    num_documents: int,
+    num_questions: int,
+    answer: Answer,
+    longest: int,
+    source: str,
+) -> Suite:
+    """`longest`: tokens a prompt may have. Where the model's limit lies between two sizes, it is measured as well."""
+    fitting = [size for size in sizes if size <= longest]
+    if len(fitting) < len(sizes) and sizes[0] <= longest and longest > 1.2 * fitting[-1]:
+        fitting.append(longest)
+    explanation = (
+        "The same questions, some of them about the text, behind real texts of growing length; all answers to a question "
+        f"begin with the same tokens ({OPENING}, or a quarter of a short answer). Texts: {source}."
+    )
+    if not fitting:
+        return Suite("context length", explanation)
+    asked = questions(items, num_questions, tokenizer, fitting[0] // 2)
+    pairs = {
+        f"{documents[number % len(documents)].name} {number}, question {which}": (number, question)
+        for number in range(num_documents)
+        for which, question in enumerate(asked, 1)
+    }
+
+    def prompts(size: int, openings: dict[str, list[int]]) -> dict[str, TokenIds]:
+        return {
+            name: (*_prompt(tokenizer, documents, number, question, size - OPENING), *openings.get(name, ()))
+            for name, (number, question) in pairs.items()
+        }
+
+    shortest = prompts(fitting[0], {})
+    answers = answer(list(shortest.values()))
+    openings = {name: tokens[: min(OPENING, len(tokens) // 4)] for name, tokens in zip(shortest, answers, strict=True)}
+    conditions = [Condition(f"{size} tokens", prompts(size, openings)) for size in fitting]
+    return Suite("context length", explanation, conditions, conditions[0].name)
+
+
+def _prompt(tokenizer: Tokenizer, documents: list[Document], number: int, question: str, size: int) -> TokenIds:
+    text = excerpt(documents, number, size * CHARACTERS_A_TOKEN)[: size * CHARACTERS_A_TOKEN]
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    keep = size - len(_own(tokenizer, [user(f"\n\n{question}")]))
+    prompt: TokenIds = ()
+    while keep > 0:  # a cut in the middle of a word may take a token more
+        prompt = _own(tokenizer, [user(f"{tokenizer.decode(tokens[:keep])}\n\n{question}")])
+        if len(prompt) <= size:
+            break
+        keep -= len(prompt) - size
+    return prompt
+
+
+@dataclass(frozen=True)
+class Settings:
+    max_tokens: int = 128  # of each answer
+    depth: int = 16  # drafted, on every suite
+    probe_depth: int = 16  # drafted, on the probes over all prompts
+    prompts: int = 24  # of each template and system prompt
+    prompts_per_category: int = 0  # 0: all
+    templates: tuple[str, ...] = TEMPLATE_NAMES
+    system_prompts: tuple[str, ...] = tuple(SYSTEM_PROMPTS)
+    lengths: tuple[int, ...] = LENGTHS
+    documents: int = 4
+    questions: int = 6  # of each document
+    noise: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    conversations: int = 8
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Made for two minutes on two CPU cores."""
+        return cls(
+            max_tokens=32,
+            depth=7,
+            prompts=3,
+            prompts_per_category=1,
+            templates=QUICK_TEMPLATES,
+            system_prompts=QUICK_SYSTEM_PROMPTS,
+            lengths=(256, 512, 1024),
+            documents=1,
+            questions=3,
+            noise=(0.25, 0.5),
+            temperatures=(0.0, 1.0),
+            conversations=2,
+        )

@@ -6,6 +6,7 @@ D hidden size.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fledge.engine.config import EngineConfig
+from fledge.engine.offline import answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.drafter import EagleDrafter
+from fledge.progress import Report
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,39 @@ class SideBySide:
         """`values` [B, T, …] at columns of each text; past its end: at its last column."""
         column = torch.minimum(column_BR, self.length_B[:, None] - 1)
         return values[torch.arange(len(values), device=values.device)[:, None], column]
+
+
+TokenIds = tuple[int, ...]
+SEED = 1234  # of sampled answers
+
+
+class Answers:
+    """The target's answers, each made once and shared by all drafters."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, max_tokens: int, on_progress: Report) -> None:
+        self.decoder, self.config, self.max_tokens, self.progress = decoder, config, max_tokens, on_progress
+        self.known: dict[tuple[TokenIds, float], list[int]] = {}
+        self._generator = None
+
+    def __call__(self, prompts: Sequence[TokenIds], temperature: float = 0.0) -> list[list[int]]:
+        new = [prompt for prompt in dict.fromkeys(prompts) if (prompt, temperature) not in self.known]
+        if new:
+            self._generator = self._generator or answer_generator(
+                self.decoder,
+                device=self.config.device,
+                dtype=self.config.dtype,
+                concurrency=self.config.max_num_seqs,
+                max_model_len=self.config.max_model_len,
+            )
+            done = self._generator.generate(new, max_tokens=self.max_tokens, temperature=temperature, seed=SEED)
+            for count, answer in enumerate(done, 1):
+                self.known[new[answer.index], temperature] = list(answer.tokens)
+                self.progress("the target answers", count, len(new))
+        return [self.known[prompt, temperature] for prompt in prompts]
+
+    def release(self) -> None:
+        """Gives the generator's cache back; answers stay."""
+        self._generator = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

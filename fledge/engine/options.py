@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fledge.drafters import default_drafter
+from fledge.drafters import default_drafter, trained_on
 from fledge.speculation.depth import TreeShape
 
 if TYPE_CHECKING:
     from fledge.models.drafter import EagleDrafter
 
 DEFAULT_DEPTH = 5
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Speculation:
     """What to draft with and how far. `drafter`: auto, none, ngram, a shipped drafter's name, a folder or a hub id."""
 
-    drafter: str | EagleDrafter | None = "auto"
+    drafter: str | Path | EagleDrafter | None = "auto"
     depth: int | str = DEFAULT_DEPTH  # a number, or "auto" to stop when confidence falls
     tree: TreeShape | None = None
     adaptive: bool = True  # less deep, down to not at all, where the load makes drafting slower than plain decoding
@@ -29,13 +31,16 @@ class Speculation:
         """Always to the depth that was asked for, to measure what it is worth."""
         return replace(self, adaptive=False, drift_guard=False)
 
-    def resolve_drafter(self, model: str) -> str | Path | EagleDrafter | None:
-        """The drafter's folder or network, `ngram`, or None for plain decoding."""
+    def resolve_drafter(self, model: str, path: Path | None = None) -> str | Path | EagleDrafter | None:
+        """The drafter's folder or network, `ngram`, or None for plain decoding. `path`: where the model's files are."""
         name = self.drafter
         if name is None or name == "none":
             return None
         if name == "auto":
-            return default_drafter(model) or "ngram"
+            if (shipped := default_drafter(model, path)) is None:
+                return "ngram"
+            log.info("drafter %s: ships with Fledge for this model, %s", shipped.name, trained_on(shipped))
+            return shipped
         if name == "ngram" or not isinstance(name, str):
             return name
         from fledge.checkpoints.drafter_files import find_drafter

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fledge.drift.acceptance import Count, acceptance_length, counted, length_ratio
+from fledge.drift.metrics import Count, acceptance_length, counted, length_ratio
 from fledge.drift.rollout import roll_out
 from fledge.drift.texts import TargetText
 from fledge.learning.config import LearnConfig

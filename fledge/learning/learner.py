@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import DrafterConfig
-from fledge.drift.acceptance import Count
+from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText, in_groups
 from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision, accepted_counts, judge

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fledge.bench.loops import loop_start
-from fledge.drift.acceptance import Count
+from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
 
 HELD_OUT_EVERY = 8

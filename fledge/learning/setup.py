@@ -36,7 +36,7 @@ from fledge.models.layers import RMSNorm
 from fledge.speculation.drafting import EagleSpeculator
 from fledge.speculation.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
-from fledge.training.context import drafter_config
+from fledge.training.drafter_shape import drafter_config
 from fledge.training.recipe import DrafterRecipe
 from fledge.training.warm_start import start_from_target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge import progress, sources
-from fledge.drift.watching import coverage, watch_drafts
+from fledge.drift.live import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan

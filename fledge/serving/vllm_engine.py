@@ -123,15 +123,22 @@ def _speculative_config(model: str, given: str | None, drafter: str | None, dept
         except json.JSONDecodeError as error:
             raise UserError(f"--speculative-config is not valid JSON ({error})") from None
         if isinstance(config, dict) and isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
-            config["model"] = str(Speculation(config["model"]).resolve_drafter(model))
+            config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
         return config
-    found = Speculation(drafter or ("auto" if model in BUILT_INS else "none")).resolve_drafter(model)
-    if found is None:
+    found = Speculation(drafter or "auto").resolve_drafter(model)
+    if found is None or (drafter is None and found == "ngram" and model not in BUILT_INS):
         return None
     tokens = int(depth) if depth and depth.isdigit() else DEFAULT_DEPTH
     if found == "ngram":
         return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-    return {"method": "eagle3", "model": str(found), "num_speculative_tokens": tokens}
+    return {"method": "eagle3", "model": _plain(found), "num_speculative_tokens": tokens}
+
+
+def _plain(found: object) -> str:
+    """A drafter stored in 8 bits is unpacked for vLLM, into the cache."""
+    from fledge.checkpoints.export import plain_folder
+
+    return str(plain_folder(found)) if isinstance(found, Path) else str(found)
 
 
 def _folder(model: str) -> str:

@@ -116,8 +116,8 @@ def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str
 
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
     """In words: (what `recipe` may not have changed since `before`, a recipe as a mapping; what it may, but not unnoticed)."""
-    was, now = _flat(before), _flat(recipe.to_dict())
-    usual = _flat(build_recipe(_LEAST).to_dict())
+    was, now = flat_settings(before), flat_settings(recipe.to_dict())
+    usual = flat_settings(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
     refused, told = [], []
     for key, value in now.items():
@@ -132,8 +132,9 @@ def _within(value: Any, output: str) -> Any:
     return value.removeprefix(output.rstrip("/") + "/") if isinstance(value, str) else value
 
 
-def _flat(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """By dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
+        flat |= flat_settings(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
     return flat

@@ -1,11 +1,10 @@
-"""From a recipe to the context of a run: target, data, draft vocabulary, drafter."""
+"""From recipes to the context of a run: target, data, draft vocabulary, drafters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text_config
-from fledge.checkpoints.hf import load_config, load_decoder
+from fledge.checkpoints.fingerprint import target_fingerprint
 from fledge.checkpoints.tensors import read_json
-from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers, is_supported
+from fledge.config import DrafterConfig, MLAConfig, is_supported
 from fledge.devices import resolve_device
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
@@ -26,19 +24,12 @@ from fledge.training.data.loading import DataReport, data_hash, load_samples, to
 from fledge.training.data.samples import SampleSet
 from fledge.training.data.vocabulary import DraftVocabulary
 from fledge.training.distributed import DistributedContext
+from fledge.training.drafter_shape import drafter_config
 from fledge.training.evaluate import HeldOut
-from fledge.training.recipe import DataRecipe, LatentRecipe, Recipe, RecipeError
-from fledge.training.targets.continuations import continuations, transformers_continuations
-from fledge.training.targets.endpoint import EndpointTarget
-from fledge.training.targets.target import DecoderTarget, Target, TransformersTarget, load_sharded
-from fledge.training.warm_start import (
-    last_layer,
-    last_layer_of_transformers,
-    start_from_drafter,
-    start_from_target,
-    start_random,
-    usable,
-)
+from fledge.training.recipe import DataRecipe, Recipe, RecipeError
+from fledge.training.targets.loading import find_target, greedy_answers, load_target
+from fledge.training.targets.target import DecoderTarget, Target
+from fledge.training.warm_start import start_from_drafter, start_from_target, start_random
 
 Say = Callable[[str], None]
 
@@ -108,10 +99,13 @@ def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> D
     return replace(data, micro_batch_size=micro, global_batch_size=rows)
 
 
-def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> TrainingContext:
-    """`recipe` must be resolved."""
+def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Say) -> list[TrainingContext]:
+    """One for each recipe, with a drafter of its own; target, data and draft vocabulary are shared. They must be resolved,
+    and alike in what they share (`trainer.arm_recipes`)."""
+    recipe = recipes[0]
     device = torch.device(recipe.run.device)
-    source = load_drafter(recipe.drafter.init_from) if recipe.drafter.init_from else None  # first: it may not be there
+    # First: one may not be there.
+    sources_of = [load_drafter(one.drafter.init_from) if one.drafter.init_from else None for one in recipes]
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
     # One process reads and tokenises for all.
@@ -134,64 +128,25 @@ def build_context(recipe: Recipe, world: DistributedContext, say: Say) -> Traini
         vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
         told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
         say(f"draft vocabulary: {told}")
-    drafter = EagleDrafter(config)
-    if vocabulary is not None:
-        drafter.d2t.copy_(vocabulary.d2t())
-    drafter.requires_grad_(True)
-    start_drafter(
-        recipe, drafter, target, loaded.last_layer, train.tokens[: min(256, recipe.data.sequence_length)], say, source
-    )
-    drafter.to(device)
+    some = train.tokens[: min(256, recipe.data.sequence_length)]
+    drafters = []
+    for one, source in zip(recipes, sources_of, strict=True):
+        drafter = EagleDrafter(drafter_config(one, shape))
+        if vocabulary is not None:
+            drafter.d2t.copy_(vocabulary.d2t())
+        drafter.requires_grad_(True)
+        start_drafter(one, drafter, target, loaded.last_layer, some, say, source)
+        drafters.append(drafter.to(device))
     provenance = {
         "target": recipe.target.model,
+        "target_fingerprint": None if recipe.target.endpoint is not None else target_fingerprint(folder),
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
         "draft_vocabulary": told or "the target's",
     }
-    return TrainingContext(recipe, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
-
-
-@dataclass(frozen=True)
-class LoadedTarget:
-    target: Target
-    config: DrafterConfig  # of the recipe's drafter for it
-    shape: Any  # its sizes: a ModelConfig, or what has its fields
-    stop_ids: tuple[int, ...]
-    last_layer: dict[str, Any]  # weights, see `warm_start.last_layer`
-
-
-def find_target(recipe: Recipe) -> Path:
-    """The folder of its files; behind an endpoint, of those with embedding, norm and head alone."""
-    model = recipe.target.model
-    return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
-
-
-def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
-    """`recipe` must be resolved."""
-    device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
-    if recipe.target.endpoint is not None:
-        shape, stop_ids = target_shape(folder)
-        config = drafter_config(recipe, shape)
-        target = _endpoint(recipe, folder, config, shape.num_layers)
-        weights = load_last_layer(folder)
-        weights = usable(weights, shape) if isinstance(shape, ModelConfig) else weights
-        weights |= {"norm.weight": target.norm.weight.float().cpu()}
-    elif recipe.target.backend == "fledge":
-        shape = load_config(folder)
-        config = drafter_config(recipe, shape)
-        if sharded := recipe.run.shard_target and world.size > 1:
-            decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
-        else:
-            decoder = load_decoder(folder, dtype, device)
-        target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
-        stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
-    else:
-        model, shape = _transformers_model(folder, dtype, device)
-        config = drafter_config(recipe, shape)
-        target = TransformersTarget(model, config.aux_layer_ids)
-        eos = model.generation_config.eos_token_id
-        stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
-        weights = last_layer_of_transformers(model)
-    return LoadedTarget(target, config, shape, stop_ids, weights)
+    return [
+        TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
+        for one, drafter in zip(recipes, drafters, strict=True)
+    ]
 
 
 def _data(
@@ -235,152 +190,6 @@ def _data(
     prompts = short[: data.held_out_samples]
     hashes = {"data_hash": data_hash(data.train), "tokenizer_hash": tokenizer_hash(tokenizer)}
     return samples, held_out, prompts, report, hashes
-
-
-def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
-    """A drafter of the target's shape. `target`: a ModelConfig, or anything with its fields."""
-    asked = recipe.drafter
-    aux = asked.aux_layers or default_aux_layers(target.num_layers)
-    if bad := [i for i in aux if not 0 <= i <= target.num_layers]:
-        raise ModelError(f"drafter.aux_layers: the target has {target.num_layers} layers; it cannot be tapped after {bad}")
-    if list(aux) != sorted(set(aux)):
-        raise RecipeError(f"drafter.aux_layers: {list(aux)} must ascend without repetition")
-    draft_vocab_size = asked.draft_vocab_size or target.vocab_size
-    if not 0 < draft_vocab_size <= target.vocab_size:
-        raise RecipeError(f"drafter.draft_vocab_size: {draft_vocab_size} is more than the target's {target.vocab_size} tokens")
-    if not asked.own_head and draft_vocab_size != target.vocab_size:
-        raise RecipeError("drafter.own_head: false shares the target's head, so draft_vocab_size must be null")
-    is_31 = asked.version == "3.1"
-    mla = latent_sizes(asked.mla, target) if asked.attention == "mla" else None
-    rope = target.rope
-    if rope.kind == "longrope" or (mla is not None and MLAConfig.rope_problem(rope)):
-        rope = RopeConfig(theta=rope.theta)  # the drafter need not share the target's positions; plain ones will do
-    return DrafterConfig(
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=asked.intermediate_size or target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_heads if mla else target.num_kv_heads,
-        head_dim=mla.qk_head_dim if mla else target.head_dim,
-        max_positions=target.max_positions,
-        aux_layer_ids=tuple(aux),
-        num_layers=asked.num_layers,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=rope,
-        fc_norm=is_31 if asked.fc_norm is None else asked.fc_norm,
-        norm_output=is_31 if asked.norm_output is None else asked.norm_output,
-        norm_before_fc=asked.norm_before_fc,
-        norm_before_residual=asked.norm_before_residual,
-        window=asked.window,
-        own_embedding=asked.own_embedding,
-        own_head=asked.own_head,
-        qk_norm=asked.qk_norm,
-        mla=mla,
-    )
-
-
-def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
-    """What the recipe says, else the target's own sizes, else DeepSeek's with heads as wide as the target's."""
-    usual = MLAConfig(
-        kv_lora_rank=512,
-        qk_nope_head_dim=target.head_dim,
-        qk_rope_head_dim=64,
-        v_head_dim=target.head_dim,
-        q_lora_rank=min(1536, target.hidden_size),
-    )
-    given = {name: size for name, size in asdict(asked).items() if size is not None}
-    sizes = replace(getattr(target, "mla", None) or usual, **given)
-    return replace(sizes, q_lora_rank=sizes.q_lora_rank or None)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What `drafter_config` needs of an architecture that we do not know."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    mla: MLAConfig | None = None
-
-
-def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Any, _Shape]:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False).to(device)
-    except Exception as error:  # transformers raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error
-    text = model.config.get_text_config()
-    return model, _shape(text, text.to_dict(), model.get_input_embeddings().weight.shape[0])
-
-
-def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: int) -> EndpointTarget:
-    asked = recipe.target
-    ends = load_ends(folder, getattr(torch, asked.dtype), torch.device(recipe.run.device))
-    target = EndpointTarget(
-        asked.endpoint,
-        ends,
-        text_config(folder),
-        config.aux_layer_ids,
-        num_layers,
-        model=asked.model,
-        storage=asked.endpoint_states,
-        requests=asked.endpoint_requests,
-    )
-    target.require_length(recipe.data.sequence_length)
-    return target
-
-
-def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
-    """The target's sizes and stop tokens by its files alone, whatever its architecture."""
-    content = text_config(folder)
-    if is_supported(content):
-        shape = ModelConfig.from_hf(content, name=str(folder))
-    else:
-        try:
-            shape = _shape(SimpleNamespace(**content), content, int(content["vocab_size"]))
-        except (AttributeError, KeyError) as error:
-            raise ModelError(f"{folder}: config.json does not say the model's sizes ({error})") from None
-    said = content.get("eos_token_id")
-    if (folder / "generation_config.json").exists():
-        said = read_json(folder / "generation_config.json").get("eos_token_id", said)
-    return shape, tuple(said) if isinstance(said, list) else (() if said is None else (said,))
-
-
-def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
-    try:
-        rope = RopeConfig.from_hf(content)
-    except ModelError:  # the drafter need not share the target's positions; plain ones will do
-        rope = RopeConfig()
-    heads = text.num_attention_heads
-    return _Shape(
-        vocab_size=vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        max_positions=getattr(text, "max_position_embeddings", None) or 8192,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
-        rope=rope,
-        mla=_latent_sizes_of(text),
-    )
-
-
-def _latent_sizes_of(text: Any) -> MLAConfig | None:
-    sizes = {f.name: getattr(text, f.name, None) for f in fields(MLAConfig)}
-    return MLAConfig(**sizes) if all(sizes[name] for name in sizes if name != "q_lora_rank") else None
 
 
 def _vocabulary(
@@ -436,16 +245,6 @@ def start_drafter(
             say("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
     else:
         start_random(drafter, head, embedding, recipe.seed)
-
-
-def greedy_answers(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
-) -> list[list[int]]:
-    if isinstance(target, DecoderTarget):
-        return continuations(target.decoder, prompts, max_new_tokens, stop_ids)
-    if isinstance(target, EndpointTarget):
-        return target.continuations(prompts, max_new_tokens, stop_ids)
-    return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)
 
 
 def held_out_texts(context: TrainingContext) -> HeldOut:

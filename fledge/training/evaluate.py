@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.drift.metrics import Tally, by_text
+from fledge.drift.probes import find_sink
 from fledge.drift.rollout import roll_out
-from fledge.drift.sinks import find_sink
-from fledge.drift.tally import Tally, by_text
 from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -102,7 +102,7 @@ def evaluate(
 
     acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it
     accuracy            by draft step, whatever became of the steps before; out-of-vocabulary tokens are misses
-    rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.tally`)
+    rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.metrics`)
     """
     texts = held_out.texts
     sink = held_out.sink_column if sink_column is None else sink_column

@@ -62,7 +62,7 @@ def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
         own = {"own_head": "lm_head.weight" in state["drafter"], "own_embedding": "embed_tokens.weight" in state["drafter"]}
         return replace(drafter_config_from_hf(state["config"]), **own)
     # An earlier version's, which says it in its recipe and the target's configuration.
-    from fledge.training.context import drafter_config
+    from fledge.training.drafter_shape import drafter_config
     from fledge.training.recipe import DrafterRecipe
 
     model = state["recipe"]["target"]["model"]

@@ -17,8 +17,17 @@ class Journal:
     """Silent on all processes but the first."""
 
     def __init__(
-        self, folder: Path, *, active: bool, resumed_step: int, total_steps: int | None, max_seconds: float | None
+        self,
+        folder: Path,
+        *,
+        active: bool,
+        resumed_step: int,
+        total_steps: int | None,
+        max_seconds: float | None,
+        label: str = "",
     ) -> None:
+        """`label`: the arm's name, where there are several."""
+        self._label = f"{label}: " if label else ""
         self.active, self.folder, self.total_steps, self.max_seconds = active, folder, total_steps, max_seconds
         self.path = folder / "log.jsonl"
         self._task: progress.Task | None = None
@@ -30,7 +39,7 @@ class Journal:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
-        self._task = progress.task("training", total_steps, "steps", done=resumed_step)
+        self._task = progress.task(f"training {label}".rstrip(), total_steps, "steps", done=resumed_step)
 
     def _forget_after(self, step: int) -> None:
         """Steps after the checkpoint that the run resumes from will be done and told again."""
@@ -46,7 +55,7 @@ class Journal:
 
     def say(self, text: str) -> None:
         if self.active:
-            progress.console().print(text, markup=False, soft_wrap=True)
+            progress.console().print(self._label + text, markup=False, soft_wrap=True)
 
     def record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         if not self.active:
@@ -66,11 +75,12 @@ class Journal:
         by_time = share_of_time > share
         self._task.unit = "seconds" if by_time else "steps"
         limits = (seconds, self.max_seconds) if by_time else (step, self.total_steps)
-        self._task.change(f"training, step {step:,}" if by_time else "training", *limits)
+        training = f"training {self._label}".rstrip(": ")
+        self._task.change(f"{training}, step {step:,}" if by_time else training, *limits)
         if sys.stderr.isatty():
             self._task.update(note=text)
         else:
-            print(f"step {step}: {text}; {self._task.state()}", file=sys.stderr, flush=True)
+            print(f"{self._label}step {step}: {text}; {self._task.state()}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if not self.active:

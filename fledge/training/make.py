@@ -31,7 +31,7 @@ from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
-from fledge.training.context import resolve, target_shape
+from fledge.training.context import resolve
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
 from fledge.training.distributed import DistributedContext
@@ -39,6 +39,7 @@ from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.robustness import Retention, robustness
 from fledge.training.targets.endpoint import EndpointAnswers
+from fledge.training.targets.loading import target_shape
 from fledge.training.targets.states_client import StatesClient, launch_command
 from fledge.training.trainer import TrainingStopped, train
 

@@ -275,9 +275,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys, found {type(content).__name__}")
+    return build_recipe(_overridden(content, overrides))
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    return build_recipe(_overridden(recipe.to_dict(), overrides))
+
+
+def _overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         _override(content, override)
-    return build_recipe(content)
+    return content
 
 
 def _override(content: dict[str, Any], override: str) -> None:

@@ -11,12 +11,12 @@ import torch
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.progress import track
 from fledge.tokenizer import Tokenizer
-from fledge.training.context import find_target, greedy_answers, load_target
 from fledge.training.data.rendering import ChatFormat, TemplateError
 from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, TextTemplate
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.recipe import Recipe
+from fledge.training.targets.loading import find_target, greedy_answers, load_target
 
 DEPTH = 5
 AS_SERVED = "as served"

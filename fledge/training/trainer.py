@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,36 +14,35 @@ import torch
 from torch import Tensor
 
 from fledge import progress
-from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
 from fledge.files import write_atomically
+from fledge.training.arm import Arm, Recent, TrainingStopped
 from fledge.training.checkpoint import (
     check_settings,
     checkpoints,
     earlier_settings,
-    load_checkpoint,
+    flat_settings,
     remove_leftovers,
     restore_random_state,
-    save_checkpoint,
 )
-from fledge.training.context import TrainingContext, build_context, held_out_texts, resolve
+from fledge.training.context import TrainingContext, build_contexts, held_out_texts, resolve
 from fledge.training.data.loading import DataError
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.prefetch import Prefetcher, StepInput
 from fledge.training.distributed import DistributedContext
-from fledge.training.evaluate import HeldOut, evaluate
-from fledge.training.export import export, served_copy
-from fledge.training.guards import Interrupts, describe_not_finite
+from fledge.training.evaluate import HeldOut
+from fledge.training.guards import Interrupts
 from fledge.training.journal import Journal, draw_curves
-from fledge.training.losses import LossSettings, StepMetrics
-from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
-from fledge.training.recipe import Recipe
+from fledge.training.recipe import Recipe, RecipeError, with_overrides
 from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
+from fledge.training.ttt import TrainBatch
 
-
-class TrainingStopped(UserError):
-    """The run cannot go on; says where and what to do."""
+# What arms may differ in, and what of it they share all the same: the target's pass and the planned batches depend on it.
+OWN = ("drafter", "objective", "optimizer")
+SHARED = (
+    *("drafter.aux_layers", "drafter.draft_vocab_size"),
+    *("objective.ttt_steps", "objective.outside_vocabulary", "objective.chunk_rows"),
+)
 
 
 @dataclass
@@ -53,74 +54,40 @@ class Result:
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # of this process's part of the run
 
 
-@dataclass
-class _Window:
-    """Sums on the device since the last log."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    first_bad: Tensor  # step whose loss was not finite; −1: none
-    steps: int = 0
-    tokens: int = 0
-    began: float = 0.0
-
-
 class Trainer:
-    def __init__(self, context: TrainingContext, world: DistributedContext, held_out: HeldOut | None) -> None:
+    """Trains one drafter, or several on the same batches and target states."""
+
+    def __init__(self, contexts: Sequence[TrainingContext], world: DistributedContext, held_out: HeldOut | None) -> None:
         """`held_out`: on the first process, which evaluates."""
+        context = contexts[0]
         self.context, self.world, self.recipe, self.held_out = context, world, context.recipe, held_out
-        self.target = context.target
-        recipe, self.drafter, self.device = self.recipe, context.drafter, context.device
-        self.folder, self.dtype = Path(recipe.output), getattr(torch, recipe.run.compute_dtype)
-        world.broadcast_parameters(self.drafter)
-        self.objective = self._objective(compile=recipe.run.compile == "yes")
-        self.optimizer = build_optimizers(
-            self.drafter,
-            recipe.optimizer.kind,
-            recipe.optimizer.learning_rate,
-            weight_decay=recipe.optimizer.weight_decay,
-            betas=recipe.optimizer.betas,
-            muon_learning_rate=recipe.optimizer.muon_learning_rate,
-        )
-        data = recipe.data
+        self.target, self.device = context.target, context.device
+        self.arms = [Arm(one, world) for one in contexts]
+        data = self.recipe.data
         self.loader = PackedLoader(
             context.train,
             data.sequence_length,
             data.micro_batch_size,
-            recipe.seed,
+            self.recipe.seed,
             world.rank,
             world.size,
             data.position_offset_max,
             data.global_batch_size,
         )
-        self.step, self.seconds, self.tokens, self.best, self.stale = 0, 0.0, 0, 0.0, 0
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
         self._done_at = {"evaluate": self.agreed_seconds, "save": self.agreed_seconds}
-        self.journal = Journal(
-            self.folder,
-            active=world.is_first,
-            resumed_step=self.step,
-            total_steps=self.total_steps,
-            max_seconds=recipe.run.max_seconds,
-        )
-
-    def _objective(self, compile: bool) -> Objective:
-        asked, data = self.recipe.objective, self.recipe.data
-        settings = ObjectiveSettings(
-            steps=asked.ttt_steps,
-            decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight),
-            compute_dtype=None if self.dtype == torch.float32 else self.dtype,
-            chunk_rows=asked.chunk_rows,
-            mask_outside=asked.outside_vocabulary == "mask",
-            recompute=asked.recompute,
-            compile=compile,
-        )
-        num_positions = data.sequence_length + data.position_offset_max
-        batch_tokens = data.sequence_length * data.micro_batch_size
-        return Objective(self.drafter, self.target, settings, num_positions, batch_tokens)
+        for arm in self.arms:
+            arm.journal = Journal(
+                arm.folder,
+                active=world.is_first,
+                resumed_step=self.step,
+                total_steps=self.total_steps,
+                max_seconds=self.recipe.run.max_seconds,
+                label=arm.folder.name if len(self.arms) > 1 else "",
+            )
 
     def _total_steps(self) -> int | None:
         """None: only the clock ends the run."""
@@ -133,82 +100,84 @@ class Trainer:
 
     def use_states_on_disk(self) -> None:
         """Runs the target over all data, unless that is done; then training no longer holds it."""
-        recipe, folder = self.recipe, self.recipe.run.hidden_states_folder
+        recipe, folder, layers = self.recipe, self.recipe.run.hidden_states_folder, self.arms[0].drafter.config.aux_layer_ids
         identity = {
             "model": recipe.target.model,
             "weights": weights_fingerprint(self.context.target_folder),
             "dtype": recipe.target.dtype,
-            "layers": list(self.drafter.config.aux_layer_ids),
+            "layers": list(layers),
         }
-        states = StatesOnDisk(
-            self.target,
-            len(self.drafter.config.aux_layer_ids),
-            Path(folder or self.folder / "states"),
-            identity,
-            self.world.rank,
-        )
+        place = Path(folder or Path(recipe.output) / "states")
+        states = StatesOnDisk(self.target, len(layers), place, identity, self.world.rank)
         with progress.task("computing the target's hidden states", 100, "%") as shown:
-            for share in states.fill(self.loader, self.objective.plan, self.device, self.world):
+            for share in states.fill(self.loader, self.arms[0].objective.plan, self.device, self.world):
                 if self.world.is_first:
                     shown.update(100 * share)
         self.world.barrier()
         states.reload()
         states.release_target()
-        self.target = self.objective.target = states
+        self.target = states
         self.context = replace(self.context, target=states)
+        for arm in self.arms:
+            arm.target = arm.objective.target = states
+            arm.context = replace(arm.context, target=states)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
-    def fit(self) -> Result:
-        run, journal = self.recipe.run, self.journal
-        result = Result(self.step, False, self.best, self.folder / "best")
-        prefetch = Prefetcher(self.loader, self.objective, self.device)
-        self._recent: deque[tuple[int, StepInput]] = deque(maxlen=run.log_every + 1)
-        self._reset_window()
+    def fit(self) -> list[Result]:
+        """Of each arm."""
+        prefetch = Prefetcher(self.loader, self.arms[0].objective, self.device)
+        self._recent: Recent = deque(maxlen=self.recipe.run.log_every + 1)
+        for arm in self.arms:
+            arm.reset_window()
+        finished = False
         try:
             with self.interrupts:
-                self._loop(prefetch, result)
+                finished = self._loop(prefetch)
         finally:
             prefetch.close()
-            self.journal.close()
-            if self.world.is_first:  # a run that stops on an error most of all
-                draw_curves(self.folder / "log.jsonl", self.folder / "curves.png")
-        result.step, result.best_acceptance_length = self.step, self.best
-        if self.world.is_first:
-            if result.finished:
-                journal.say(f"done: {self.step:,} steps, acceptance length {self.best:.3f}; drafter in {result.best_folder}")
+            for arm in self.arms:
+                arm.journal.close()
+                if self.world.is_first:  # a run that stops on an error most of all
+                    draw_curves(arm.folder / "log.jsonl", arm.folder / "curves.png")
+        for arm in self.arms:
+            if finished:
+                arm.journal.say(
+                    f"done: {self.step:,} steps, acceptance length {arm.best:.3f}; drafter in {arm.folder / 'best'}"
+                )
             else:
-                journal.say(f"interrupted at step {self.step:,}; the same command goes on from here")
-        return result
+                arm.journal.say(f"interrupted at step {self.step:,}; the same command goes on from here")
+        return [Result(self.step, finished, arm.best, arm.folder / "best", arm.evaluations) for arm in self.arms]
 
-    def _loop(self, prefetch: Prefetcher, result: Result) -> None:
+    def _loop(self, prefetch: Prefetcher) -> bool:
+        """Whether the run came to its end."""
         run = self.recipe.run
         if self.step == 0:
-            self._evaluate(result)
+            self._evaluate()
         while not self._is_done():
             step_input = next(prefetch)
             began = time.perf_counter()
-            counts, outside, stop, seconds = self._agree(step_input)
+            counts, outside, stop = self._agree(step_input)
             if stop:
                 break
-            self.optimizer.set_factor(self._factor(seconds))
             is_logged = (self.step + 1) % run.log_every == 0
-            metrics = self._train_step(step_input, counts, measure=is_logged)
+            self._train_step(step_input, counts, measure=is_logged)
             self.step += 1
             self.loader_state = step_input.loader_state
             if is_logged:
-                self._log(metrics, counts + outside, step_input.epoch)
+                for arm in self.arms:
+                    arm.log(self.step, self.tokens, self.agreed_seconds, counts + outside, step_input.epoch, self._recent)
             self.seconds += time.perf_counter() - began
             last = self._is_done()
             if self._is_due("evaluate", run.evaluate_every, run.evaluate_seconds) or last:
                 self._check_finite()
-                self._evaluate(result)
+                self._evaluate()
             if self._is_due("save", run.save_every, run.save_seconds) and not last:
                 self._check_finite()
                 self.save()
         self._check_finite()
         self.save()
-        result.finished = self._is_done()
+        return self._is_done()
 
     def _is_due(self, what: str, every: int, seconds: float | None) -> bool:
         """By steps or by the first process's clock: the same answer in all processes."""
@@ -221,183 +190,105 @@ class Trainer:
         run = self.recipe.run
         if self.total_steps is not None and self.step >= self.total_steps:
             return True
-        if run.patience is not None and self.stale >= run.patience:
+        if run.patience is not None and self.arms[0].stale >= run.patience:
             return True
         return run.max_seconds is not None and self.agreed_seconds >= run.max_seconds
 
-    def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool, float]:
+    def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool]:
         """Over all processes: positions with loss at each draft step, those without as their token is outside the draft
-        vocabulary, whether anyone wants to stop; and the first one's seconds."""
+        vocabulary, whether anyone wants to stop; and, kept, the first one's seconds."""
         mine = torch.tensor([float(self.interrupts.wanted), self.seconds if self.world.is_first else 0.0])
         facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
         self.agreed_seconds = float(facts[-1])
         valid, outside = facts[:-2].float().chunk(2)
-        return valid, outside, bool(facts[-2] > 0), self.agreed_seconds
+        return valid, outside, bool(facts[-2] > 0)
 
-    def _factor(self, seconds: float) -> float:
-        optimizer, run = self.recipe.optimizer, self.recipe.run
+    def _share(self) -> float:
+        """How much of the run is over, which the learning rate follows."""
         share = 0.0 if self.total_steps is None else self.step / self.total_steps
-        if run.max_seconds is not None:
-            share = max(share, seconds / run.max_seconds)
-        return learning_rate_factor(share, optimizer.schedule, optimizer.warmup, optimizer.decay, optimizer.floor)
+        if (limit := self.recipe.run.max_seconds) is not None:
+            share = max(share, self.agreed_seconds / limit)
+        return share
 
-    def _train_step(self, step_input: StepInput, counts: Tensor, measure: bool) -> list[StepMetrics]:
-        weights = self.objective.step_weights(counts.to(self.device, non_blocking=True))
-        self.optimizer.zero_grad()
-        metrics = []
+    def _train_step(self, step_input: StepInput, counts: Tensor, measure: bool) -> None:
+        counts = counts.to(self.device, non_blocking=True)
+        for arm in self.arms:
+            arm.begin_step(self._share())
         for batch in step_input.batches:
-            loss, batch_metrics = self._forward_backward(batch, weights, measure)
-            metrics.append(batch_metrics)
-            self._window.loss += loss
-            self._window.tokens += batch.tokens_BT.numel() * self.world.size
+            self._backward(batch, counts, measure)
             self.tokens += batch.tokens_BT.numel() * self.world.size
-        self.world.sum_gradients(self.drafter.parameters())
-        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm)
-        self.optimizer.step()
-        window = self._window
-        window.grad_norm += norm
-        window.steps += 1
-        is_bad = ~torch.isfinite(window.loss + norm) & (window.first_bad < 0)
-        window.first_bad = torch.where(is_bad, self.step, window.first_bad)
+        for arm in self.arms:
+            arm.end_step(self.step)
         self._recent.append((self.step, step_input))
-        return metrics
 
-    def _forward_backward(self, batch: Any, weights: Tensor, measure: bool) -> tuple[Tensor, StepMetrics]:
-        try:
-            loss, metrics = self.objective(batch, weights, measure=measure)
-            loss.backward()
-        except Exception as error:
-            if self.objective.settings.compile and _is_compiler_error(error) and self.step < 2:
+    def _backward(self, batch: TrainBatch, counts: Tensor, measure: bool) -> None:
+        states = None
+        for arm in self.arms:
+            try:
+                states = states or self.target.states(batch)
+                arm.backward(batch, states, counts, measure)
+            except Exception as error:
+                if not (arm.objective.settings.compile and _is_compiler_error(error) and self.step < 2):
+                    raise
                 inner = getattr(error, "inner_exception", error)
                 reason = (str(inner).strip() or type(inner).__name__).splitlines()[0]
-                self.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
+                arm.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
                 self.target.without_compiler()
-                self.objective = self._objective(compile=False)
-                self.optimizer.zero_grad()
-                return self._forward_backward(batch, weights, measure)
-            raise
-        return loss.detach(), metrics
-
-    # --- telling --------------------------------------------------------------------------------------------------
-
-    def _reset_window(self) -> None:
-        zero = torch.zeros((), device=self.device)
-        first_bad = torch.full((), -1, device=self.device)
-        self._window = _Window(zero.clone(), zero.clone(), first_bad, began=time.perf_counter())
+                arm.without_compiler()
+                states = states or self.target.states(batch)
+                arm.backward(batch, states, counts, measure)
 
     def _check_finite(self) -> None:
-        """Waits for the device."""
-        bad = int(self._window.first_bad)
-        if bad >= 0:
-            step_input = next((x for step, x in self._recent if step == bad), None)
-            raise TrainingStopped(describe_not_finite(bad + 1, step_input, self.target, self.folder))
+        for arm in self.arms:
+            arm.check_finite(self._recent)
 
-    def _log(self, metrics: list[StepMetrics], counts: Tensor, epoch: float) -> None:
-        window = self._window
-        sums = torch.stack([torch.stack([m.loss_K, m.acceptance_K, m.hits_K]) for m in metrics]).sum(0)
-        facts = torch.cat([sums.flatten(), window.loss[None] / window.steps]).cpu().double()
-        self._check_finite()
-        facts = self.world.sum(facts)
-        loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
-        seconds = time.perf_counter() - window.began
-        counts = counts.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
-        figures = {
-            "loss": float(facts[-1]),
-            "loss_by_step": (loss_K / self.objective.decay_K.cpu()).tolist(),
-            "accuracy": (hits_K / counts).tolist(),
-            "acceptance_probability": (acceptance_K / counts).tolist(),
-            "learning_rate": self.optimizer.parts[0].param_groups[0]["lr"],
-            "grad_norm": float(window.grad_norm / window.steps),
-            "epoch": epoch,
-            "tokens": self.tokens,
-            "tokens_per_second": window.tokens / seconds,
-        }
-        if self.device.type == "cuda":
-            figures["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        self.journal.record("train", self.step, figures)
-        accuracy = figures["accuracy"]
-        self.journal.progress(
-            self.step,
-            self.agreed_seconds,
-            f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
-            f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
-        )
-        self._reset_window()
-
-    def _evaluate(self, result: Result) -> None:
-        """On the first process; the others wait for what it found."""
+    def _evaluate(self) -> None:
         began = time.perf_counter()
-        figures = None
-        if self.world.is_first:
-            asked = self.recipe.evaluation
-            drafter = served_copy(self.drafter, self.target, self.dtype)
-            figures = evaluate(drafter, self.held_out, asked.depths, asked.sink_column)
-            length = figures["acceptance_length"][asked.select_depth]
-            self.journal.record("evaluation", self.step, figures)
-            shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
-            self.journal.say(f"step {self.step:,}: acceptance length {shown}")
-            result.evaluations.append({"step": self.step, **figures})
-        length = self.world.broadcast(figures and figures["acceptance_length"][self.recipe.evaluation.select_depth])
-        if length > self.best:
-            self.best, self.stale = length, 0
-            if self.world.is_first:
-                self._export(self.folder / "best", figures)
-        else:
-            self.stale += 1
-        self._window.began += time.perf_counter() - began  # the tokens per second are those of training
+        for arm in self.arms:
+            arm.evaluate(self.step, self.tokens, self.held_out)
+        for arm in self.arms:
+            arm.pause(time.perf_counter() - began)
 
     # --- keeping --------------------------------------------------------------------------------------------------
 
-    def _export(self, folder: Path, evaluation: dict[str, Any]) -> None:
-        where = {"step": self.step, "tokens": self.tokens, "evaluation": evaluation}
-        export(self.drafter, folder, self.dtype, {**where, **self.context.provenance, "recipe": self.recipe.to_dict()})
-
     def save(self) -> None:
         if self.world.is_first:
-            state = {
-                "recipe": self.recipe.to_dict(),
-                "config": config_to_hf(self.drafter.config, self.dtype),
-                "provenance": self.context.provenance,
-                "drafter": self.drafter.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "loader": self.loader_state,
-                "seconds": self.seconds,
-                "tokens": self.tokens,
-                "best": self.best,
-                "stale": self.stale,
-            }
-            save_checkpoint(self.folder / "checkpoints", self.step, state, self.recipe.run.keep)
+            position = {"loader": self.loader_state, "seconds": self.seconds, "tokens": self.tokens}
+            # One more of several arms: a run that is killed between two of them goes on from the step that all have.
+            keep = self.recipe.run.keep + (len(self.arms) > 1)
+            for arm in self.arms:
+                arm.save(self.step, position, keep)
         self.world.barrier()
 
     def _resume(self) -> None:
         """From the first process's files: the others may run on machines that do not have them."""
         self.loader_state, self.agreed_seconds = None, 0.0
-        found = self.world.on_first(lambda: checkpoints(self.folder / "checkpoints"))
-        if not found:
+        paths = self.world.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
+        for arm, path in zip(self.arms, paths, strict=False):
+            state = arm.resume(path)
+        if not paths:
             return
-        state = self.world.on_first(lambda: load_checkpoint(found[-1]))
-        if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
-            raise UserError(
-                f"{found[-1]}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another "
-                "output folder"
-            )
-        try:
-            self.drafter.load_state_dict(state["drafter"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError):
-            raise UserError(
-                f"{found[-1]}: belongs to another drafter or optimiser than this recipe's; use another output folder, or "
-                "delete it to start anew"
-            ) from None
         if state["loader"] is not None:
             try:
                 self.loader.load_state_dict(state["loader"])
             except DataError as error:
-                raise UserError(f"{found[-1]}: {error}") from None
+                raise UserError(f"{paths[-1]}: {error}") from None
         self.loader_state = state["loader"]
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self.best, self.stale, self.agreed_seconds = state["best"], state["stale"], state["seconds"]
+        self.agreed_seconds = state["seconds"]
         restore_random_state(state["random"])
+
+
+def latest_checkpoints(folders: Sequence[Path]) -> list[Path]:
+    """Of each run, that of the newest step that all have; none where no run has any."""
+    found = [{path.name: path for path in checkpoints(folder / "checkpoints")} for folder in folders]
+    common = set.intersection(*(set(paths) for paths in found))
+    if not common and any(found):
+        raise UserError(
+            f"{', '.join(map(str, folders))}: these arms have no checkpoint of the same step; train what is missing in another "
+            "output folder"
+        )
+    return [paths[max(common)] for paths in found] if common else []
 
 
 def _is_compiler_error(error: Exception) -> bool:
@@ -405,32 +296,61 @@ def _is_compiler_error(error: Exception) -> bool:
     return module.startswith(("torch._dynamo", "torch._inductor"))
 
 
+def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
+    """Of `NAME=KEY=VALUE …`, each the recipe with these keys, in a folder of its own name within the output folder."""
+    recipes: dict[str, Recipe] = {}
+    for text in arms:
+        name, equals, keys = text.partition("=")
+        if not equals or not name or Path(name).name != name:
+            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
+        if name in recipes:
+            raise RecipeError(f"--arms: {name} is there twice")
+        recipes[name] = with_overrides(recipe, shlex.split(keys))
+        was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
+        changed = [key for key, value in now.items() if value != was[key]]
+        if refused := [key for key in changed if key.partition(".")[0] not in OWN or key in SHARED]:
+            raise RecipeError(
+                f"--arms {name}: {', '.join(refused)} must be the same in all arms, which share target, data and batches; "
+                "set it for all of them"
+            )
+    if recipe.run.patience is not None:
+        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
+    return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]
+
+
 def train(recipe: Recipe) -> Result:
     """A whole run, or the rest of one: everything `fledge train` does."""
-    asked = recipe.run.device
+    return _train(recipe, None)[0]
+
+
+def train_arms(recipe: Recipe, arms: Sequence[str]) -> dict[str, Result]:
+    """Several drafters on the same batches of target states: each as if it were trained alone (see `arm_recipes`)."""
+    recipes = arm_recipes(recipe, arms)
+    return {Path(one.output).name: result for one, result in zip(recipes, _train(recipe, recipes), strict=True)}
+
+
+def _train(common: Recipe, arms: Sequence[Recipe] | None) -> list[Result]:
+    asked = common.run.device
     world = DistributedContext.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
-    folder = Path(recipe.output)
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
-        before = world.on_first(lambda: earlier_settings(recipe.output))
-        recipe = resolve(recipe, world, before)
-        say(recipe.to_yaml())
-        if before is not None:
-            check_settings(recipe, before, say)
-        context = build_context(recipe, world, say)
+        recipes = _resolved(common, arms, world, say)
+        contexts = build_contexts(recipes, world, say)
+        run = recipes[0].run
         # A sharded target needs all processes for every pass, though the first alone evaluates.
-        takes_part = world.is_first or recipe.run.shard_target
-        held_out = held_out_texts(context) if takes_part else None
-        trainer = Trainer(context, world, held_out if world.is_first else None)
-        del context, held_out  # the trainer may let go of the target
+        takes_part = world.is_first or run.shard_target
+        held_out = held_out_texts(contexts[0]) if takes_part else None
+        trainer = Trainer(contexts, world, held_out if world.is_first else None)
+        del contexts, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")
-        if recipe.run.hidden_states == "offline":
+        if run.hidden_states == "offline":
             trainer.use_states_on_disk()
-        if world.is_first:  # only now: a run that is refused leaves things as they were
-            if trainer.context.vocabulary is not None and not recipe.data.vocabulary:
-                trainer.context.vocabulary.save(folder / "vocabulary")
-            write_atomically(folder / "recipe.yaml", lambda file: file.write(recipe.to_yaml().encode()))
-            remove_leftovers(folder / "checkpoints")
+        for arm in trainer.arms if world.is_first else ():  # only now: a run that is refused leaves things as they were
+            if arm.context.vocabulary is not None and not arm.recipe.data.vocabulary:
+                arm.context.vocabulary.save(arm.folder / "vocabulary")
+            text = arm.recipe.to_yaml().encode()
+            write_atomically(arm.folder / "recipe.yaml", lambda file, text=text: file.write(text))
+            remove_leftovers(arm.folder / "checkpoints")
         if trainer.step:
             say(f"resuming at step {trainer.step:,}")
         return trainer.fit()
@@ -441,3 +361,17 @@ def train(recipe: Recipe) -> Result:
         ) from error
     finally:
         world.leave()
+
+
+def _resolved(common: Recipe, arms: Sequence[Recipe] | None, world: DistributedContext, say: Any) -> list[Recipe]:
+    """The recipes of all arms (None: the common one is the only), checked against what their folders hold."""
+    outputs = [one.output for one in arms or (common,)]
+    before: list[Mapping[str, Any] | None] = world.on_first(lambda: [earlier_settings(output) for output in outputs])
+    common = resolve(common, world, before[0])
+    say(common.to_yaml())
+    own = ({"output": one.output} | {key: getattr(one, key) for key in OWN} for one in arms or (common,))
+    recipes = [replace(common, **settings) for settings in own]
+    for recipe, earlier in zip(recipes, before, strict=True):
+        if earlier is not None:
+            check_settings(recipe, earlier, say)
+    return recipes

@@ -8,9 +8,9 @@ import pytest
 
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.drift import templates
 from fledge.drift.lab import run_lab
-from fledge.drift.settings import Settings
+from fledge.drift.prompts import TEMPLATE_NAMES
+from fledge.drift.suites import Settings
 from tests.serving.model_folder import make_model
 from tests.tiny import tiny_drafter, tiny_drafter_config
 
@@ -21,7 +21,7 @@ SETTINGS = replace(
     depth=5,
     prompts=2,
     questions=2,
-    templates=templates.NAMES,
+    templates=TEMPLATE_NAMES,
     system_prompts=("none given", "short", "German"),
     lengths=(128, 256, 4096),
     noise=(1.0,),

@@ -1,9 +1,11 @@
-"""The whole lab on a tiny model: every suite, the report, its words, and the command."""
+"""The whole lab on a tiny model: every suite, the report, its verdicts, and the command."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -12,15 +14,15 @@ from typer.testing import CliRunner
 from fledge.bench.datasets import Item, load_items
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.drift import templates
-from fledge.drift.acceptance import Count, accepted_ratio, kept_difference, length_ratio, pooled
-from fledge.drift.contexts import OPENING, lengths
-from fledge.drift.documents import Document, load_documents
+from fledge.drift import prompts as templates
 from fledge.drift.lab import run_lab
-from fledge.drift.suites import chat_templates, chosen, multi_turn
-from fledge.drift.tally import Tally, TextFigures, fused_parts
-from fledge.drift.words import in_words
+from fledge.drift.metrics import Count, Tally, TextFigures, accepted_ratio, fused_parts, kept_difference, length_ratio, pooled
+from fledge.drift.prompts import Document, load_documents
+from fledge.drift.results import verdict_table, verdicts
+from fledge.drift.subjects import load_subjects
+from fledge.drift.suites import OPENING, chat_templates, chosen, lengths, multi_turn
 from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
@@ -93,21 +95,17 @@ def test_acceptance_is_that_of_the_engine(figures, folders):
     assert condition["drafters"]["three-one"]["acceptance_length"][3] == pytest.approx(engine.stats.acceptance_length)
 
 
-def test_words_name_what_moved(figures):
-    words = in_words(figures)
-    assert any("grows" in line for line in words["three"])
-    assert any("keeps its size" in line for line in words["three-one"])
-    assert any("three-one over three, a question being one sample" in line for line in words["together"])
-
-
-def test_words_say_what_is_left_past_training(figures):
-    drafters = [{**one, "trained": {"ttt_steps": 2, "sequence_length": 300}} for one in figures["drafters"]]
-    known = {"joint_acceptance": [0.5, 0.2, 0.06, 0.02, None], "rows_inside": [500, 490, 480, 450, 0], "looping_texts": 0}
-    probes = {**figures["probes"], "three": {**figures["probes"]["three"], **known}}
-    words = " ".join(in_words({**figures, "drafters": drafters, "probes": probes})["three"])
-    assert "up to step 2 are right in 20.0% of rows (98 of 490), up to step 4 in 2.0% (9 of 450)" in words
-    assert re.search(r"trained on texts of up to 300 tokens, it keeps \d+%.* at 1488 tokens", words)
-    assert "rained" not in " ".join(in_words(figures)["three"])
+def test_verdicts_tell_a_state_that_grows_from_one_that_keeps_its_size(figures):
+    found = {name: {one.what: one for one in verdicts(figures, name)} for name in ("three", "three-one")}
+    size = "fed-back RMS, step 8 over step 1"
+    assert not found["three"][size].passed
+    assert found["three-one"][size].passed
+    head, rows = verdict_table(figures)
+    assert head == ["", "limit", *(one["name"] for one in figures["drafters"])]
+    row = next(row for row in rows if row[0] == size)
+    assert row[2] == f"{figures['probes']['three']['rms_ratio']:.2f} ✗"
+    assert row[3] == f"{figures['probes']['three-one']['rms_ratio']:.2f} ✓"
+    assert rows[0][0] == "acceptance length at depth 5, all prompts"
 
 
 def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatch):
@@ -125,12 +123,36 @@ def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatc
     page = (tmp_path / "report.html").read_text()
     assert "http" not in re.sub(r"base64,[^']+", "", page)
     assert page.count("data:image/png;base64,") == len(list((tmp_path / "plots").glob("*.png"))) == 11
-    assert "fed-back state grows" in page
-    assert "keeps its size" in page
+    assert "fed-back RMS, step 8 over step 1" in page
     assert figures["drafters"][0]["weights_sha256"] in page
     stored = json.loads((tmp_path / "report.json").read_text())
     assert stored["provenance"]["prompts_sha256"] == figures["provenance"]["prompts_sha256"]
-    assert stored["words"]["three"]
+    assert stored["verdicts"]["three"][1]["passed"] is False
+
+
+def test_a_drafters_folder_says_how_it_was_trained(folders, tmp_path):
+    shutil.copytree(folders / "three", tmp_path / "known")
+    augmentation = {"template_probability": 0.1, "no_template_probability": 0.05, "templates": ["alpaca"]}
+    recipe = {
+        "seed": 3,
+        "data": {"sequence_length": 64, "augmentation": augmentation},
+        "objective": {"ttt_steps": 3},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    (tmp_path / "known" / "provenance.json").write_text(json.dumps({"step": 9, "recipe": recipe}))
+    config = EngineConfig(device="cpu", dtype="float32")
+    subject = load_subjects([f"known={tmp_path / 'known'}"], "", load_decoder(folders / "model"), config)[0]
+    assert subject.name == "known"
+    expected = {
+        "sequence_length": 64,
+        "ttt_steps": 3,
+        "augmented": True,
+        "templates": ["alpaca", "none"],
+        "steps": 9,
+        "seed": 3,
+    }
+    assert subject.trained.items() >= expected.items()
+    assert subject.weights_sha256 == hashlib.sha256((folders / "three" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_a_drafter_without_states_is_refused(folders):
@@ -146,16 +168,15 @@ def test_a_condition_without_answers_counts_nothing():
 
 def test_a_drafter_that_accepts_nothing_is_called_so(figures):
     probes = {**figures["probes"]["three"], "acceptance_length": {5: 1.05}}
-    words = in_words({**figures, "probes": {**figures["probes"], "three": probes}})["three"]
-    assert "next to nothing" in words[0]
-    assert not any("Holds" in line for line in words)
+    first = verdicts({**figures, "probes": {**figures["probes"], "three": probes}}, "three")[0]
+    assert (first.value.split(";")[0], first.limit, first.passed) == ("1.05", "≥ 1.2", False)
 
 
 def test_no_bos_drops_one_token(folders):
     tokenizer = Tokenizer(folders / "model")
     messages = [{"role": "user", "content": "the cat"}]
-    own = templates.own(tokenizer, messages)
-    assert tuple(templates.all_templates(tokenizer, messages)) == templates.NAMES
+    own = templates.own_template(tokenizer, messages)
+    assert tuple(templates.all_templates(tokenizer, messages)) == templates.TEMPLATE_NAMES
     assert templates.no_bos(tokenizer, messages) == own[1:]
     assert templates.foreign(tokenizer, "ChatML", messages) == own
     assert "### Response:" in tokenizer.decode(templates.foreign(tokenizer, "Alpaca", messages))

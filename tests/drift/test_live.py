@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.live import LiveProbe
+from fledge.drift.live import LiveProbe, coverage, watch_drafts
 from fledge.drift.rollout import TargetText, roll_out
-from fledge.drift.watching import coverage, watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams

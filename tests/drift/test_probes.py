@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.probes import attention_figures, rms, slope
+from fledge.drift.probes import attention_figures, find_sink, rms, slope
 from fledge.drift.rollout import roll_out
-from fledge.drift.sinks import find_sink
 from fledge.drift.texts import TargetText
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.acceptance import Count, acceptance_length, counted, expected_walk, length_ratio, walk
-from fledge.drift.rollout import Rollout, roll_out
-from fledge.drift.sampled import target_probabilities
-from fledge.drift.tally import by_text
+from fledge.drift.metrics import Count, acceptance_length, by_text, counted, expected_walk, length_ratio, walk
+from fledge.drift.rollout import Rollout, roll_out, target_probabilities
 from fledge.drift.texts import TargetText, in_groups
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.drift import row_probe
-from fledge.drift.live import NAMES, LiveProbe
-from fledge.drift.row_probe import RowProbe
-from fledge.drift.watching import watch_drafts
+from fledge.drift import live
+from fledge.drift.live import NAMES, LiveProbe, RowProbe, watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -116,7 +114,7 @@ def test_rows_with_very_many_keys_are_not_looked_at(monkeypatch):
     _, engine = engines(*pair())
     probe = watch_drafts(engine, every=1, sink=1)
     for most_keys, looks in ((63, False), (64, True)):  # a row has a page of 64
-        monkeypatch.setattr(row_probe, "MOST_KEYS", most_keys)
+        monkeypatch.setattr(live, "MOST_KEYS", most_keys)
         probe.reset()
         engine.add_request(PROMPTS[0], GREEDY)
         while engine.has_unfinished():

@@ -8,12 +8,11 @@ import re
 
 import pytest
 
+from benchmarks.drift_ablation import comparisons
+from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length, right_rows
+from benchmarks.drift_page import Ablation, study, table, with_depths, with_todays_names, write_study
 from fledge.bench.provenance import write_json
-from fledge.drift.ablation import comparisons
-from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
-from fledge.drift.pairs import ENOUGH_PAIRS, condition_of, distinct_conditions, plus_minus, ratio_over, suite_of
-from fledge.drift.study import Ablation, study, table, with_depths, with_todays_names, write_study
-from fledge.drift.words import right_rows
+from fledge.drift.results import ENOUGH_PAIRS, condition_of, plus_minus, ratio_over, suite_of, verdicts
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def test_depths_survive_json(figures, stored):
 def test_the_page_has_every_part(stored, tmp_path):
     page = write_study(json.loads(stored.read_text()), stored, tmp_path / "docs/study.md", tmp_path / "docs/images")
     text = page.read_text()
-    for title in ("claimed", "must show", "draft step", "one by one", "Templates", "Context length", "Temperature", "In words"):
+    for title in ("claimed", "must show", "draft step", "one by one", "Templates", "Context length", "Temperature"):
         assert re.search(f"^##.*{title}", text, re.MULTILINE), title
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert len(pictures) == 6
@@ -50,7 +49,7 @@ def with_probes(figures, **by_drafter):
     return one
 
 
-def verdicts(figures, old="three", new="three-one"):
+def verdicts_on(figures, old="three", new="three-one"):
     names = ("fed-back", "sink", "own tokens", "chat template", "long context", "trained depth", "Noise")
     found = {claim.what: claim.verdict for claim in claims(figures, old, new)}
     return {name: next((verdict for what, verdict in found.items() if name in what), None) for name in names}
@@ -73,13 +72,13 @@ def test_verdicts_on_sizes_and_shares(figures):
     known = {"sink_share_change_error": 0.02, "own_share_change_error": 0.02}
     for (old, new), expected in ((published, [HOLDS] * 3), (ours, [WEAKLY, WEAKLY, NOT])):
         one = with_probes(figures, three=old | known, three_one=new | known)
-        assert list(verdicts(one).values())[:3] == expected
-        assert list(verdicts(one, "three-one", "three").values())[:3] == [NOT] * 3
+        assert list(verdicts_on(one).values())[:3] == expected
+        assert list(verdicts_on(one, "three-one", "three").values())[:3] == [NOT] * 3
     vague = with_probes(figures, three=ours[0] | known, three_one=ours[1] | {**known, "sink_share_change_error": 0.05})
-    assert verdicts(vague)["sink"] == NOT
+    assert verdicts_on(vague)["sink"] == NOT
     for name in ("three", "three-one"):  # older figures have no errors: by size alone
         vague["probes"][name].pop("sink_share_change_error")
-    assert verdicts(vague)["sink"] == WEAKLY
+    assert verdicts_on(vague)["sink"] == WEAKLY
 
 
 def give_counts(condition, **by_drafter):
@@ -105,7 +104,7 @@ def test_a_ratio_must_be_large_and_clear(figures, old, new, expected):
     one = copy.deepcopy(figures)
     give_counts(condition_of(suite_of(one, "templates"), "no template"), three=old, three_one=new)
     give_counts(suite_of(one, "context length")["conditions"][-1], three=old, three_one=new)
-    found = verdicts(one)
+    found = verdicts_on(one)
     assert found["chat template"] == expected
     assert found["long context"] == expected
 
@@ -145,7 +144,7 @@ def test_depth_is_judged_over_all_rows(figures, rates, ratio, expected):
     one = with_probes(figures, three=probes[0], three_one=probes[1])
     against = suite_of(one, "depth")["conditions"][0]["drafters"]["three-one"]["against_first"]
     against[9] = dict(zip(("value", "error"), ratio, strict=True))
-    assert verdicts(one)["trained depth"] == expected
+    assert verdicts_on(one)["trained depth"] == expected
     here = next(claim.here for claim in claims(one, "three", "three-one") if "trained depth" in claim.what)
     assert f"({1000 * rates[0]:.0f} of 1,000 / {1000 * rates[1]:.0f} of 1,000 rows)" in here
 
@@ -159,7 +158,7 @@ def test_checks_name_the_worst_condition(figures):
     one = copy.deepcopy(figures)
     suite = suite_of(one, "templates")
     suite["conditions"][5]["drafters"]["three"]["retention"][5] = 0.4
-    check = next(check for check in checks(one, "three") if "templates" in check.what)
+    check = next(check for check in verdicts(one, "three") if "templates" in check.what)
     assert check.what.endswith(suite["conditions"][5]["name"])
     assert not check.passed
     assert check.value.startswith("40%")
@@ -179,14 +178,14 @@ def test_loops_must_not_hide_a_loss(figures):
             "retention_not_looping": {5: {"value": 0.6, "error": 0.04}},
             "pairs_not_looping": pairs,
         }
-        check = next(check for check in checks(one, "three") if "templates" in check.what)
+        check = next(check for check in verdicts(one, "three") if "templates" in check.what)
         assert check.passed == passed
         assert check.close is False
         if not passed:
             assert check.what.endswith(hidden["name"])
             assert check.value == f"100% ± 1%; 60% ± 4% without loops ({pairs} pairs)"
         hidden["drafters"]["three"]["retention_not_looping"][5] = {"value": 0.88, "error": 0.04}
-        check = next(check for check in checks(one, "three") if "templates" in check.what)
+        check = next(check for check in verdicts(one, "three") if "templates" in check.what)
         assert check.passed
         assert check.close != passed
 
@@ -206,13 +205,6 @@ def test_the_hardest_length_is_named(figures):
             "pairs_not_looping": 7,
         }
     assert lowest_length(one, "three") == "80% ± 5% (256 tokens, 7 pairs)"
-
-
-def test_the_same_answers_count_once(figures):
-    names = [(suite["name"], condition["name"]) for suite, condition in distinct_conditions(figures)]
-    assert ("noise", "no noise") in names  # here the templates have two prompts of the eleven
-    assert not {("depth", "all prompts"), ("temperature", "T = 0"), ("system prompts", "none given")}.intersection(names)
-    assert ("templates", "own") in names
 
 
 def test_drafters_are_compared_text_by_text(figures):
@@ -271,7 +263,6 @@ def test_an_ablation_of_its_own_takes_the_place_of_the_pages(figures, stored, tm
     assert text.index("## The two fixes one by one\n\nTrained in another room.") < text.index("## Under stress")
     assert "## What follows for the recipe\n\nSo be it." in text
     growth = [figures["probes"][name]["rms_ratio"] for name in ("three", "outputs", "inputs", "three-one")]
-    assert f"({growth[0]:.2f}× by itself)" in text
     assert all(f"{one:.2f}×" in text for one in growth)
     suite = suite_of(figures, "templates")
     lengths = [suite["conditions"][0]["drafters"][one["name"]]["acceptance_length"] for one in figures["drafters"]]
@@ -288,7 +279,6 @@ def test_the_page_says_what_was_trained_on_and_what_is_seen(figures):
     assert "| ChatML" in rows
     assert "attends to the last 64" in text
     assert figures["drafters"][0]["weights_sha256"][:16] in text
-    assert "up to step 3 are right in" in text
 
 
 def test_older_figures_are_read(figures):

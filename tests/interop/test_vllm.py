@@ -11,8 +11,9 @@ import torch
 from fledge import SamplingParams, sources
 from fledge.bench.prompts import DEMO
 from fledge.checkpoints.eagle3 import save_drafter
+from fledge.checkpoints.export import plain_folder
 from fledge.checkpoints.speculators import save_speculators
-from fledge.drafters import DEFAULTS, HERE
+from fledge.drafters import default_drafter
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.models.decoder import Decoder
@@ -38,7 +39,7 @@ TINY = {
     "norms on queries and keys, window": {"fc_norm": True, "norm_output": True, "qk_norm": True, "window": 8},
 }
 SPECULATORS = ("eagle 3.1", "four taps")
-SHIPPED = [name for name, folder in DEFAULTS.items() if (HERE / folder / "config.json").is_file()]
+SHIPPED = [name for name in sources.BUILT_INS if default_drafter(name) is not None]
 
 
 def assert_same(ours: dict, vllm: dict) -> None:
@@ -105,7 +106,7 @@ def jobs(tmp_path_factory, target, target_folder) -> dict[str, dict]:
         chats = [[{"role": "user", "content": prompt.text}] for prompt in DEMO[::2]]
         jobs[name] = {
             "target": str(folder),
-            "drafter": str(HERE / DEFAULTS[name]),
+            "drafter": str(plain_folder(default_drafter(name))),
             "prompts": [tokenizer.apply_chat_template(chat) for chat in chats],
             "max_tokens": 40,
             "depth": 5,

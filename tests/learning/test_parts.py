@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fledge.drift.acceptance import Count
+from fledge.drift.metrics import Count
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
 from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget

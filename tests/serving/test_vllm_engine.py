@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError
 from fledge.serving import vllm_engine
+from tests.tiny import tiny_drafter
 
 
 def make_python(folder: Path, kind: str) -> str:
@@ -96,6 +98,18 @@ def test_fledges_names_become_folders(fake_vllm: str, tiny_folder: Path, tmp_pat
     command = vllm_engine.command([str(tiny_folder), "--drafter", "ngram"])
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == "ngram"
     assert "--speculative-config" not in vllm_engine.command([str(tiny_folder)])
+
+
+def test_a_drafter_stored_in_8_bits_is_unpacked_for_vllm(
+    fake_vllm: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    small = save_drafter(tiny_drafter(), tmp_path / "small", int8=True)
+    for words in (["--drafter", str(small)], ["--speculative-config", json.dumps({"method": "eagle3", "model": str(small)})]):
+        command = vllm_engine.command([str(tiny_folder), *words])
+        given = Path(json.loads(command[command.index("--speculative-config") + 1])["model"])
+        assert given.parent == tmp_path / "cache" / "drafters"
+        assert "quantization_config" not in json.loads((given / "config.json").read_text())
 
 
 def test_flags_of_our_own_engine_are_refused(fake_vllm: str) -> None:

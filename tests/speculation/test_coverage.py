@@ -120,7 +120,7 @@ def test_coverage_is_read_from_a_drafters_provenance(tmp_path):
         ("the target's", None),
         (17, None),
     ):
-        file.write_text(json.dumps({"data": {"draft_vocabulary": text}}))
+        file.write_text(json.dumps({"draft_vocabulary": text}))
         assert recorded_coverage(tmp_path) == wanted
     file.write_text("not json")
     assert recorded_coverage(tmp_path) is None

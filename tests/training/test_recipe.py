@@ -14,7 +14,7 @@ import yaml
 import fledge
 from fledge.config import DrafterConfig, MLAConfig, RopeConfig
 from fledge.errors import UserError
-from fledge.training.context import drafter_config
+from fledge.training.drafter_shape import drafter_config
 from fledge.training.recipe import RecipeError, build_recipe, describe_keys, load_recipe
 from tests.tiny import tiny_model_config
 
@@ -73,7 +73,7 @@ def test_the_smollm2_recipes_are_what_the_shipped_drafter_was_trained_with():
     for key in ("sequence_length", "micro_batch_size", "remove_loops", "held_out_samples", "augmentation"):
         assert said["data"][key] == ran["data"][key]
     assert [Path(file).name for file in second.data.train] == [Path(f).name for f in ran["data"]["train"]]
-    assert [Path(file).name for file in second.data.train] == record["data"]["data"]["files"]
+    assert [Path(file).name for file in second.data.train] == record["data"]["files"]
     assert second.run.steps == record["steps"]
 
     before = record["first_stage"]

@@ -17,7 +17,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.errors import UserError
 from fledge.training import toy
-from fledge.training.context import build_context, resolve
+from fledge.training.context import build_contexts, resolve
 from fledge.training.data.vocabulary import DraftVocabulary
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(recipe, monkeypa
     def poison(self, *args, **kwargs):
         if self.step == 4:
             with torch.no_grad():
-                self.drafter.fc.weight.fill_(float("nan"))
+                self.arms[0].drafter.fc.weight.fill_(float("nan"))
         return original(self, *args, **kwargs)
 
     original = Trainer._train_step
@@ -326,7 +326,7 @@ def test_what_is_held_out_is_told(recipe):
         evaluation=replace(recipe.evaluation, max_prompt_tokens=7),
     )
     told: list[str] = []
-    context = build_context(resolve(recipe, DistributedContext()), DistributedContext(), told.append)
+    (context,) = build_contexts([resolve(recipe, DistributedContext())], DistributedContext(), told.append)
     asked = {tuple(prompt) for prompt in context.prompts}
     assert asked.isdisjoint(tuple(context.train.prompt(i)) for i in range(len(context.train)))
     data, held_out, left_out, vocabulary = told[:4]

@@ -1,4 +1,4 @@
-"""The drift study as a page: tables, pictures and sentences, all made from the figures of one lab run."""
+"""The drift study as a page: tables and pictures, all made from the figures of one lab run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drift_ablation import ablation, by_condition, comparisons
+from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length
 from fledge.drift import plots
-from fledge.drift.ablation import ablation, by_condition, comparisons
-from fledge.drift.claims import HOLDS, NOT, WEAKLY, checks, claims, lowest_length
-from fledge.drift.pairs import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over
-from fledge.drift.system_prompts import NONE_GIVEN
-from fledge.drift.templates import trained_on
-from fledge.drift.words import in_words, share_change, shown_depth, suite_notes
+from fledge.drift.prompts import NONE_GIVEN, trained_on
+from fledge.drift.report import suite_notes
+from fledge.drift.results import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over, shown_depth, verdict_table
 from fledge.files import write_atomically
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
@@ -110,7 +109,6 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
         if suite["name"] in PICTURED:
             parts.append(f"![{suite['name']}]({images}/drift-study-{suite['name'].replace(' ', '-')}.png)")
         parts.append(_depths(suite, names) if suite["name"] == "depth" else _suite(suite, figures, names))
-    parts += ["## In words", *(_sentences(name, lines) for name, lines in in_words(figures).items())]
     parts += ["## How it was made", _provenance(figures)]
     if apart is not None:
         parts += ["The ablation:", _provenance(apart.figures)]
@@ -146,7 +144,7 @@ def _opening(figures: dict[str, Any], source: str) -> str:
         f"domains, up to {settings['prompts']} for each template and system prompt, {settings['documents']} documents with "
         f"{settings['questions']} questions each at every context length, answers of up to {settings['max_tokens']} tokens. "
         f"Every figure is from [`{source}`](../benchmarks/results/{source}); `benchmarks/drift_study.py` writes this page from "
-        "it, sentences included."
+        "it."
     )
     return f"{about}\n\n{measured}"
 
@@ -207,28 +205,12 @@ def _claims(figures: dict[str, Any], old: str, new: str) -> str:
 
 
 def _checks(figures: dict[str, Any], names: Sequence[str]) -> str:
-    by_name = {name: checks(figures, name) for name in names}
-    rows = []
-    for number, check in enumerate(by_name[names[0]]):
-        mine = [by_name[name][number] for name in names]
-        label = check.what.split(", lowest:")[0]
-        cells = [
-            f"{one.value}{_lowest(one.what)} {'✓' if one.passed else '✗'}{' (close)' if one.close else ''}" for one in mine
-        ]
-        rows.append([label, check.limit, *cells])
+    head, rows = verdict_table(figures)
     rows.append(["lowest at any length, without loops", "–", *(lowest_length(figures, name) for name in names)])
-    probes = [figures["probes"][name] for name in names]
-    if all("sink_share_slope" in one for one in probes):
-        moved = [f"{share_change(one, 'sink_share')[2]:+.0%} ({one['sink_share_slope']:+.4f} a step)" for one in probes]
-        rows.append([f"share on the sink, step {probes[0]['drift_step']} against step 1", "–", *moved])
     close = (
         "The mark goes by the figure itself, the lower one where there are two; (close): less than two standard errors from it."
     )
-    return table(["", "limit", *names], rows) + f"\n\n{close}"
-
-
-def _lowest(what: str) -> str:
-    return f" ({what.split('lowest: ')[1]})" if "lowest: " in what else ""
+    return table(head, rows) + f"\n\n{close}"
 
 
 def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
@@ -320,10 +302,6 @@ def _depths(suite: dict[str, Any], names: Sequence[str]) -> str:
     return table(["acceptance length at depth", *map(str, steps)], rows)
 
 
-def _sentences(name: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"**{name.capitalize() if name == 'together' else name}**", "", *(f"- {line}" for line in lines)])
-
-
 def _provenance(figures: dict[str, Any]) -> str:
     facts = figures["provenance"]
     kept = ("fledge", "commit", "device", "threads", "python", "torch", "command", "documents_sha256", "time", "note")
@@ -335,7 +313,7 @@ def _provenance(figures: dict[str, Any]) -> str:
 
 def _command(source: str, apart: Ablation | None) -> str:
     more = f" --ablation benchmarks/results/{apart.source}" if apart is not None else ""
-    return f"Page: `python benchmarks/drift_study.py write benchmarks/results/{source}{more}`"
+    return f"Page: `python -m benchmarks.drift_study write benchmarks/results/{source}{more}`"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fledge.drift.pairs import condition_of, plus_minus, ratio_over, suite_of
-from fledge.drift.words import shown_depth
+from fledge.drift.results import condition_of, plus_minus, ratio_over, shown_depth, suite_of
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 CORNERS = ((False, False), (True, False), (False, True), (True, True))  # fc_norm, norm_output
@@ -50,51 +48,13 @@ def ablation(figures: dict[str, Any], table: Table) -> list[str]:
     measures = _measures(figures, list(group.values()))
     rows = [[label, *(form.format(values[group[corner]]) for corner in CORNERS)] for label, form, values in measures]
     head = ["", "neither (EAGLE 3)", "`fc_norm` only", "`norm_output` only", "both (EAGLE 3.1)"]
-    sentences = []
+    found = []
     for suite in COMPARED:
-        base = group[False, False]
-        found = {corner: ratio_over(figures, suite, group[corner], base) for corner in CORNERS[1:]}
-        if all(found.values()):
-            alone, other, both = (plus_minus(found[corner]._asdict()) for corner in CORNERS[1:])
-            sentences.append(
-                f"- {suite}: `fc_norm` alone {alone}, `norm_output` alone {other}, both {both} of neither's acceptance length."
-            )
-    return [title, table(head, rows), "\n".join(sentences), _meaning(figures, group)]
-
-
-def _meaning(figures: dict[str, Any], group: dict[tuple[bool, bool], str]) -> str:
-    """In words, from the figures: what each of the two does to the states, and to acceptance under stress."""
-    growth = {corner: figures["probes"][group[corner]]["rms_ratio"] for corner in CORNERS}
-    neither, first, second, both = (growth[corner] for corner in CORNERS)
-    said = []
-    if neither > 1:
-        stops, goes_on = ("stops" if value < (1 + neither) / 2 else "does not stop" for value in (second, first))
-        said.append(
-            f"The growth of the fed-back state ({neither:.2f}× by itself): `norm_output` alone {stops} it ({second:.2f}×), "
-            f"`fc_norm` alone {goes_on} it ({first:.2f}×), both together leave {both:.2f}×."
-        )
-    ratios = [
-        tuple(ratio_over(figures, suite, group[corner], group[False, False]) for corner in CORNERS[1:]) for suite in COMPARED
-    ]
-    ratios = [found for found in ratios if all(ratio is not None and ratio.error for ratio in found)]
-    if ratios:
-        said.append(
-            f"Acceptance: in {sum(_exceeds(*found) for found in ratios)} of {len(ratios)} suites both together are worth more "
-            "than one times the other, by more than two standard errors. "
-            f"By as much `fc_norm` alone {_lifted(ratios, 0)}, `norm_output` alone {_lifted(ratios, 1)}."
-        )
-    return " ".join(said)
-
-
-def _exceeds(first: Any, second: Any, both: Any) -> bool:
-    """The three share texts, so that their errors, taken to be independent, are too large rather than too small."""
-    error = math.hypot(both.error, first.error * second.value, second.error * first.value)
-    return both.value - first.value * second.value > 2 * error
-
-
-def _lifted(ratios: Sequence[tuple[Any, ...]], place: int) -> str:
-    moved = [(found[place].value - 1) / found[place].error for found in ratios]
-    return f"lifts {sum(one > 2 for one in moved)} suites and lowers {sum(one < -2 for one in moved)}"
+        ratios = [ratio_over(figures, suite, group[corner], group[False, False]) for corner in CORNERS[1:]]
+        if all(ratios):
+            found.append([suite, *(plus_minus(ratio._asdict()) for ratio in ratios)])
+    over = table(["acceptance length over neither's, all conditions together", *head[2:]], found) if found else ""
+    return [title, table(head, rows), over]
 
 
 def by_condition(figures: dict[str, Any], table: Table) -> list[str]:

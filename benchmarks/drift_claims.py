@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.drift.acceptance import accepted_ratio, kept_difference
-from fledge.drift.pairs import Kept, condition_of, counts_of, kept, paired, percent, suite_of
-from fledge.drift.templates import trained_on
-from fledge.drift.words import FLAT, MILD, MOVED, deepest_joint, right_rows, share_change, shown_depth
+from fledge.drift.metrics import accepted_ratio, kept_difference
+from fledge.drift.prompts import trained_on
+from fledge.drift.results import (
+    CLEARLY,
+    FLAT,
+    condition_of,
+    counts_of,
+    kept,
+    paired,
+    percent,
+    share_change,
+    shown_depth,
+    suite_of,
+)
 
 HOLDS, WEAKLY, NOT = "holds", "in direction only", "does not show here"
 FAR = 0.5  # relative change of a share of attention that is of the order that was published
 LESS = 0.8  # of one drafter's change that another's must lie below to count as less
-CLEARLY = 2  # standard errors
-# What a robust drafter must keep: of its acceptance length in its own template, and in a short context.
-KEPT_IN_TEMPLATES, KEPT_IN_LONG_CONTEXTS = 0.85, 0.80
+MILD = 1.5  # growth of the fed-back state from step 1 to step 8 that is only mild
+MOVED = 0.1  # change of an attention share, relative to its size at step 1, from which it counts as moving
 
 
 @dataclass(frozen=True)
@@ -196,48 +205,6 @@ def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     )
 
 
-@dataclass(frozen=True)
-class Check:
-    what: str
-    limit: str
-    value: str
-    passed: bool
-    close: bool = False  # the limit lies within two standard errors
-
-
-def checks(figures: dict[str, Any], name: str) -> list[Check]:
-    """What a drafter must show to be called robust."""
-    probes = figures["probes"][name]
-    found = [
-        Check(
-            f"fed-back RMS, step {probes['drift_step']} over step 1",
-            f"≤ {FLAT}",
-            f"{probes['rms_ratio']:.2f}",
-            probes["rms_ratio"] <= FLAT,
-        )
-    ]
-    for suite_name, limit in (("templates", KEPT_IN_TEMPLATES), ("system prompts", KEPT_IN_TEMPLATES)):
-        if suite := suite_of(figures, suite_name):
-            others = [one for one in suite["conditions"] if one["name"] != suite["baseline"]]
-            shares = {one["name"]: kept(one, name, shown_depth(suite["depths"])) for one in others}
-            if shares:
-                worst = min(shares, key=lambda which: shares[which].least)
-                found.append(_kept_check(f"{suite_name}, lowest: {worst}", limit, shares[worst]))
-    if (suite := suite_of(figures, "context length")) and len(suite["conditions"]) > 1:
-        longest = suite["conditions"][-1]
-        window = next(one["config"]["window"] for one in figures["drafters"] if one["name"] == name)
-        seen = f"; attends to the last {window}" if window else ""
-        share = kept(longest, name, shown_depth(suite["depths"]))
-        found.append(_kept_check(f"context of {longest['name']}", KEPT_IN_LONG_CONTEXTS, share, seen))
-    return found
-
-
-def _kept_check(what: str, limit: float, share: Kept, aside: str = "") -> Check:
-    error = share.least_error
-    close = error is None or abs(share.least - limit) < CLEARLY * error
-    return Check(f"acceptance length kept, {what}", f"≥ {limit:.0%}", f"{share}{aside}", share.least >= limit, close)
-
-
 def lowest_length(figures: dict[str, Any], name: str) -> str:
     """The context length at which least is kept, loops left out: the longest need not be the hardest."""
     suite = suite_of(figures, "context length")
@@ -249,3 +216,18 @@ def lowest_length(figures: dict[str, Any], name: str) -> str:
     worst = min(shares, key=lambda length: shares[length].calm)
     one = shares[worst]
     return f"{percent(one.calm, one.calm_error)} ({worst}, {one.calm_pairs} pairs)"
+
+
+def right_rows(probes: dict[str, Any], step: int) -> tuple[int, int]:
+    """How many rows are right up to a step, and of how many: the same rows whatever the drafter."""
+    joint = probes["joint_acceptance"][step - 1]
+    if "rows_inside" in probes:
+        rows = probes["rows_inside"][step - 1]
+        return round(joint * rows), rows
+    right = round((probes["conditional_acceptance"][step - 1] or 0) * probes["rows_on_path"][step - 1])  # older figures
+    return right, round(right / joint) if joint else probes["rows_on_path"][0]
+
+
+def deepest_joint(probes: dict[str, Any]) -> int:
+    """The last step that some row reaches."""
+    return sum(value is not None for value in probes.get("joint_acceptance") or [])

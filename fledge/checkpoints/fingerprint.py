@@ -1,0 +1,64 @@
+"""Which model is this: numbers that a folder and the GGUF files of the same model share.
+
+Some of the norms before every layer and after the last: converters leave them as they are while they quantise the rest, but for
+their type, and another training changes them. Two models of one shape (a coder and its general sibling) differ in them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fledge.checkpoints.gguf import hf_name
+from fledge.checkpoints.gguf_file import open_gguf
+from fledge.checkpoints.tensors import TensorReader
+from fledge.errors import ModelError
+
+NORMS = re.compile(r"model\.(?:norm|layers\.(?P<layer>\d+)\.input_layernorm)\.weight")
+NUMBERS = 64
+# Files of one model differ by the rounding of bf16, half a unit of which is 0.2 to 0.4 %: Qwen's GGUF files have more digits
+# than its folders. A norm that was trained further in bf16 moves by whole units.
+TOLERANCE = 0.005
+
+
+def target_fingerprint(path: Path) -> str | None:
+    """Of a Hugging Face folder or a GGUF file; None: its tensors cannot be read, or have other names."""
+    try:
+        norms = _of_file(path) if path.is_file() else _of_folder(path)
+    except ModelError:
+        return None
+    if "model.norm.weight" not in norms or len(norms) < 2:
+        return None
+    values = torch.cat([norms[name].flatten().float() for name in sorted(norms, key=_layer)])
+    places = torch.arange(NUMBERS) * (len(values) - 1) // (NUMBERS - 1)
+    return f"{len(values)}: " + " ".join(f"{value:.5g}" for value in values[places].tolist())
+
+
+def is_same_model(one: str, other: str) -> bool:
+    (size, values), (other_size, others) = (_parsed(text) for text in (one, other))
+    close = (abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in zip(values, others, strict=False))
+    return size == other_size and len(values) == len(others) and all(close)
+
+
+def _parsed(text: str) -> tuple[str, list[float]]:
+    size, _, values = text.partition(": ")
+    return size, [float(value) for value in values.split()]
+
+
+def _layer(name: str) -> int:
+    layer = NORMS.fullmatch(name)["layer"]
+    return -1 if layer is None else int(layer)
+
+
+def _of_file(path: Path) -> dict[str, Tensor]:
+    tensors = open_gguf(path).tensors
+    plain = {hf_name(name): tensor for name, tensor in tensors.items() if tensor.blocks.format in ("F32", "F16", "BF16")}
+    return {name: tensor.blocks.plain() for name, tensor in plain.items() if NORMS.fullmatch(name)}
+
+
+def _of_folder(path: Path) -> dict[str, Tensor]:
+    with TensorReader(path) as reader:
+        return {name: reader.read(name) for name in reader.shapes if NORMS.fullmatch(name)}

@@ -1,0 +1,64 @@
+"""A drafter's matrices stored in 8 bits: half the size of bf16, for drafters that ship inside a package.
+
+    NAME         int8 [O, I]       8 bits, symmetric, `kernels.quantization` says how they are rounded
+    NAME_scale   fp16 [O, I / 32]  one a group of 32 neighbouring inputs
+
+The drafter that is meant has the values code * scale rounded to config.json's `torch_dtype`, wherever it is read: what Fledge
+serves, and what `fledge export` writes for other servers, are the same bits. Norms, biases, vocabulary maps, and matrices whose
+inputs are no multiple of 32 stay as they are. `quantization_config` carries a method that no other server knows, so that one
+that is given the folder refuses it instead of reading codes as weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.config_checks import shown
+from fledge.errors import ModelError
+from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight, dequantize, quantize
+
+METHOD = "fledge-int8"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SCALE = "_scale"
+
+
+def is_stored(config: Mapping[str, Any]) -> bool:
+    settings = config.get("quantization_config")
+    return isinstance(settings, Mapping) and settings.get("quant_method") == METHOD
+
+
+def store(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A plain drafter's config.json and tensors -> those of the same drafter in 8 bits."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and tensor.is_floating_point() and tensor.shape[1] % GROUP_SIZE == 0:
+            weight = quantize(tensor, 8)
+            stored |= {name: weight.codes, name + SCALE: weight.scales}
+        else:
+            stored[name] = tensor
+    return {**config, "quantization_config": {"quant_method": METHOD, "group_size": GROUP_SIZE}}, stored
+
+
+def restore(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`store` undone: plain weights in the type that config.json names."""
+    if (dtype := DTYPES.get(str(config.get("torch_dtype")))) is None:
+        raise ModelError(f"8-bit drafter: torch_dtype {shown(config.get('torch_dtype'))} must be one of {', '.join(DTYPES)}")
+    plain = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors:
+            continue
+        plain[name] = _restored(name, tensor, tensors.get(name + SCALE), dtype) if tensor.dtype == torch.int8 else tensor
+    return {key: value for key, value in config.items() if key != "quantization_config"}, plain
+
+
+def _restored(name: str, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        raise ModelError(f"8-bit drafter: {name} has no {name + SCALE} beside it; fetch the drafter again")
+    if codes.ndim != 2 or scales.dtype != torch.float16 or scales.shape != (codes.shape[0], codes.shape[1] // GROUP_SIZE):
+        found, wanted = list(scales.shape), f"float16, one for {GROUP_SIZE} inputs of {list(codes.shape)}"
+        raise ModelError(f"8-bit drafter: {name + SCALE} is {scales.dtype} {found} and must be {wanted}")
+    return dequantize(QuantizedWeight(codes, scales, None, 8, GROUP_SIZE), dtype)

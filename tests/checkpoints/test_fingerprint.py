@@ -1,0 +1,133 @@
+"""`auto` finds the shipped drafter by name, and by the weights of a folder or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from fledge import drafters
+from fledge.checkpoints.eagle3 import save_drafter
+from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint
+from fledge.checkpoints.hf import save_decoder
+from fledge.engine.build import build_engine
+from fledge.engine.config import EngineConfig
+from fledge.engine.options import Speculation
+from tests.checkpoints.gguf_files import write_gguf
+from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
+
+SIZES = {"vocab_size": 288, "num_layers": 4, "hidden_size": 64, "intermediate_size": 96}
+
+
+def trained(seed: int):
+    """A decoder whose norms are not all ones, in bf16's numbers as published models have them."""
+    torch.manual_seed(seed)
+    decoder = tiny_decoder(**SIZES)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data = (1 + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+    return decoder
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A package with one drafter, for the target of seed 1."""
+    decoder = trained(1)
+    target = save_decoder(decoder, tmp_path / "model")
+    record = {
+        "target": "some/target",
+        "target_fingerprint": target_fingerprint(target),
+        "data": {"report": "1,200 of 1,300 conversations kept: 45,000 tokens, 30,000 of them answers"},
+    }
+    here = tmp_path / "drafters"
+    config = tiny_drafter_config(decoder.config)
+    save_drafter(tiny_drafter(config), here / "for-some-target", texts={"provenance.json": json.dumps(record)})
+    monkeypatch.setattr(drafters, "HERE", here)
+    monkeypatch.setattr(drafters, "DEFAULTS", {"some/target": "for-some-target"})
+    return here / "for-some-target"
+
+
+@pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_a_folder_and_its_gguf_files_are_one_model(tmp_path, quantisation):
+    decoder = trained(1)
+    folder = target_fingerprint(save_decoder(decoder, tmp_path / "model"))
+    assert folder is not None
+    assert target_fingerprint(write_gguf(tmp_path / "model.gguf", decoder, "llama", quantisation)) == folder
+    assert target_fingerprint(save_decoder(decoder, tmp_path / "half", dtype=torch.bfloat16)) == folder
+
+
+def test_rounding_is_no_other_model_and_training_is(tmp_path):
+    """A GGUF file with more digits than bf16 has, beside its folder in bf16, also by way of fp16; one step of training."""
+    decoder = trained(1)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+    file = target_fingerprint(write_gguf(tmp_path / "model.gguf", decoder, "llama", "Q8_0"))
+    folder = target_fingerprint(save_decoder(decoder, tmp_path / "bf16", dtype=torch.bfloat16))
+    assert file != folder
+    assert is_same_model(file, folder)
+    half = target_fingerprint(save_decoder(decoder.half().float(), tmp_path / "half", dtype=torch.bfloat16))
+    assert is_same_model(file, half)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name:
+            parameter.data *= 1.008
+    assert not is_same_model(file, target_fingerprint(save_decoder(decoder, tmp_path / "more", dtype=torch.bfloat16)))
+
+
+def test_another_model_of_the_same_shape_is_another(tmp_path):
+    one, other = (target_fingerprint(save_decoder(trained(seed), tmp_path / f"{seed}")) for seed in (1, 2))
+    assert not is_same_model(one, other)
+    assert is_same_model(one, one)
+    deeper = target_fingerprint(save_decoder(tiny_decoder(**SIZES | {"num_layers": 5}), tmp_path / "deeper"))
+    assert not is_same_model(one, deeper)
+
+
+def test_what_cannot_be_read_has_none(tmp_path):
+    assert target_fingerprint(tmp_path) is None
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 40)
+    assert target_fingerprint(tmp_path / "model.gguf") is None
+    folder = save_decoder(trained(1), tmp_path / "model")
+    shutil.copy(folder / "config.json", tmp_path / "config.json")
+    assert drafters.default_drafter(str(tmp_path)) is None
+
+
+def test_auto_finds_it_by_name_folder_and_file(shipped, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "fledge")
+    file = write_gguf(tmp_path / "renamed.gguf", trained(1), "llama", "Q8_0")
+    for model in ("some/target", str(tmp_path / "model"), str(file)):
+        caplog.clear()
+        assert Speculation().resolve_drafter(model) == shipped, model
+        assert "trained on answers of some/target in 1,200 conversations of 45,000 tokens" in caplog.text
+    # A copy on the hub under another name: the engine knows where its files are.
+    assert Speculation().resolve_drafter("other/name", tmp_path / "model") == shipped
+    for model in ("other/name", "", str(save_decoder(trained(2), tmp_path / "other"))):
+        assert Speculation().resolve_drafter(model) == "ngram", model
+
+
+def test_the_engine_drafts_with_it(shipped, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "renamed.gguf", trained(1), "llama", "Q8_0")
+    for dtype in ("auto", "float32"):  # the file as it is, and converted
+        engine = build_engine(str(file), Speculation(), EngineConfig(device="cpu", dtype=dtype))
+        assert engine.drafter.description.startswith("EAGLE 3")
+
+
+def test_names_of_the_shipped_drafters_exist():
+    for name, folder in drafters.DEFAULTS.items():
+        assert drafters.default_drafter(name) == drafters.HERE / folder
+    for folder in drafters.shipped():
+        record = drafters.provenance(folder)
+        assert len(record["target_fingerprint"].split()) == 65
+        assert folder.name in drafters.DEFAULTS.values()
+        assert "conversations" in drafters.trained_on(folder)
+
+
+@pytest.mark.real
+def test_the_default_models_file_and_folder_have_the_shipped_drafter(smollm2_folder):
+    from fledge import sources
+
+    for path in (smollm2_folder, sources.find("smollm2-135m")):
+        assert drafters.default_drafter(str(path)) == drafters.default_drafter("smollm2-135m")
