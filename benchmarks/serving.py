@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,21 +151,16 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
         return server
 
     # Without prefix caching: the prompts come again in every round.
-    for dtype in options.dtypes:
-        words = [
-            sys.executable,
-            "-m",
-            "fledge.serving",
-            str(model),
-            "--served-model-name",
-            options.model,
-            "--dtype",
-            dtype,
-            *longest,
-        ]
+    versions: list[tuple[str, dict[str, str]]] = [("Fledge", {})]
+    versions += [("Fledge before", {"PYTHONPATH": str(options.before.resolve())})] if options.before else []
+    for dtype, (version, environment) in product(options.dtypes, versions):
+        # The default takes a GGUF file as it is; other types are made from the folder.
+        words = [sys.executable, "-m", "fledge.serving", options.model if dtype == "auto" else str(model)]
+        words += ["--served-model-name", options.model, "--dtype", dtype, *longest]
         words += ["--speculative-config", json.dumps(speculative), "--uvicorn-log-level", "warning"]
-        server = launch([*words, "--disable-uvicorn-access-log", "--no-enable-prefix-caching"], {})
-        contestants += [Contestant(f"Fledge {dtype}, {way}", server, way == "EAGLE 3.1") for way in ("EAGLE 3.1", "plain")]
+        server = launch([*words, "--disable-uvicorn-access-log", "--no-enable-prefix-caching"], environment)
+        for way in ("EAGLE 3.1", "plain"):
+            contestants.append(Contestant(f"{version} {dtype}, {way}", server, way == "EAGLE 3.1"))
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": options.vllm_threads}
     for dtype in options.vllm_dtypes:
@@ -240,8 +236,9 @@ def main() -> None:
     shares = [min(entry["cpu_share_of_others"] for entry in result["rounds"]) for result in results]
     content = {
         "what": "of each contestant and level the median turn by tokens/s, disturbed ones left out; times are the client's",
-        "settings": {key: value for key, value in vars(options).items() if key != "out"},
-        "vllm": _vllm_version(vllm_python()),
+        "settings": {key: value for key, value in vars(options).items() if key not in ("out", "before")},
+        "vllm": _vllm_version(vllm_python()) if options.vllm_dtypes else None,
+        "before": _commit(options.before) if options.before else None,
         "undisturbed": max(shares) <= DISTURBED,
         "results": results,
         "provenance": provenance(prompts),
@@ -255,14 +252,16 @@ def main() -> None:
 def _write_markdown(path: Path, content: dict[str, Any], runs: list[tuple[str, list[LoadReport]]]) -> None:
     where, settings = content["provenance"], content["settings"]
     mode = "compiled" if settings["vllm_compiled"] else "eager"
+    vllm = f" vLLM {content['vllm']}, {mode}, threads `{settings['vllm_threads']}`." if content["vllm"] else ""
+    before = f" Before: commit {content['before']}." if content["before"] else ""
     lines = [
         "# Serving on CPU: Fledge and vLLM under the same load",
         "",
         f"{settings['model']} with its EAGLE 3.1 drafter at depth {settings['depth']}, greedy, up to {settings['max_tokens']}",
         "tokens an answer, stops honoured. The same client (that of `fledge bench-serve`) asks every server;",
-        f"the median of {settings['rounds']} alternating rounds counts (the lower of two). vLLM {content['vllm']}, {mode},",
-        f"threads `{settings['vllm_threads']}`, all without prefix caching, as the prompts come again in every round.",
-        "Fledge's float16 (its default on CPU) is packed weights; arithmetic is fp32.",
+        f"the median of {settings['rounds']} alternating rounds counts (the lower of two).{vllm}{before}",
+        "All without prefix caching, as the prompts come again in every round.",
+        "Fledge's `auto`, its default, takes the GGUF file's own 4 bits; float16 is packed weights with arithmetic in fp32.",
         "",
         f"{where['device']}; commit {where['commit']}. Turns in which other processes had more than {DISTURBED:.0%} of the",
         "machine's CPU time are in the JSON file and do not count"
@@ -285,6 +284,11 @@ def _vllm_version(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def _commit(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="benchmarks/results/serving-cpu")
@@ -294,10 +298,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--dtypes", type=lambda text: text.split(","), default=["float16", "float32"], help="of Fledge's servers"
-    )
-    parser.add_argument("--vllm-dtypes", type=lambda text: text.split(","), default=["float32"])
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["auto", "float32"], help="of Fledge's servers")
+    parser.add_argument("--before", type=Path, help="another checkout of Fledge, measured beside this one")
+    parser.add_argument("--vllm-dtypes", type=lambda text: text.split(",") if text else [], default=["float32"])
     parser.add_argument("--vllm-threads", default="auto", help="VLLM_CPU_OMP_THREADS_BIND")
     parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model; eager by default")
     parser.add_argument("--patience", type=float, default=60, help="seconds a turn waits for a quiet machine")
