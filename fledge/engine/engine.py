@@ -164,8 +164,11 @@ class Engine:
         return deltas
 
     def idle(self) -> bool:
-        """While nothing runs: lets the hook work for a moment. False: it has nothing to do, until more requests came."""
-        return self.hook is not None and not self.requests and self.hook.idle()
+        """While nothing runs: lets executor and hook work for a moment. False: neither has anything to do before more requests
+        come."""
+        if self.requests:
+            return False
+        return self.executor.idle() or (self.hook is not None and self.hook.idle())
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
         """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""

@@ -47,6 +47,7 @@ class Decision:
     fixed_first: float | None = None  # of the first generation
     fixed_after: float | None = None
     num_texts: int = 0
+    is_worse: bool = False  # beyond noise, somewhere
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,21 +76,21 @@ def judge(
             "fixed_after": acceptance_length(fixed_after).value,
         }
     if not math.isfinite(ratio.value):
-        return Decision(False, "not finite", **figures)
+        return Decision(False, "not finite", is_worse=True, **figures)
     if fixed_first:
         kept = length_ratio(fixed_after, fixed_first)
         if kept.value < 1 - config.max_fixed_loss:
-            return Decision(False, f"loses {1 - kept.value:.1%} on the fixed set", **figures)
+            return Decision(False, f"loses {1 - kept.value:.1%} on the fixed set", is_worse=True, **figures)
     for domain in sorted(set(domains)):
         mine = [index for index, one in enumerate(domains) if one == domain]
         if len(mine) < LEAST_TEXTS:
             continue
         part = length_ratio([after[i] for i in mine], [before[i] for i in mine])
         if part.error is not None and 1 - part.value > max(MAX_DOMAIN_LOSS, config.standard_errors * part.error):
-            return Decision(False, f"loses {1 - part.value:.1%} in domain {domain}", **figures)
+            return Decision(False, f"loses {1 - part.value:.1%} in domain {domain}", is_worse=True, **figures)
     gain = ratio.value - 1
     if gain < max(config.min_gain, config.standard_errors * error):
-        return Decision(False, f"gains {gain:+.1%} on recent traffic: within noise", **figures)
+        return Decision(False, f"gains {gain:+.1%} on recent traffic: within noise", is_worse=gain < -error, **figures)
     return Decision(True, f"gains {gain:+.1%} on recent traffic", **figures)
 
 

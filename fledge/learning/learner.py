@@ -33,9 +33,14 @@ log = logging.getLogger("fledge.learning")
 
 WARM_UP_STEPS = 8
 MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
-# Candidates refused in a row after which training starts again from the serving weights, at half the learning rate.
+# A candidate that is worse, or so many refused in a row: training starts again from the serving weights, at half the learning
+# rate. How large it may be depends on the drafter: one that was trained for long loses at a rate that a new one needs.
 PATIENCE = 6
-MOST_SLOWDOWN = 8  # of the learning rate, by such halvings
+MOST_SLOWDOWN = 32  # of the learning rate, by such halvings
+SPEED_UP = 1.25  # of the learning rate, when a candidate was accepted
+# Steps that a candidate's weights are the mean of, about. Small batches leave noise in the weights: at a rate that learns fast,
+# the weights of the last step alone accept less than those that training began with.
+AVERAGED_STEPS = 24
 GATE_TOKENS = {"cpu": 1024, "cuda": 4096}  # rolled out in one piece
 READ_TOKENS = {"cpu": 512, "cuda": 2048}  # of the target, in one piece
 
@@ -102,15 +107,16 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Of masters, gradients, moments and the copies of the serving and the previous weights."""
-        return sum(4 * p.numel() for p in self.parameters) * 6
+        """Of masters, their mean, gradients, moments and the copies of the serving and the previous weights."""
+        return sum(4 * p.numel() for p in self.parameters) * 7
 
     def _start_over(self, learning_rate: float) -> None:
         """Trains on from the serving weights, with fresh moments."""
         self.load(self.serving)
         self.learning_rate = learning_rate
-        self.optimizer = build_optimizers(self.master, "adamw", learning_rate)
+        self.optimizer = build_optimizers(self.master, "adamw", self.config.learning_rate)
         self.steps_since_start = 0
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -135,7 +141,7 @@ class Learner:
     def release(self) -> None:
         """Learning has stopped: gives up all memory but the weights that may be asked for."""
         self.optimizer.zero_grad()
-        self.optimizer, self.objective, self.parameters, self.serving = None, None, [], {}
+        self.optimizer, self.objective, self.parameters, self.average, self.serving = None, None, [], [], {}
         self.fixed = FixedSet()
         self.master.to("meta")
 
@@ -216,10 +222,14 @@ class Learner:
             self.optimizer.zero_grad()
             self.counts.non_finite += 1
             return False
-        self.optimizer.set_factor(min(1.0, (self.steps_since_start + 1) / WARM_UP_STEPS))
+        warm_up = min(1.0, (self.steps_since_start + 1) / WARM_UP_STEPS)
+        self.optimizer.set_factor(warm_up * self.learning_rate / self.config.learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_since_start += 1
+        with torch.no_grad():
+            newest = [parameter.detach() for parameter in self.parameters]
+            torch._foreach_lerp_(self.average, newest, 1 / min(self.steps_since_start + 1, AVERAGED_STEPS))
         self.counts.steps += 1
         self.counts.tokens += sum(len(one.tokens) for one in samples)
         self.counts.loss = float(loss.detach())
@@ -239,7 +249,8 @@ class Learner:
     # The gate
 
     def _gate(self) -> Iterator[bool]:
-        candidate = weights_of(self.master)
+        names = [name for name, _ in self.master.named_parameters()]
+        candidate = {name: value.clone() for name, value in zip(names, self.average, strict=True)}
         self.counts.candidates += 1
         texts = list(self.ring.held_out)
         for missing in self._without_states(texts):
@@ -247,7 +258,7 @@ class Learner:
             yield True
         if not are_finite(candidate):
             self.counts.non_finite += 1
-            decision = Decision(False, "not finite")
+            decision = Decision(False, "not finite", is_worse=True)
         else:
             for counts in self._counted([one for one in texts if self.generation not in one.counts], self.serving):
                 for sample, count in counts.items():
@@ -279,13 +290,14 @@ class Learner:
         self.generation = self.newest
         self.counts.accepted += 1
         self.refused_in_a_row = 0
+        self.learning_rate = min(SPEED_UP * self.learning_rate, self.config.learning_rate)
         yield True
 
     def _refuse(self, decision: Decision) -> None:
         self.counts.refused += 1
         self.refused_in_a_row += 1
         self.on_refusal(decision)
-        if decision.reason == "not finite" or self.refused_in_a_row >= PATIENCE:
+        if decision.is_worse or self.refused_in_a_row >= PATIENCE:
             self._reset()
 
     def on_refusal(self, decision: Decision) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors import cuda_graph, device_batch
-from fledge.engine.executors.batch_state import ADJUSTED
+from fledge.engine.executors.batch_state import ADJUSTED, SAMPLED, TRUNCATED
 from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.errors import RequestError
+from fledge.kernels import compile_ahead
 from fledge.sampling import SamplingParams
 from tests.engine.test_device_batch import MLA, prompts
 from tests.engine.test_request import Letters
@@ -442,13 +444,28 @@ def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(mon
 def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_few_rows(few_keys, monkeypatch):
     monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
     executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor
-    batch, recorded = executor.batch, {}
+    batch, recorded = executor.batch, {"cycles": [], "prefills": [], "chunks": []}
     monkeypatch.setattr(batch.graphs, "capture", True)
-    monkeypatch.setattr(batch, "record", lambda shapes: recorded.update(cycles=list(shapes)))
+    monkeypatch.setattr(batch, "record", recorded["cycles"].extend)
     for name in ("prefills", "chunks"):
-        monkeypatch.setattr(getattr(batch, name), "record", lambda shapes, name=name: recorded.update({name: list(shapes)}))
+        monkeypatch.setattr(getattr(batch, name), "record", recorded[name].extend)
+
+    @contextmanager
+    def traced():
+        yield
+        assert all(mode in {shape[2] for shape in recorded["cycles"]} for mode in range(ADJUSTED))
+        for shapes in recorded.values():  # nothing was recorded: kernels were compiled
+            shapes.clear()
+
+    monkeypatch.setattr(compile_ahead, "side_by_side", traced)
     assert len(executor.warm_up()) == 1
     cycles, bucket = recorded["cycles"], () if few_keys > 400 else (128,)
+    assert SAMPLED not in {shape[2] for shape in cycles} | {shape[-1] for shape in recorded["prefills"]}
+    assert batch.recorded_mode(SAMPLED) == TRUNCATED
+    assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
+    while executor.idle():
+        pass
+    assert batch.recorded_mode(SAMPLED) == SAMPLED
     assert len(set(cycles)) == len(cycles)
     assert {shape for shape in cycles if shape[3:] == bucket and shape[2] < ADJUSTED} == {
         (size, depth, mode, *bucket) for size in batch.sizes for depth in (0, 1, 2, 3) for mode in range(ADJUSTED)
@@ -457,6 +474,5 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
         (size, depth) for size in batch.sizes for depth in (0, 3)
     }
     assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, cuda_graph.FEW_LONG_ROWS} if bucket else set())
-    assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
-    assert recorded["prefills"]
-    assert "chunks" not in recorded  # no prompt is longer than one
+    assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED))
+    assert not recorded["chunks"]  # no prompt is longer than one

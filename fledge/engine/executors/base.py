@@ -149,6 +149,10 @@ class Executor(Protocol):
         """Prepares what the first requests need; lines for the log."""
         ...
 
+    def idle(self) -> bool:
+        """Nothing runs: prepares more, for a moment. False: there is nothing left to prepare."""
+        ...
+
     # Hidden states, for learning
 
     def collect_states(self, *, limit: int) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -100,6 +101,7 @@ class CudaGraphExecutor:
         self.free_rows = list(range(config.max_num_seqs))  # a heap: low rows first keeps the batch dense
         self.prefilling: dict[Request, RowInit] = {}  # requests whose text is prefilled in chunks
         self.num_in_flight = 0  # launches of the last submission: not collected while the device works on them
+        self.left_to_record: Iterator[Callable[[], None]] = iter(())
         self.halted: _Halted | None = None  # a cycle that waits for grammar masks
         self.deferred: list[Chunk] = []  # prefills that wait for it
         # Of requests with a row. Kept because the properties of `SamplingParams` take too long for 256 rows every cycle.
@@ -196,7 +198,7 @@ class CudaGraphExecutor:
     def _shape(self, decoding: Sequence[Request]) -> tuple[int, ...]:
         """Batch size, sampling mode and, where it is bounded, the KV length bucket of a cycle for these requests."""
         size = size_for(self.batch.sizes, max(self.row_of[request] for request in decoding) + 1)
-        mode = max(map(self.mode_of.__getitem__, decoding))
+        mode = self.batch.recorded_mode(max(map(self.mode_of.__getitem__, decoding)))
         longest = max(len(request.tokens) for request in decoding)
         most_keys = longest + self.reader.max_unread_tokens + MAX_CYCLES * (self.controller.limit + 1) + self.lookahead
         return (size, mode, *self.batch.kv_bucket(most_keys))
@@ -417,36 +419,54 @@ class CudaGraphExecutor:
         return min(cycles, MAX_CYCLES_BEFORE_PREFILL) if expects_requests else cycles
 
     def warm_up(self) -> list[str]:
-        """Records the graphs that most requests need; the largest first, whose memory the others share."""
-        if not self.batch.graphs.capture:
+        """Compiles kernels, and records the graphs that most requests need. Those of one sampling mode wait for `idle`."""
+        batch = self.batch
+        if not batch.graphs.capture:
             return []
         started = time.perf_counter()
         with compile_ahead.side_by_side():
-            self._record_usual()
+            for record in self._usual_graphs((TRUNCATED, SAMPLED, GREEDY)):
+                record()
         compiled = time.perf_counter()
-        count = self._record_usual()
+        for record in self._usual_graphs((TRUNCATED, GREEDY)):
+            record()
+        batch.samples_truncated = True
+        self.left_to_record = iter(self._usual_graphs((SAMPLED,)))
+        count = sum(len(graphs.graphs) for graphs in (batch.graphs, batch.prefills.graphs, batch.chunks.graphs))
         seconds = time.perf_counter() - compiled
         return [
-            f"compiled kernels in {compiled - started:.0f} s, recorded {count} cycles and prefill passes in {seconds:.0f} s"
+            f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefill passes recorded in {seconds:.0f} s"
         ]
 
-    def _record_usual(self) -> int:
+    def idle(self) -> bool:
+        """Records one more graph. False: all are there."""
+        for record in self.left_to_record:
+            record()
+            return True
+        self.batch.samples_truncated = False
+        return False
+
+    def _usual_graphs(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """What records them, the largest first, whose memory the others share."""
         batch, depths = self.batch, [0, *self.controller.acceptance.depths]
-        modes, short, sizes = (TRUNCATED, SAMPLED, GREEDY), batch.kv_bucket(0), batch.sizes[::-1]
+        short, sizes = batch.kv_bucket(0), batch.sizes[::-1]
         shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, depths[::-1])]
-        few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
-        shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, sorted({0, depths[-1]}, reverse=True))]
+        if GREEDY in modes:
+            few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
+            shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, sorted({0, depths[-1]}, reverse=True))]
         if short:  # long contexts come in small numbers
             few = [size for size in sizes if size <= FEW_LONG_ROWS]
             shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, depths[::-1])]
-        batch.record(shapes)
+        for shape in shapes:
+            yield partial(batch.record, [shape])
         longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
         largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
-        sizes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
-        batch.prefills.record((*size, *others) for size in sorted(sizes, reverse=True) for others in product(longest, modes))
+        passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
+        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
+            yield partial(batch.prefills.record, [(*size, reach, mode)])
         if self.config.max_model_len > batch.chunk_tokens:
-            batch.chunks.record([(batch.chunk_tokens, mode) for mode in (MIDDLE, *modes)])
-        return sum(len(graphs.graphs) for graphs in (batch.graphs, batch.prefills.graphs, batch.chunks.graphs))
+            for mode in (MIDDLE, *modes):
+                yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
 
     def collect_states(self, *, limit: int) -> None:
         if not limit:

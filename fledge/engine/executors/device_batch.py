@@ -27,6 +27,7 @@ from fledge.engine.executors.batch_state import (
     ADJUSTED,
     GREEDY,
     NUM_INT_PARAMS,
+    SAMPLED,
     TRUNCATED,
     BatchState,
     NewRows,
@@ -135,6 +136,7 @@ class DeviceBatch:
 
     def _make_prefill(self) -> None:
         parts = (self.decoder, self.ops, self.method, self.state, self.choose_first, self.states)
+        self.samples_truncated = False  # until the graphs of SAMPLED batches are recorded
         self.prefills = PrefillGraphs(*parts, max_pages=self.max_pages, capture=self.capture)
         self.chunks = ChunkedPrefill(*parts, max_pages=self.max_pages, capture=self.capture)
 
@@ -264,6 +266,10 @@ class DeviceBatch:
                 if not compile_ahead.is_tracing():
                     self.graphs.seconds[size, depth, ADJUSTED, *bucket] += sum(self.graphs.seconds[stage] for stage in stages)
 
+    def recorded_mode(self, mode: int) -> int:
+        """The mode that a batch of this mode runs in. TRUNCATED ones draw the same tokens as SAMPLED ones, and take longer."""
+        return TRUNCATED if mode == SAMPLED and self.samples_truncated else mode
+
     @contextmanager
     def all_rows_inactive(self) -> Iterator[None]:
         active = self.state.rows.active.clone()
@@ -290,7 +296,7 @@ class DeviceBatch:
         batch = PrefillBatch(tokens, positions, slots, lengths, int_params, float_params, table)
         if any(starts):
             batch = CachedPrefillBatch(**vars(batch), starts=starts)
-        self.prefills.run(batch, max(init.mode for init in inits))
+        self.prefills.run(batch, self.recorded_mode(max(init.mode for init in inits)))
 
     @torch.inference_mode()
     def prefill_chunk(self, init: RowInit, start: int) -> int:
@@ -306,7 +312,7 @@ class DeviceBatch:
         following = np.asarray([*init.text[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
         slots = self.cache_slots(table, positions)
         chunk = ChunkBatch(tokens, positions, slots, following, int_params, float_params, table)
-        self.chunks.run(chunk, init.mode if end == length else MIDDLE)
+        self.chunks.run(chunk, self.recorded_mode(init.mode) if end == length else MIDDLE)
         return end
 
     @property

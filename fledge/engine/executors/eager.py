@@ -331,6 +331,9 @@ class EagerExecutor:
     def warm_up(self) -> list[str]:
         return []
 
+    def idle(self) -> bool:
+        return False
+
     def collect_states(self, *, limit: int) -> None:
         self.states = HostStates(limit) if limit else None
 
