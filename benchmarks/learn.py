@@ -221,7 +221,7 @@ def stream(setting: Setting) -> dict[str, Any]:
             f"{counts.steps} steps, {spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
         )  # fmt: skip
         if args.output:
-            write_json(args.output.with_suffix(".partial"), results)
+            write_json(args.output.with_suffix(".partial"), results | {"events": list(hook.events)})
     results |= {"curve": list(hook.curve), "events": list(hook.events)}
     before, after = results["at"]["0"], results["at"][str(args.marks[-1])]
     results["gain"] = after["stream"] / before["stream"] - 1
@@ -242,7 +242,7 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
     """The first weights trained on all answers of the stream, epoch after epoch: what there was to gain."""
     learner = hook.learner
     learner.load(first)
-    optimizer = build_optimizers(learner.master, "adamw", args.learning_rate)
+    optimizer = build_optimizers(learner.master, "adamw", args.offline_rate)
     room = learner.config.batch_tokens
     batches: list[list[Sample]] = []
     for epoch in range(args.offline_epochs):
@@ -429,6 +429,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--budget", type=float, default=5.0)
     parser.add_argument("--learning-rate", type=float, default=LearnConfig.learning_rate)
     parser.add_argument("--offline-epochs", type=int, default=3)
+    parser.add_argument(
+        "--offline-rate", type=float, default=2e-4, help="learning rate of the offline run, which falls to zero"
+    )
     parser.add_argument("--cost-users", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--cost-seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)

@@ -19,7 +19,7 @@ class LearnConfig:
     folder: Path | None = None  # keeps generations; None: nothing is written to disk
     replay: str | None = None  # data set of the fixed set; None: the built-in prompts
     max_age: float = 24 * 3600.0  # seconds after which a sample is dropped
-    learning_rate: float = 5e-4
+    learning_rate: float = 0.0  # at first; 0: 1e-4 for a drafter that was given, 5e-4 for one made on the spot
     max_grad_norm: float = 0.5
     ttt_steps: int = 0  # draft steps unrolled in training; 0: 3 on a CPU, 5 on a GPU
     batch_tokens: int = 0  # tokens of a training step; also the longest sample. 0: 512 on a CPU, 4096 on a GPU

@@ -37,7 +37,7 @@ MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
 # rate. How large it may be depends on the drafter: one that was trained for long loses at a rate that a new one needs.
 PATIENCE = 6
 MOST_SLOWDOWN = 32  # of the learning rate, by such halvings
-SPEED_UP = 1.25  # of the learning rate, when a candidate was accepted
+SPEED_UP, MOST_SPEEDUP = 1.25, 2  # of the learning rate, when a candidate was accepted; and by all of them
 # Steps that a candidate's weights are the mean of, about. Small batches leave noise in the weights: at a rate that learns fast,
 # the weights of the last step alone accept less than those that training began with.
 AVERAGED_STEPS = 24
@@ -290,7 +290,7 @@ class Learner:
         self.generation = self.newest
         self.counts.accepted += 1
         self.refused_in_a_row = 0
-        self.learning_rate = min(SPEED_UP * self.learning_rate, self.config.learning_rate)
+        self.learning_rate = min(SPEED_UP * self.learning_rate, MOST_SPEEDUP * self.config.learning_rate)
         yield True
 
     def _refuse(self, decision: Decision) -> None:

@@ -127,6 +127,13 @@ def test_the_gate_wants_a_clear_gain_and_no_loss():
     assert judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(2.01)).accepted
 
 
+def test_a_refused_candidate_is_worse_only_beyond_noise():
+    domains = [0] * 24
+    assert not judge(LearnConfig(), counts(1.0), counts(1.0), domains).is_worse
+    assert judge(LearnConfig(), counts(1.0), counts(0.9, seed=1), domains).is_worse
+    assert judge(LearnConfig(), counts(1.0), counts(1.4), domains, counts(2.0), counts(1.9)).is_worse
+
+
 def test_a_single_text_is_no_evidence():
     assert not judge(LearnConfig(), counts(1.0, 1), counts(3.0, 1), [0]).accepted
 

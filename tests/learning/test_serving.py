@@ -61,15 +61,40 @@ def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
     for _ in hook.learner._read_fixed():
         pass
     with torch.no_grad():
-        for parameter in hook.learner.master.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std() if kind == "noise" else torch.nan)
+        for weight in hook.learner.average:
+            weight.add_(torch.randn_like(weight) * weight.std() if kind == "noise" else torch.nan)
     assert len(hook.ring.held_out) >= 4
     list(hook.learner._gate())
     assert hook.learner.counts.refused == 1
     assert hook.learner.generation == 0
     assert hook.events[-1]["event"] == "refused"
+    assert hook.events[-1]["is_worse"]
     assert same(served_weights(hook.network), served)
     assert [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)] == before
+
+
+def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learning_engine, drafter):
+    engine = learning_engine(drafter, budget=1e-6)
+    learner = engine.hook.learner
+    serve(engine, toy_prompts(24, seed=6))
+    expected, rate = [value.detach().clone() for value in learner.parameters], learner.learning_rate
+    for number in range(2, 5):
+        batch = learner._draw()
+        list(map(learner._read, learner._without_states(batch)))
+        assert learner._train(batch)
+        expected = [mean + (new - mean) / number for mean, new in zip(expected, learner.parameters, strict=True)]
+    for mean, wanted in zip(learner.average, expected, strict=True):
+        torch.testing.assert_close(mean, wanted.detach())
+    learner._refuse(Decision(False, "a test"))
+    assert learner.learning_rate == rate
+    assert learner.steps_since_start == 3
+    learner._refuse(Decision(False, "a test", is_worse=True))
+    assert learner.learning_rate == rate / 2
+    assert learner.steps_since_start == 0
+    served = dict(learner.serving)
+    for (name, value), mean in zip(learner.master.named_parameters(), learner.average, strict=True):
+        assert torch.equal(value, served[name])
+        assert torch.equal(mean, served[name])
 
 
 def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
