@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     """The engine, warmed up, and the model's defaults for sampling."""
+    imported = process_seconds()
     found = sources.find(flags.model)  # a GGUF file has no generation_config.json
     defaults: dict[str, Any] = {}
     if flags.generation_config != "vllm":
@@ -45,10 +48,15 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     log.info(memory_plan(engine).describe())
     if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
         engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    loaded = process_seconds()
     with progress.task("warming up"):
         lines = engine.warm_up()
     for line in lines:
         log.info(line)
+    log.info(
+        "the engine took %.1f s to start: %.1f s for imports, %.1f s for weights and cache, %.1f s to warm up",
+        *((ready := process_seconds()), imported, loaded - imported, ready - loaded),
+    )
     if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
         for owner in (engine.executor, engine.drafter):
             if isinstance(cache := getattr(owner, "cache", None), PagedKV):
@@ -60,6 +68,15 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
         if probe is not None:
             log.info(coverage(engine, probe))
     return engine, defaults
+
+
+def process_seconds() -> float:
+    """How long this process has run. Without /proc: a clock, so that differences hold."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.perf_counter()
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
