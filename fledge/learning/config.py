@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # the server's HTTP processes read flags into this, and have 
     import torch
 
 
+LONGEST_SAMPLE = 4096  # tokens; running requests keep hidden states for so many
+
+
 @dataclass(frozen=True)
 class LearnConfig:
     budget: float = 5.0  # percent of the time in which requests run; idle time is used besides
@@ -22,7 +25,7 @@ class LearnConfig:
     learning_rate: float = 0.0  # at first; 0: 1e-4 for a drafter that was given, 5e-4 for one made on the spot
     max_grad_norm: float = 0.5
     ttt_steps: int = 0  # draft steps unrolled in training; 0: 3 on a CPU, 5 on a GPU
-    batch_tokens: int = 0  # tokens of a training step; also the longest sample. 0: 512 on a CPU, 4096 on a GPU
+    batch_tokens: int = 0  # tokens of a training step; 0: 512 on a CPU, 8192 on a GPU, where launches take most of a step
     steps_per_candidate: int = 0  # training steps between two gates; 0: 16 on a CPU, 32 on a GPU
     held_out_texts: int = 0  # recent texts kept for the gate; 0: 32 on a CPU, 96 on a GPU
     min_held_out: int = 8  # no gate before there are so many
@@ -36,6 +39,11 @@ class LearnConfig:
     keep_generations: int = 8
     seed: int = 0
 
+    @property
+    def sample_tokens(self) -> int:
+        """Of the longest sample."""
+        return min(self.batch_tokens, LONGEST_SAMPLE)
+
     def resolve(self, device: torch.device) -> LearnConfig:
         if not 0 < self.budget <= 100:
             raise UserError(f"--learn-budget is a percentage from 0 to 100, not {self.budget}")
@@ -43,7 +51,7 @@ class LearnConfig:
         usual = {
             "memory_mb": (256, 2048),
             "ttt_steps": (3, 5),
-            "batch_tokens": (512, 4096),
+            "batch_tokens": (512, 8192),
             "steps_per_candidate": (16, 32),
             "held_out_texts": (32, 96),
             "fixed_texts": (24, 256),

@@ -90,7 +90,7 @@ class Learning:
         self._salt = secrets.token_bytes(16)  # clients are told apart by a hash that means nothing elsewhere
         self._disk = ThreadPoolExecutor(1, "learn-disk")
         self._began = time.time()
-        engine.executor.collect_states(limit=min(config.batch_tokens, engine.config.max_model_len))
+        engine.executor.collect_states(limit=min(config.sample_tokens, engine.config.max_model_len))
         engine.hook = self
 
     # The engine's hook
@@ -204,7 +204,7 @@ class Learning:
             if not self._may_admit():  # at thousands of tokens a second, looking at each request would take the budget
                 self.counts["skipped"] += 1
                 continue
-            tokens, start = request.tokens[: self.config.batch_tokens], len(request.prompt)
+            tokens, start = request.tokens[: self.config.sample_tokens], len(request.prompt)
             domain, novelty = self.domains.assign([*request.prompt[-PROMPT_TOKENS:], *tokens[start:]])
             rejected = self._note_live(request, domain)
             if not self.budget.allows_collecting:

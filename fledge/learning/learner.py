@@ -316,8 +316,8 @@ class Learner:
 
 
 def chunk_rows(config: DrafterConfig, learn: LearnConfig) -> int:
-    """Scored positions at once: an eighth of what a training run takes, whose device is its own."""
-    return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 8)
+    """Scored positions at once: a quarter of what a training run takes, whose device is its own."""
+    return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 4)
 
 
 def activation_bytes(config: DrafterConfig, learn: LearnConfig) -> int:

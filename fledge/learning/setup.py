@@ -138,7 +138,7 @@ def reserved_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
     with torch.device("meta"):
         num_weights = sum(p.numel() for p in EagleDrafter(config).parameters())
     width = (len(config.aux_layer_ids) + 1) * config.target_hidden_size * KEPT_DTYPE.itemsize
-    running = MAX_REQUESTS * learn.batch_tokens * width
+    running = MAX_REQUESTS * learn.sample_tokens * width
     return 24 * num_weights + learn.memory_mb * 2**20 + running + activation_bytes(config, learn)
 
 
@@ -159,6 +159,6 @@ def _fixed_prompts(engine: Engine, learn: LearnConfig) -> list[list[int]]:
             prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True)
         else:
             prompt = tokenizer.encode(item.turns[0])
-        if len(prompt) + learn.fixed_tokens <= min(learn.batch_tokens, engine.config.max_model_len):
+        if len(prompt) + learn.fixed_tokens <= min(learn.sample_tokens, engine.config.max_model_len):
             prompts.append(prompt)
     return prompts
