@@ -139,7 +139,7 @@ def reserved_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
         num_weights = sum(p.numel() for p in EagleDrafter(config).parameters())
     width = (len(config.aux_layer_ids) + 1) * config.target_hidden_size * KEPT_DTYPE.itemsize
     running = MAX_REQUESTS * learn.sample_tokens * width
-    return 24 * num_weights + learn.memory_mb * 2**20 + running + activation_bytes(config, learn)
+    return 28 * num_weights + learn.memory_mb * 2**20 + running + activation_bytes(config, learn)
 
 
 def _model_config(model: str) -> ModelConfig:
