@@ -157,6 +157,7 @@ def _answer(plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progres
                 max_tokens=plan.max_answer_tokens,
                 model=plan.model,
                 template_options=options,
+                max_seconds=plan.answer_seconds - progress.answer_seconds,
                 **amount,
             )
             say(f"answers: {report}")

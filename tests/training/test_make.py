@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +18,16 @@ import pytest
 import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.hf import load_config
+from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.errors import UserError
 from fledge.training import make as making
+from fledge.training import toy
 from fledge.training.make import Progress, _split, _train, make
 from fledge.training.make_plan import MakePlan, expected_acceptance
 from fledge.training.recipe import build_recipe
 from fledge.training.trainer import TrainingStopped
-from tests.tiny import tiny_model_config
+from tests.checkpoints.packers import write_quantised
+from tests.tiny import FAMILY_SETTINGS, tiny_model_config
 from tests.training.chat import TOOLS, chat_tokenizer
 
 COMMAND = [sys.executable, "-m", "fledge", "make", "toy", "--hours", "0.03", "--device", "cpu", "--out"]
@@ -72,6 +76,26 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     assert json.loads((out / "make.json").read_text())["done"] == ["answers", "drafter"]
     with pytest.raises(UserError, match="was begun with model 'toy', now it is 'other'"):
         make("other", out, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["Qwen3MoeForCausalLM", "fp8-tensor"])
+def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
+    """States come from the target as it is served; how much is learnt in seconds does not matter."""
+    settings = {"architecture": kind, **FAMILY_SETTINGS[kind]} if kind in FAMILY_SETTINGS else {}
+    monkeypatch.setattr(toy, "TARGET", replace(toy.TARGET, **settings))
+    decoder = toy.learned_target(60)
+    target = save_decoder(decoder, tmp_path / "target") if settings else write_quantised(decoder, tmp_path, kind)[0]
+    toy.save_tokenizer(target)
+    draw, prompts = random.Random(0), tmp_path / "prompts.jsonl"
+    texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(400)]
+    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))
+    began = time.monotonic()
+    made = make(str(target), tmp_path / "out", hours=0.003, prompts=prompts, device="cpu", say=lambda _: None)
+    assert time.monotonic() - began < 180
+    assert load_drafter(made.folder, load_config(target)).config.version == "3.1"
+    assert made.acceptance_length["5"] >= 1.0
+    record = json.loads((made.folder / "provenance.json").read_text())
+    assert record["step"] > 0
 
 
 def plan_for(tokenizer=None, **sizes) -> MakePlan:

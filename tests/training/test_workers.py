@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen import conversations
+from fledge.training.datagen import regenerate as regeneration
 from fledge.training.datagen.dialogues import HostWork
 from fledge.training.datagen.regenerate import regenerate
 from fledge.training.workers import Here, Processes, WorkerError, find_workers
@@ -100,6 +102,20 @@ def run(out: Path, generator=StreamGenerator, tokenizer=None, **options):
     generator = generator(tokenizer) if isinstance(generator, type) else generator
     settings = {"max_tokens": 200, "temperature": 0.7}
     return regenerate(generator, tokenizer, out.parent / "p.jsonl", out, **settings | options)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_when_the_time_is_over_no_prompt_is_begun(processes, tmp_path, monkeypatch):
+    write_prompts(tmp_path / "p.jsonl")
+    asked = itertools.count()
+    monkeypatch.setattr(regeneration._Run, "_is_late", property(lambda _: next(asked) >= 20))
+    report = run(tmp_path / "some.jsonl", processes=processes, max_seconds=1e9)
+    assert report.settled == 20
+    monkeypatch.undo()
+    assert run(tmp_path / "some.jsonl", processes=processes, max_seconds=-1.0).conversations == 0
+    run(tmp_path / "some.jsonl", processes=processes)
+    run(tmp_path / "all.jsonl", processes=processes)
+    assert records(tmp_path / "some.jsonl").keys() == records(tmp_path / "all.jsonl").keys()
 
 
 def test_processes_change_nothing_but_who_works(tmp_path):

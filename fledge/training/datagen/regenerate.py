@@ -132,6 +132,7 @@ def regenerate(
     wave: int = WAVE,
     processes: int | None = None,
     started: float | None = None,
+    max_seconds: float | None = None,
 ) -> RegenerateReport:
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
@@ -140,7 +141,9 @@ def regenerate(
     `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
     `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
     `started`: when the whole command did (time.monotonic()), for its report; None: now.
+    `max_seconds`: from now on, after which no prompt is begun.
     """
+    deadline = None if max_seconds is None else time.monotonic() + max_seconds
     started = time.monotonic() if started is None else started
     if prompts_path is None and not self_prompted:
         raise DataError("nothing to answer: give a file of prompts, a number of self-written prompts, or both")
@@ -162,7 +165,7 @@ def regenerate(
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
             run = _Run(generator, work, workers, file, sampling, seed, wave, started, decontamination, stop_ids)
-            run.template_options = list(template_options)
+            run.template_options, run.deadline = list(template_options), deadline
             return run.answer_all(prompts, self_prompted or 0)
         finally:
             gc.unfreeze()
@@ -189,6 +192,7 @@ class _Run:
         self.sampling, self.seed, self.wave, self.started, self.decontaminate = sampling, seed, wave, started, decontaminate
         self.stop_ids = stop_ids
         self.template_options: list[Options] = [{}]
+        self.deadline: float | None = None  # time.monotonic() after which no prompt is begun
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.waves = len(file.done) * 1009
@@ -207,9 +211,13 @@ class _Run:
                     shown.update(report.settled, note=note)
 
             for source in chain([self._from_file(prompts)], self._self_written(self_prompted)):
-                self._answer(iter(source), show)
+                self._answer(takewhile(lambda _: not self._is_late, source), show)
         report.seconds = time.monotonic() - self.started
         return report
+
+    @property
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def _with_options(self, prompt: Prompt) -> Prompt:
         """By its id alone, so that a resumed run chooses the same."""
@@ -241,7 +249,7 @@ class _Run:
         already = sum(done.startswith("self-") for done in self.file.done)
         self.report.already_done += min(already, wanted)
         missing, fruitless = wanted - already, 0
-        while missing > 0:
+        while missing > 0 and not self._is_late:
             asked = min(self.wave, missing + missing // 4 + 8)  # some will be rejected
             prompts = []
             for text in self._written_turns(asked):
