@@ -43,6 +43,9 @@ log = logging.getLogger("fledge.learning")
 
 CURVE_REQUESTS = 32  # requests that were looked at, to a point of the curve
 CURVE_POINTS = 512  # kept for the page
+# While pieces of work take longer, they wait until nothing runs, or for a minute. A training step takes a tenth of a second on a
+# GPU, seconds on a small CPU, where every request would stop meanwhile.
+MAX_PAUSE, LONG_PIECE_EVERY = 0.5, 60.0
 EXPIRE_EVERY = 60.0  # seconds between two looks for samples that are too old
 NOVEL_NEED, SHORTENED_NEED = 0.5, 1.0  # added to a sample's need
 PROMPT_TOKENS = 64  # of a prompt's end, that its domain is told by beside the answer
@@ -83,6 +86,7 @@ class Learning:
         self.stopped: str | None = None  # why nothing is learnt any more
         self._pieces = self.learner.pieces()
         self._has_work = True
+        self._piece_seconds, self._worked_at = 0.0, clock()  # of the longest of the last pieces, about; when the last ended
         self._shortened: set[str] = set()  # ids of running requests that the drift guard shortened
         self._admission = config.samples_per_second  # samples that may be taken in now
         self._admitted_at = self._expired_at = clock()
@@ -97,7 +101,8 @@ class Learning:
 
     def before_step(self) -> None:
         self.budget.serve()
-        if self.budget.allows:
+        is_short = self._piece_seconds <= MAX_PAUSE or self.clock() - self._worked_at > LONG_PIECE_EVERY
+        if self.budget.allows and is_short:
             self._work()
 
     def after_step(self, deltas: Sequence[Delta]) -> None:
@@ -156,7 +161,9 @@ class Learning:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)  # what it takes is to be measured
         self.engine.executor.interrupted()
-        self.budget.charge(self.clock() - began)
+        seconds = self.clock() - began
+        self._piece_seconds, self._worked_at = max(seconds, 0.9 * self._piece_seconds), self.clock()
+        self.budget.charge(seconds)
         return self._has_work and self.stopped is None
 
     def _piece(self) -> None:

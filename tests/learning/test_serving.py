@@ -10,7 +10,7 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.learning.gate import Decision
-from fledge.learning.hook import Learning
+from fledge.learning.hook import MAX_PAUSE, Learning
 from fledge.learning.weights import weights_of
 from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
 
@@ -95,6 +95,20 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
     for (name, value), mean in zip(learner.master.named_parameters(), learner.average, strict=True):
         assert torch.equal(value, served[name])
         assert torch.equal(mean, served[name])
+
+
+def test_a_long_piece_of_work_waits_until_nothing_runs(learning_engine, drafter):
+    engine = learning_engine(drafter, budget=100)
+    hook: Learning = engine.hook
+    hook._piece_seconds, hook._worked_at = MAX_PAUSE + 1, hook.clock()
+    serve(engine, toy_prompts(16, seed=7))
+    assert hook.ring.num_admitted
+    assert not hook.budget.spent.learning - hook.budget.spent.collecting
+    while hook._piece_seconds > MAX_PAUSE:  # pieces of a toy are short
+        assert engine.idle()
+    assert hook.budget.spent.idle
+    serve(engine, toy_prompts(16, seed=8))
+    assert hook.budget.spent.learning > hook.budget.spent.collecting
 
 
 def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
