@@ -43,8 +43,8 @@ log = logging.getLogger("fledge.learning")
 
 CURVE_REQUESTS = 32  # requests that were looked at, to a point of the curve
 CURVE_POINTS = 512  # kept for the page
-# While pieces of work take longer, they wait until nothing runs, or for a minute. A training step takes a tenth of a second on a
-# GPU, seconds on a small CPU, where every request would stop meanwhile.
+# While pieces of work take longer, they wait until nothing runs, or for a minute. A training step takes a tenth of a second on
+# a GPU, seconds on a small CPU, where every request would stop meanwhile.
 MAX_PAUSE, LONG_PIECE_EVERY = 0.5, 60.0
 EXPIRE_EVERY = 60.0  # seconds between two looks for samples that are too old
 NOVEL_NEED, SHORTENED_NEED = 0.5, 1.0  # added to a sample's need
