@@ -264,6 +264,18 @@ def serving_load() -> str:
     )
 
 
+@figures("learn-soak")
+def learn_soak() -> str:
+    found = load("learn-soak-cpu")
+    asked, failed = sum(found["outcomes"].values()), sum(n for code, n in found["outcomes"].items() if code != "200")
+    return (
+        f"`make soak-learn`, a toy on {found['provenance']['device']}: {found['clients']} clients for "
+        f"{found['seconds'] / 60:.0f} minutes, {asked:,} requests, {failed} failed, "
+        f"{found['fledge:learn_swaps_total']:.0f} swaps under load. "
+        f"Memory grew by {found['memory_growth_mib']:.0f} MiB ({source('learn-soak-cpu')})."
+    )
+
+
 @figures("conform")
 def conform() -> str:
     rows = []

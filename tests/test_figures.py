@@ -28,7 +28,7 @@ MEASURED = re.compile(
 # Numbers with a unit that are no measurement of ours. Kind: `setting` (a default or a limit in the code), `published` (others'
 # figures, with their source on the page), `sum` (arithmetic that the page shows). Whoever adds one says which it is.
 STATED: dict[str, dict[str, str]] = {
-    "docs/learn.md": {"24 bytes": "sum"},
+    "docs/learn.md": {"28 bytes": "sum"},
 }
 # Written from result files, words included: a test below holds it to them.
 WRITTEN = {"docs/drift-study.md"}

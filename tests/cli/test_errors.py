@@ -178,9 +178,12 @@ def test_drift_prints_names_as_they_are(capsys):
     from fledge.cli.drift import _print
 
     sink = {"column": 0, "share": 0.5}
-    figures = {"model": EVIL, "sink": sink, "drafters": [{"name": EVIL}], "probes": {EVIL: {}}, "suites": []}
-    _print(Console(width=300), figures, {EVIL: [EVIL]})
-    check_shown(capsys.readouterr().out, 3)
+    probes = {"acceptance_length": {5: 2.0}, "looping_texts": 0, "texts": 4, "drift_step": 5, "rms_ratio": 1.0}
+    condition = {"name": EVIL, "drafters": {EVIL: {"acceptance_length": {5: 1.5}, "retention": {5: 0.5}, "texts": 4}}}
+    suite = {"name": "templates", "baseline": None, "depths": [5], "conditions": [condition, condition | {"name": "own"}]}
+    figures = {"model": EVIL, "sink": sink, "drafters": [{"name": EVIL}], "probes": {EVIL: probes}, "suites": [suite]}
+    _print(Console(width=300), figures)
+    check_shown(capsys.readouterr().out, 4)
 
 
 def test_conform_prints_a_servers_words_as_they_are(capsys):
