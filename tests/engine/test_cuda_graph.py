@@ -15,6 +15,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors import cuda_graph, device_batch
 from fledge.engine.executors.batch_state import ADJUSTED, SAMPLED, TRUNCATED
 from fledge.engine.executors.launch_ahead import LaunchAhead
+from fledge.engine.executors.recording import FEW_LONG_ROWS
 from fledge.errors import RequestError
 from fledge.kernels import compile_ahead
 from fledge.sampling import SamplingParams
@@ -473,6 +474,6 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     assert {shape[:2] for shape in cycles if shape[2] == ADJUSTED} == {
         (size, depth) for size in batch.sizes for depth in (0, 3)
     }
-    assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, cuda_graph.FEW_LONG_ROWS} if bucket else set())
+    assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, FEW_LONG_ROWS} if bucket else set())
     assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED))
     assert not recorded["chunks"]  # no prompt is longer than one

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,18 +20,16 @@ import torch
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
-from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED, RowInit
-from fledge.engine.executors.chunked_prefill import MIDDLE
+from fledge.engine.executors.batch_state import ADJUSTED, RowInit
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
 from fledge.engine.executors.output_reader import OutputReader
-from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, pass_sizes
+from fledge.engine.executors.recording import UsualGraphs
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
 from fledge.errors import RequestError
-from fledge.kernels import compile_ahead
 from fledge.kernels.adjustments import RowOptions
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
@@ -53,10 +48,6 @@ log = logging.getLogger("fledge.engine")
 
 # Cycles that a waiting request waits for at most before it is prefilled.
 MAX_CYCLES_BEFORE_PREFILL = 2
-# Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
-FEW_LONG_ROWS = 4
-# Up to this many rows, ADJUSTED cycles are recorded ahead, plain and to the full depth; others on first use.
-FEW_ADJUSTED_ROWS = 16
 
 
 class _Halted(NamedTuple):
@@ -101,7 +92,7 @@ class CudaGraphExecutor:
         self.free_rows = list(range(config.max_num_seqs))  # a heap: low rows first keeps the batch dense
         self.prefilling: dict[Request, RowInit] = {}  # requests whose text is prefilled in chunks
         self.num_in_flight = 0  # launches of the last submission: not collected while the device works on them
-        self.left_to_record: Iterator[Callable[[], None]] = iter(())
+        self.usual_graphs: UsualGraphs | None = None
         self.halted: _Halted | None = None  # a cycle that waits for grammar masks
         self.deferred: list[Chunk] = []  # prefills that wait for it
         # Of requests with a row. Kept because the properties of `SamplingParams` take too long for 256 rows every cycle.
@@ -419,54 +410,13 @@ class CudaGraphExecutor:
         return min(cycles, MAX_CYCLES_BEFORE_PREFILL) if expects_requests else cycles
 
     def warm_up(self) -> list[str]:
-        """Compiles kernels, and records the graphs that most requests need. Those of one sampling mode wait for `idle`."""
-        batch = self.batch
-        if not batch.graphs.capture:
+        if not self.batch.graphs.capture:
             return []
-        started = time.perf_counter()
-        with compile_ahead.side_by_side():
-            for record in self._usual_graphs((TRUNCATED, SAMPLED, GREEDY)):
-                record()
-        compiled = time.perf_counter()
-        for record in self._usual_graphs((TRUNCATED, GREEDY)):
-            record()
-        batch.samples_truncated = True
-        self.left_to_record = iter(self._usual_graphs((SAMPLED,)))
-        count = sum(len(graphs.graphs) for graphs in (batch.graphs, batch.prefills.graphs, batch.chunks.graphs))
-        seconds = time.perf_counter() - compiled
-        return [
-            f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefill passes recorded in {seconds:.0f} s"
-        ]
+        self.usual_graphs = UsualGraphs(self.batch, [0, *self.controller.acceptance.depths])
+        return self.usual_graphs.warm_up()
 
     def idle(self) -> bool:
-        """Records one more graph. False: all are there."""
-        for record in self.left_to_record:
-            record()
-            return True
-        self.batch.samples_truncated = False
-        return False
-
-    def _usual_graphs(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
-        """What records them, the largest first, whose memory the others share."""
-        batch, depths = self.batch, [0, *self.controller.acceptance.depths]
-        short, sizes = batch.kv_bucket(0), batch.sizes[::-1]
-        shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, depths[::-1])]
-        if GREEDY in modes:
-            few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
-            shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, sorted({0, depths[-1]}, reverse=True))]
-        if short:  # long contexts come in small numbers
-            few = [size for size in sizes if size <= FEW_LONG_ROWS]
-            shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, depths[::-1])]
-        for shape in shapes:
-            yield partial(batch.record, [shape])
-        longest = [*LONGEST[::-1], *([OVER_CACHE] if self.config.prefix_caching else [])]
-        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
-        passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
-        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
-            yield partial(batch.prefills.record, [(*size, reach, mode)])
-        if self.config.max_model_len > batch.chunk_tokens:
-            for mode in (MIDDLE, *modes):
-                yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
+        return self.usual_graphs is not None and self.usual_graphs.idle()
 
     def collect_states(self, *, limit: int) -> None:
         if not limit:

@@ -1,0 +1,71 @@
+"""The graphs that most requests need: recorded at the start, those of one sampling mode later, while nothing runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+
+from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
+from fledge.engine.executors.chunked_prefill import MIDDLE
+from fledge.engine.executors.device_batch import DeviceBatch
+from fledge.engine.executors.graphs import size_for
+from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, pass_sizes
+from fledge.kernels import compile_ahead
+
+# Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
+FEW_LONG_ROWS = 4
+# Up to this many rows, ADJUSTED cycles are recorded ahead, plain and to the full depth; others on first use.
+FEW_ADJUSTED_ROWS = 16
+
+
+class UsualGraphs:
+    def __init__(self, batch: DeviceBatch, depths: Sequence[int]) -> None:
+        """`depths`: that cycles draft to, 0 among them."""
+        self.batch, self.depths = batch, sorted(depths, reverse=True)
+        self.left: Iterator[Callable[[], None]] = iter(())
+
+    def warm_up(self) -> list[str]:
+        """Compiles all kernels, then records. Batches that sample run in the graphs of top-p until theirs are there."""
+        started = time.perf_counter()
+        with compile_ahead.side_by_side():
+            for record in self._records((TRUNCATED, SAMPLED, GREEDY)):
+                record()
+        compiled = time.perf_counter()
+        for record in self._records((TRUNCATED, GREEDY)):
+            record()
+        self.batch.samples_truncated, self.left = True, self._records((SAMPLED,))
+        families = (self.batch.graphs, self.batch.prefills.graphs, self.batch.chunks.graphs)
+        count, seconds = sum(len(one.graphs) for one in families), time.perf_counter() - compiled
+        return [f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefills recorded in {seconds:.0f} s"]
+
+    def idle(self) -> bool:
+        """Records one more graph. False: all are there."""
+        for record in self.left:
+            record()
+            return True
+        self.batch.samples_truncated = False
+        return False
+
+    def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """What records them, the largest first, whose memory the others share."""
+        batch, short = self.batch, self.batch.kv_bucket(0)
+        sizes = batch.sizes[::-1]
+        shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, self.depths)]
+        if GREEDY in modes:
+            few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
+            shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, dict.fromkeys((self.depths[0], 0)))]
+        if short:  # long contexts come in small numbers
+            few = [size for size in sizes if size <= FEW_LONG_ROWS]
+            shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, self.depths)]
+        for shape in shapes:
+            yield partial(batch.record, [shape])
+        longest = [*LONGEST[::-1], *([OVER_CACHE] if batch.config.prefix_caching else [])]
+        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
+        passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
+        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
+            yield partial(batch.prefills.record, [(*size, reach, mode)])
+        if batch.config.max_model_len > batch.chunk_tokens:
+            for mode in (MIDDLE, *modes):
+                yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
