@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
+from fledge.engine.executors.graphs import without_collection
 from fledge.engine.fit import check_fits
 from fledge.engine.kv_pool import PagePool
 from fledge.engine.options import DEFAULT_DEPTH, Speculation
@@ -53,19 +52,8 @@ DRAFTER_BITS, DRAFT_HEAD_BITS = 8, 5
 __all__ = ["DEFAULT_DEPTH", "Speculation", "build_engine", "fit", "keeps_blocks", "paged_kv"]
 
 
-@contextmanager
-def _garbage_collected_later() -> Iterator[None]:
-    """Loading makes much that stays: looking through it again and again takes a tenth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_garbage_collected_later()
+# Loading makes much that stays: looking through it again and again takes a tenth of the time.
+@without_collection()
 def build_engine(
     model: str | Decoder,
     speculation: Speculation | None = None,

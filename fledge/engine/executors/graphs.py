@@ -50,6 +50,7 @@ class StepGraphs:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
+        # What a collection frees on the device must not be freed while a graph is captured.
         with self.idle(), without_collection():
             for shape in missing:
                 side.wait_stream(current)
@@ -79,7 +80,7 @@ class StepGraphs:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage is collected inside: what it frees on the device must not be freed while a graph is captured."""
+    """No garbage is collected inside."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
