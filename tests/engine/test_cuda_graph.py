@@ -173,6 +173,20 @@ def test_seeded_draws_do_not_depend_on_speculation_or_company():
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("speculation", [Speculation(None), None], ids=["plain", "drafted"])
+def test_batches_that_sample_draw_the_same_in_the_graphs_of_top_p(speculation):
+    """As they do until their own graphs are recorded."""
+    texts = []
+    for truncated in (False, True):
+        engine = device_engine(tiny_decoder(3), speculation)
+        engine.executor.batch.samples_truncated = truncated
+        params = [SamplingParams(max_tokens=16, temperature=1.0, seed=number) for number in range(6)]
+        requests = [engine.add_request(prompt, one) for prompt, one in zip(prompts(6, seed=5), params, strict=True)]
+        finish(engine)
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1]
+
+
 def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     decoder = tiny_decoder(3)
