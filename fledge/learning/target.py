@@ -63,7 +63,9 @@ class ServedTarget(Target):
         if start:
             prefix = tuple(tokens[:start])
             if (before := self.prefixes.pop(prefix, None)) is None:
-                if start <= PREFIX_TOKENS and len(self.unknown) < MAX_PREFIXES:
+                if start <= PREFIX_TOKENS:
+                    while len(self.unknown) >= MAX_PREFIXES:  # no text with the oldest was read
+                        del self.unknown[next(iter(self.unknown))]
                     self.unknown[prefix] = None
                 return None
             self.prefixes[prefix] = before

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fledge.learning.gate import Decision
+from fledge.learning.target import MAX_PREFIXES
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
@@ -40,8 +41,12 @@ def test_a_cached_beginning_is_known_once_a_text_with_it_was_read(learning_engin
     *taps, _ = states = [*whole.taps, torch.randn(len(tokens), target.hidden_size)]
     assert target.collected(tokens, 20, 16, [layer[16:] for layer in states]) is None
     assert list(target.unknown) == [tuple(tokens[:16])]
+    for other in range(30, 30 + MAX_PREFIXES + 3):  # the last asked for stay
+        assert target.collected([other, *tokens[1:]], 20, 16, [layer[16:] for layer in states]) is None
+    assert len(target.unknown) == MAX_PREFIXES
+    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states]) is None
     target.read([(tokens, 20)])
-    assert not target.unknown
+    assert tuple(tokens[:16]) not in target.unknown
     found = target.collected(tokens, 20, 16, [layer[16:] for layer in states])
     assert all(torch.equal(mine, tap) for mine, tap in zip(found.taps, taps, strict=True))
 
