@@ -125,13 +125,13 @@ def create_app(service: Service) -> FastAPI:
 
     async def health() -> Response:
         """Whether this process and its engine work."""
-        state = service.engine.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+        status = service.engine.status
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     async def ready() -> Response:
         """Whether a request would be taken now: not while it drains, nor with a full queue."""
         accepting = service.engine.is_accepting
-        return JSONResponse({"ready": accepting, "status": service.engine.state}, 200 if accepting else 503)
+        return JSONResponse({"ready": accepting, "status": service.engine.status}, 200 if accepting else 503)
 
     for path, answer in (("/health", health), ("/ready", ready)):
         app.get(path, responses={503: {"description": "Not now; the body says in which state it is."}})(answer)

@@ -29,7 +29,9 @@ from fledge.serving.messages import (
     Figures,
     Forget,
     Observe,
+    Open,
     Output,
+    Prepared,
     Ready,
     Refused,
     Step,
@@ -73,6 +75,7 @@ class AsyncEngine:
     ) -> None:
         self.channel, self.host, self.max_queue, self.request_timeout = channel, host, max_queue, request_timeout
         self.state = "loading"  # loading | ready | failing | stopped
+        self.is_open = False  # the other fronts are ready too
         self.failure: UserError | None = None  # why the process must end
         self.info: Ready | None = None
         self.tokenizer: Tokenizer | None = None
@@ -147,10 +150,15 @@ class AsyncEngine:
             raise overloaded(f"the server is busy with {in_flight} answers; try again later", self._retry_after())
 
     @property
+    def status(self) -> str:
+        """The server's state: it is loading until every front takes requests, as the next one may reach any of them."""
+        return "loading" if self.state == "ready" and not self.is_open else self.state
+
+    @property
     def is_accepting(self) -> bool:
         """Whether a request would be taken now."""
         in_flight = self.num_in_flight + self.others_in_flight
-        return self.state == "ready" and not self.draining and in_flight < self.capacity
+        return self.status == "ready" and not self.draining and in_flight < self.capacity
 
     def _retry_after(self) -> int:
         rounds = (self.num_in_flight + self.others_in_flight) / max(1, self.capacity - self.max_queue)
@@ -288,6 +296,8 @@ class AsyncEngine:
             case Ready():
                 self.info = message
                 self.event_loop.create_task(self._get_ready(message))
+            case Open():
+                self.is_open = True
             case Failed(reason):
                 self._die(UserError(reason), internal_error())
             case Taken(number):
@@ -313,6 +323,7 @@ class AsyncEngine:
         else:
             if self.state == "loading":
                 self.state = "ready"
+                self._send(Prepared())
 
     def fail(self, reason: str) -> None:
         """For what else must not go on without."""

@@ -41,7 +41,9 @@ from fledge.serving.messages import (
     Finish,
     Forget,
     Observe,
+    Open,
     Output,
+    Prepared,
     Ready,
     Span,
     Step,
@@ -68,6 +70,7 @@ class Front(Channel[ToEngine]):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, ToEngine)
+        self.is_prepared = False
         self.num_in_flight = 0  # answers taken and not finished
         self.outputs: list[Output] = []  # of the current step
 
@@ -294,6 +297,11 @@ class EngineLoop:
                 self.metrics.observed(lags, rejected)
             case AskFigures(number):
                 self._send(front, Figures(number, self.metrics.render()))
+            case Prepared():
+                front.is_prepared = True
+                if all(other.is_prepared for other in self.fronts):
+                    for other in list(self.fronts):
+                        self._send(other, Open())
 
     def _take_grammars(self) -> None:
         assert self.grammars is not None

@@ -6,6 +6,8 @@ Compile, Forget   ------------->   a grammar, kept under the caller's number unt
 Add, Abort        ------------->   a call: one or more answers
 Observe, AskFigures ----------->   what /metrics needs
                   <-------------   Ready or Failed, once
+Prepared          ------------->   it has a tokenizer and takes requests
+                  <-------------   Open: every front takes requests
                   <-------------   Taken or Refused, Compiled, Figures: answers to the above
                   <-------------   Step: after each engine step, the new tokens of all of this front's requests
 """
@@ -88,7 +90,11 @@ class AskFigures(_Message, tag=6):
     id: int
 
 
-ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures
+class Prepared(_Message, tag=7):
+    """The front takes requests."""
+
+
+ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures | Prepared
 
 
 # Engine to front
@@ -163,7 +169,11 @@ class Step(_Message, tag=7):
     others_in_flight: int  # answers that other fronts wait for
 
 
-ToFront = Ready | Failed | Taken | Refused | Compiled | Figures | Step
+class Open(_Message, tag=8):
+    """Every front takes requests: /health may say so, whichever front the next connection reaches."""
+
+
+ToFront = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Open
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:

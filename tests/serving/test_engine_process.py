@@ -73,7 +73,6 @@ def children(server: ServerProcess) -> dict[str, list[psutil.Process]]:
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[ServerProcess]:
     with start(tiny_folder, "--api-workers", "2") as process:
-        wait_until_all_are_ready(process)
         yield process
 
 
@@ -82,12 +81,6 @@ def num_requests(server: ServerProcess) -> float:
     lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
-
-
-def wait_until_all_are_ready(server: ServerProcess) -> None:
-    """Connections go to either process: both must have answered several times."""
-    for _ in range(20):
-        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
 
 
 def answer(url: str, path: str, body: dict[str, Any]) -> Any:
@@ -137,7 +130,6 @@ def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> 
 
     learn = ["--learn", "--learn-budget", "50", "--learn-memory", "8", "--learn-dir", str(tmp_path / "learnt")]
     with start(tiny_folder, "--api-workers", "2", *learn) as server:
-        wait_until_all_are_ready(server)
         for number in range(8):
             answer(server.url, CHAT, GREEDY | {"messages": [{"role": "user", "content": "a" * number}]})
         answer(server.url, CHAT, GREEDY | {"learn": False})
@@ -174,7 +166,6 @@ def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> Non
         start(tiny_folder, "--api-workers", "2") as server,
         ThreadPoolExecutor(16) as threads,
     ):
-        wait_until_all_are_ready(server)
         found = children(server)
 
         def ask(stream: bool) -> tuple[int, str, float]:
@@ -208,7 +199,6 @@ def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> Non
 
 def test_nothing_outlives_a_killed_main_process(tiny_folder: Path) -> None:
     with start(tiny_folder, "--api-workers", "2") as server:
-        wait_until_all_are_ready(server)
         found = [one.pid for kind in children(server).values() for one in kind]
         assert len(found) == 2
         with ThreadPoolExecutor(1) as threads:
@@ -226,7 +216,6 @@ def test_nothing_outlives_a_killed_main_process(tiny_folder: Path) -> None:
 
 def test_a_killed_http_process_ends_the_server(tiny_folder: Path) -> None:
     with start(tiny_folder, "--api-workers", "2") as server:
-        wait_until_all_are_ready(server)
         found = children(server)
         found["worker"][0].kill()
         assert server.process.wait(60) == 1
@@ -238,7 +227,6 @@ def test_sigterm_drains_all_processes(tiny_folder: Path) -> None:
         start(tiny_folder, "--api-workers", "2") as server,
         ThreadPoolExecutor(12) as threads,
     ):
-        wait_until_all_are_ready(server)
         found = [one.pid for kind in children(server).values() for one in kind]
         asked = [threads.submit(lambda: httpx.post(server.url + CHAT, json=ENDLESS, timeout=60).text) for _ in range(12)]
         wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have come
@@ -267,6 +255,28 @@ def test_sigterm_while_a_grammar_compiles(tiny_folder: Path) -> None:
 
 def _is_orphaned_grammar_worker(process: psutil.Process) -> bool:
     return process.ppid() == 1 and "fledge.serving.grammar_worker" in (process.info["cmdline"] or ()) and os.getpid() != 1
+
+
+def test_the_server_is_healthy_when_every_http_process_is(tiny_folder: Path) -> None:
+    """The next connection may reach any of them: after a 200 from /health none may answer that the model is loading."""
+    with ServerProcess([str(tiny_folder), *APART, "--api-workers", "2"], wait=False) as server:
+        wait_for(lambda: bool(children(server)["worker"]))
+        worker = children(server)["worker"][0]
+        worker.suspend()  # before it listens: connections reach the main process alone
+
+        def answers() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.post(server.url + CHAT, json=GREEDY, timeout=60).status_code == 200
+            return False
+
+        wait_for(answers)
+        for path in ("/health", "/ready"):
+            response = httpx.get(server.url + path, timeout=60)
+            assert (response.status_code, response.json()["status"]) == (503, "loading")
+        worker.resume()
+        server.wait_until_ready()
+        for _ in range(20):
+            assert answers()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class ThreadServer:
             logging.getLogger(name).addHandler(self.log)
         self.thread.start()
         deadline = time.monotonic() + 60
-        while self.service.engine.state == "loading" or not self.server.started:
+        while self.service.engine.status == "loading" or not self.server.started:
             assert time.monotonic() < deadline, "the server did not become ready"
             time.sleep(0.02)
         return self
