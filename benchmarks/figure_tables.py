@@ -246,11 +246,14 @@ def serving_cpu() -> str:
     rows = []
     for users in (1, 4, 16):
         row: list[object] = [users]
-        for engine in ("Fledge float16", "Fledge float32", "vLLM float32"):
+        for engine in ("Fledge auto", "Fledge before auto", "Fledge float32", "Fledge before float32", "vLLM float32"):
             spec, plain = (serving(f"{engine}, {how}", users)["tokens_per_second"] for how in ("EAGLE 3.1", "plain"))
             row.append(f"{number(plain, 0)} / {number(spec, 0)}")
         rows.append(row)
-    return table(["users", "Fledge, float16", "Fledge, float32", f"vLLM {load('serving-cpu')['vllm']}, float32"], rows)
+    found = load("serving-cpu")
+    before = f"`{found['before'][:7]}`"
+    titles = ["Fledge, its default", f"{before}, its default", "Fledge, float32", f"{before}, float32"]
+    return table(["users", *titles, f"vLLM {found['vllm']}, float32"], rows)
 
 
 @figures("serving-load")

@@ -21,6 +21,7 @@ class AcceptanceModel:
         """`limit`: the deepest that was asked for; 0: speculation is off."""
         self.limit, self.margin = limit, margin
         self.tolerance = 0.0  # the deepest depth is chosen whose speed is within this share of the highest
+        self.gain = 1.0  # expected of the last choice, over plain cycles
         self.depths = sorted({depth for depth in COMPARED_DEPTHS if depth < limit} | {limit}) if limit else []
         self.forget()
 
@@ -92,5 +93,6 @@ class AcceptanceModel:
             return depths[-1]
         speeds = {depth: self.mean_tokens(depth, share, allowed) / cost for depth, cost in costs.items()}
         highest = max(speeds.values())
+        self.gain = highest * plain
         best = max(depth for depth, speed in speeds.items() if speed >= highest * (1 - self.tolerance))
-        return best if highest * self.margin >= 1 / plain else 0
+        return best if self.gain * self.margin >= 1 else 0

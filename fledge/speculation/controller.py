@@ -25,8 +25,9 @@ LEARNT_ERROR = 0.06
 # Steps after which one request is drafted for to the limit although the load speaks against it: an acceptance that was poor
 # once would otherwise never be seen to improve. Costs less than 1 % of the time.
 EXPLORE_EVERY = 256
-# Steps of drafting after which one goes without: the cost of a plain step may have been measured in a bad moment.
-PLAIN_EVERY = 48
+# Steps of drafting after which one goes without: the cost of a plain step may have been measured in a bad moment. Where
+# drafting gains less than CLOSE, that is likely to matter, and a plain step costs less than 2 % of the time: more often.
+PLAIN_EVERY, PLAIN_EVERY_IF_CLOSE, CLOSE = 48, 12, 1.25
 # Steps after which costs that were not measured meanwhile count as half as well known.
 DECAY_EVERY = 256
 # Steps for which a choice is kept while the same number of requests runs: choosing takes 8 % of a small step.
@@ -150,7 +151,7 @@ class SpeculationController:
             self.depth = self._best(len(running), eligible) if costs.is_known else 0
             self._kept = counts if costs.is_known else None
         self._drafting_steps = self._drafting_steps + 1 if self.depth else 0
-        if self._drafting_steps > PLAIN_EVERY and len(eligible) > 1:
+        if len(eligible) > 1 and self._drafting_steps > (PLAIN_EVERY if self.acceptance.gain > CLOSE else PLAIN_EVERY_IF_CLOSE):
             self.depth, self._drafting_steps, self._kept = 0, 0, None  # for one step
         self._shallow_steps = 0 if self.depth == self.limit else self._shallow_steps + 1
         if self._shallow_steps >= EXPLORE_EVERY:

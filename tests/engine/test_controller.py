@@ -16,7 +16,7 @@ from fledge.engine.request import Request
 from fledge.sampling import SamplingParams
 from fledge.speculation import controller as controller_module
 from fledge.speculation.acceptance import AcceptanceModel
-from fledge.speculation.controller import PLAIN_EVERY, SpeculationController
+from fledge.speculation.controller import CLOSE, PLAIN_EVERY, PLAIN_EVERY_IF_CLOSE, SpeculationController
 from fledge.speculation.costs import CostTable, RowCosts
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.guard import DriftGuard
@@ -215,18 +215,21 @@ def adaptive_controller(limit: int = 4) -> tuple[SpeculationController, RowCosts
     return control, costs
 
 
-def test_now_and_then_one_step_goes_without_drafts():
-    """What a plain step takes may have been learnt in a bad moment."""
+@pytest.mark.parametrize(("drafting", "every"), [(0.05, PLAIN_EVERY), (1.3, PLAIN_EVERY_IF_CLOSE)])
+def test_now_and_then_one_step_goes_without_drafts(drafting: float, every: int):
+    """What a plain step takes may have been learnt in a bad moment; more often where it matters more."""
     control, costs = adaptive_controller()
     for _ in range(20):
         for rows in range(1, 13):
             costs.verify.record(rows, 1.0)
-        costs.draft[4].record(2, 0.05)
+        for depth in costs.draft:
+            costs.draft[depth].record(2, drafting)
     pair = [Request(str(number), [1, 2, 3], LONG, frozenset()) for number in range(2)]
-    chosen = [control.choose(pair) for _ in range(5 * PLAIN_EVERY)]
+    chosen = [control.choose(pair) for _ in range(5 * every)]
+    assert (control.acceptance.gain > CLOSE) == (every == PLAIN_EVERY)
     plain = [step for step, depth in enumerate(chosen) if not depth]
     assert len(plain) == 4, plain
-    assert all(later - earlier == PLAIN_EVERY + 1 for earlier, later in pairwise(plain))
+    assert all(later - earlier == every + 1 for earlier, later in pairwise(plain))
 
 
 def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
