@@ -127,7 +127,7 @@ class Learning:
         return self._work()
 
     def warm_up(self) -> list[str]:
-        """Answers the prompts of the fixed set, and makes one training step on nothing: a GPU compiles attention for it."""
+        """Answers the prompts of the fixed set, and makes one training step on nothing: a GPU compiles it."""
         lines = []
         if self.fixed_prompts:
             texts = answer(self.engine, self.fixed_prompts, self.config.fixed_tokens)

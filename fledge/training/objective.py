@@ -84,3 +84,11 @@ class Objective:
         return self.loss(
             hidden, self.drafter.lm_head.weight, states.hidden_ND, batch.scored_R, batch.valid_KR, step_weight_K, measure
         )
+
+
+def compiler_error(error: Exception) -> str | None:
+    """Why torch.compile failed, in a line; None: it was something else."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return None
+    inner = getattr(error, "inner_exception", error)
+    return (str(inner).strip() or type(inner).__name__).splitlines()[0]

@@ -33,6 +33,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut
 from fledge.training.guards import Interrupts
 from fledge.training.journal import Journal, draw_curves
+from fledge.training.objective import compiler_error
 from fledge.training.recipe import Recipe, RecipeError, with_overrides
 from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 from fledge.training.ttt import TrainBatch
@@ -228,10 +229,9 @@ class Trainer:
                 states = states or self.target.states(batch)
                 arm.backward(batch, states, counts, measure)
             except Exception as error:
-                if not (arm.objective.settings.compile and _is_compiler_error(error) and self.step < 2):
+                reason = compiler_error(error)
+                if not (arm.objective.settings.compile and reason and self.step < 2):
                     raise
-                inner = getattr(error, "inner_exception", error)
-                reason = (str(inner).strip() or type(inner).__name__).splitlines()[0]
                 arm.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
                 self.target.without_compiler()
                 arm.without_compiler()
@@ -289,11 +289,6 @@ def latest_checkpoints(folders: Sequence[Path]) -> list[Path]:
             "output folder"
         )
     return [paths[max(common)] for paths in found] if common else []
-
-
-def _is_compiler_error(error: Exception) -> bool:
-    module = type(error).__module__
-    return module.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:

@@ -166,6 +166,35 @@ def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch
     assert not engine.idle()
 
 
+def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine, drafter, monkeypatch, caplog):
+    """As on a GPU: one shape for all batches. A compiler that fails costs speed alone."""
+    learner = learning_engine(drafter, budget=1e-6).hook.learner
+    monkeypatch.setattr(learner, "is_cpu", False)
+    compiled = []
+
+    def compile_nothing(what, **_):
+        compiled.append(what)
+        return what
+
+    before = weights_of(learner.master)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", compile_nothing)
+        learner.objective = learner._objective(compiled=True)
+    learner.warm_up()
+    assert len(compiled) == 3  # unrolled drafter, loss, target's distribution
+    assert learner.objective.settings.compile
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.master).items())
+
+    def fail(*_):
+        raise torch._dynamo.exc.Unsupported("a test", "a test")
+
+    monkeypatch.setattr(learner.objective, "unroll", fail)
+    learner.warm_up()
+    assert not learner.objective.settings.compile
+    assert "torch.compile failed (a test" in caplog.text
+    assert learner.counts.steps == 0  # of the warm-up
+
+
 def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
     engine = learning_engine(drafter, budget=1e-6)
     serve(engine, toy_prompts(24, seed=7))
