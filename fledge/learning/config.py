@@ -48,12 +48,12 @@ class LearnConfig:
         if not 0 < self.budget <= 100:
             raise UserError(f"--learn-budget is a percentage from 0 to 100, not {self.budget}")
         is_cpu = device.type == "cpu"
-        usual = {
-            "memory_mb": (256, 2048),
-            "ttt_steps": (3, 5),
-            "batch_tokens": (512, 8192),
-            "steps_per_candidate": (16, 32),
-            "held_out_texts": (32, 96),
-            "fixed_texts": (24, 256),
-        }
-        return replace(self, **{name: getattr(self, name) or pair[not is_cpu] for name, pair in usual.items()})
+        return replace(
+            self,
+            memory_mb=self.memory_mb or (256 if is_cpu else 2048),
+            ttt_steps=self.ttt_steps or (3 if is_cpu else 5),
+            batch_tokens=self.batch_tokens or (512 if is_cpu else 8192),
+            steps_per_candidate=self.steps_per_candidate or (16 if is_cpu else 32),
+            held_out_texts=self.held_out_texts or (32 if is_cpu else 96),
+            fixed_texts=self.fixed_texts or (24 if is_cpu else 256),
+        )

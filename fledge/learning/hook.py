@@ -71,8 +71,9 @@ class Learning:
         max_tokens = config.memory_mb * 2**20 // self.target.bytes_per_token()
         self.ring = SampleRing(max_tokens, config.held_out_texts, max_age=config.max_age, seed=config.seed)
         depth = max(1, engine.controller.limit)
-        self.learner = Learner(master, self.target, self.ring, FixedSet(), config, depth=depth, swap=self._swap)
-        self.learner.on_refusal = self._refused
+        self.learner = Learner(
+            master, self.target, self.ring, FixedSet(), config, depth=depth, swap=self._swap, refused=self._refused
+        )
         self.budget = Budget(config.budget, clock)
         self.domains = Domains()
         self.live = Live()  # of the generation that is served
@@ -307,8 +308,8 @@ class Learning:
         self.counts["rollbacks"] += 1
         log.warning("learning: generation %d is taken back, generation %d is served again: %s", fallen, number, reason)
         self._record("rollback", self.events, generation=number, fallen=fallen, reason=reason)
-        if self.generations is not None:
-            self._disk.submit(self._on_disk, lambda: self.generations.choose(number))
+        if (generations := self.generations) is not None:
+            self._disk.submit(self._on_disk, lambda: generations.choose(number))
 
     def _serves_another(self) -> None:
         """The drafter's part of cached pages, and what the guard knows, belong to the weights before."""
@@ -320,11 +321,13 @@ class Learning:
         self._record("refused", self.events, **decision.to_dict())
 
     def _save(self, weights: dict[str, Tensor], number: int, figures: dict[str, Any]) -> None:
+        generations = self.generations
+        assert generations is not None
         with torch.device("meta"):
             copy = EagleDrafter(self.learner.master.config)
         state = {name: value.cpu() for name, value in weights.items()}
         copy.load_state_dict({**state, "d2t": self.learner.master.d2t.cpu()}, assign=True)
-        self._disk.submit(self._on_disk, lambda: self.generations.save(copy, number, figures))
+        self._disk.submit(self._on_disk, lambda: generations.save(copy, number, figures))
 
     def _on_disk(self, write: Callable[[], None]) -> None:
         try:
@@ -336,8 +339,8 @@ class Learning:
         event = {"event": kind, "seconds": round(time.time() - self._began, 3), "requests": self.requests}
         event |= {"generation": self.learner.generation, "steps": self.learner.counts.steps, **figures}
         where.append(event)
-        if self.generations is not None:
-            self._disk.submit(self._on_disk, lambda: self.generations.record(event))
+        if (generations := self.generations) is not None:
+            self._disk.submit(self._on_disk, lambda: generations.record(event))
 
     # Figures
 

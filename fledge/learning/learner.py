@@ -85,11 +85,12 @@ class Learner:
         *,
         depth: int,
         swap: Callable[[dict[str, Tensor], Decision], Iterator[None]],
+        refused: Callable[[Decision], None],
     ) -> None:
         """`master`: fp32 weights that start as the serving ones. `depth`: that the gate drafts to. `swap`: serves the
-        weights of an accepted candidate."""
+        weights of an accepted candidate. `refused`: told of every other."""
         self.target, self.ring, self.fixed, self.config, self.depth, self.swap = target, ring, fixed, config, depth, swap
-        self.device = target.device
+        self.refused, self.device = refused, target.device
         self.master = master.to(self.device).train().requires_grad_(True)
         self.is_cpu = self.device.type == "cpu"
         self.compute_dtype = None if self.is_cpu else torch.bfloat16
@@ -160,7 +161,8 @@ class Learner:
     def release(self) -> None:
         """Learning has stopped: gives up all memory but the weights that may be asked for."""
         self.optimizer.zero_grad()
-        self.optimizer, self.objective, self.parameters, self.average, self.serving = None, None, [], [], {}
+        del self.optimizer, self.objective
+        self.parameters, self.average, self.serving = [], [], {}
         self.fixed = FixedSet()
         self.master.to("meta")
 
@@ -315,12 +317,9 @@ class Learner:
     def _refuse(self, decision: Decision) -> None:
         self.counts.refused += 1
         self.refused_in_a_row += 1
-        self.on_refusal(decision)
+        self.refused(decision)
         if decision.is_worse or self.refused_in_a_row >= PATIENCE:
             self._reset()
-
-    def on_refusal(self, decision: Decision) -> None:
-        log.info("learning: candidate refused: %s", decision.reason)
 
     def _counted(self, samples: Sequence[Sample], weights: dict[str, Tensor]) -> Iterator[dict[Sample, Count]]:
         """What a drafter with these weights accepts over samples, a few at a time."""

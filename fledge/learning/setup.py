@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ def day_zero_config(target: ModelConfig) -> DrafterConfig:
     few = tuple(sorted({target.num_layers // 2, target.num_layers - 1, target.num_layers}))  # the usual ones need eight
     aux_layers = None if target.num_layers >= 8 else few
     recipe = DrafterRecipe(draft_vocab_size=None, own_head=False, window=WINDOW, aux_layers=aux_layers)
-    return drafter_config(SimpleNamespace(drafter=recipe), target)
+    return drafter_config(recipe, target)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -110,13 +111,15 @@ def linear_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor
     """A linear's weights [O, I], unpacked where they are packed or quantised."""
     if isinstance(module, QuantizedLinear):
         weight = dequantize(module.quantized)
-    elif (
-        isinstance(module, GgufLinear)
-        or not isinstance(module, PackedLinear)
-        or module.native is None
-        or module.native.is_plain
-    ):
-        weight = module.weight.detach()
-    else:  # quantised in C's layout: what it gives for unit vectors is its weights
+    elif _is_quantised_in_c(module):  # what it gives for unit vectors is its weights
         weight = (module(torch.eye(module.in_features)) - (0 if module.bias is None else module.bias)).t().contiguous()
+    else:
+        assert isinstance(module.weight, Tensor)
+        weight = module.weight.detach()
     return weight if dtype is None else weight.to(dtype)
+
+
+def _is_quantised_in_c(module: nn.Module) -> TypeGuard[PackedLinear]:
+    if isinstance(module, GgufLinear) or not isinstance(module, PackedLinear):
+        return False
+    return module.native is not None and not module.native.is_plain

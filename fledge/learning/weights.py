@@ -51,8 +51,8 @@ class StagedWeights:
         for module, fresh in self.packed:
             module.packed, module.bias = fresh.packed, fresh.bias
         # Kernels may keep a weight in a layout of their own beside it.
-        for module in self.network.modules():
-            if (refresh := getattr(module, "refresh_prepared_weights", None)) is not None:
+        for part in self.network.modules():
+            if (refresh := getattr(part, "refresh_prepared_weights", None)) is not None:
                 refresh()
 
     def _stage_packed(self, module: PackedLinear, fresh: PackedLinear) -> None:

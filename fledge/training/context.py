@@ -131,7 +131,7 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
     some = train.tokens[: min(256, recipe.data.sequence_length)]
     drafters = []
     for one, source in zip(recipes, sources_of, strict=True):
-        drafter = EagleDrafter(drafter_config(one, shape))
+        drafter = EagleDrafter(drafter_config(one.drafter, shape))
         if vocabulary is not None:
             drafter.d2t.copy_(vocabulary.d2t())
         drafter.requires_grad_(True)

@@ -7,12 +7,11 @@ from typing import Any
 
 from fledge.config import DrafterConfig, MLAConfig, RopeConfig, default_aux_layers
 from fledge.errors import ModelError
-from fledge.training.recipe import LatentRecipe, Recipe, RecipeError
+from fledge.training.recipe import DrafterRecipe, LatentRecipe, RecipeError
 
 
-def drafter_config(recipe: Recipe, target: Any) -> DrafterConfig:
+def drafter_config(asked: DrafterRecipe, target: Any) -> DrafterConfig:
     """A drafter of the target's shape. `target`: a ModelConfig, or anything with its fields."""
-    asked = recipe.drafter
     aux = asked.aux_layers or default_aux_layers(target.num_layers)
     if bad := [i for i in aux if not 0 <= i <= target.num_layers]:
         raise ModelError(f"drafter.aux_layers: the target has {target.num_layers} layers; it cannot be tapped after {bad}")

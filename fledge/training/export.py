@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,4 +69,4 @@ def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
         target = load_config(sources.resolve(model))
     except UserError as error:
         raise UserError(f"{path}: its target {model} is needed to read it ({error})") from None
-    return drafter_config(SimpleNamespace(drafter=DrafterRecipe(**state["recipe"]["drafter"])), target)
+    return drafter_config(DrafterRecipe(**state["recipe"]["drafter"]), target)

@@ -61,14 +61,14 @@ Files = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
 Word = BeforeValidator(_word)
 
-_section = dataclass(frozen=True, config=ConfigDict(extra="forbid", coerce_numbers_to_str=True))
+_STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 def key(default: Any, meaning: str) -> Any:
     return Field(default=default, description=meaning)
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class TargetRecipe:
     """The model that the drafter will draft for."""
 
@@ -82,7 +82,7 @@ class TargetRecipe:
     endpoint_requests: Count = key(32, "requests to the endpoint at a time, of each process")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class LatentRecipe:
     """Sizes of latent attention; null: the target's where it has such attention itself, else the usual ones."""
 
@@ -93,7 +93,7 @@ class LatentRecipe:
     v_head_dim: Count | None = key(None, "usual: the target's head size")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class DrafterRecipe:
     """The drafter's architecture and where its weights start."""
 
@@ -118,7 +118,7 @@ class DrafterRecipe:
     init_from: str | None = key(None, "a drafter to continue from, whatever its version; overrides init")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class DataRecipe:
     """What is trained and evaluated on."""
 
@@ -143,7 +143,7 @@ class DataRecipe:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class ObjectiveRecipe:
     """What the drafter learns."""
 
@@ -158,7 +158,7 @@ class ObjectiveRecipe:
     recompute: Flag = key(False, "less memory, a third more time")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class OptimizerRecipe:
     """Optimiser and learning rate."""
 
@@ -174,7 +174,7 @@ class OptimizerRecipe:
     floor: Share = key(0.0, "share of the peak that is left at the end")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class RunRecipe:
     """How long, where and how: at least one of steps, epochs, max_seconds; the first that is reached ends the run."""
 
@@ -196,7 +196,7 @@ class RunRecipe:
     hidden_states_folder: str | None = key(None, "where they go; null: output/states")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class EvaluationRecipe:
     """Acceptance by real drafting on the held-out prompts."""
 
@@ -207,7 +207,7 @@ class EvaluationRecipe:
     sink_column: NotNegative | None = key(None, "the target's attention sink; null: found from its attention")
 
 
-@_section
+@dataclass(frozen=True, config=_STRICT)
 class Recipe:
     """A training run."""
 

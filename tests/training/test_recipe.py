@@ -208,7 +208,7 @@ def test_numbers_are_checked_whoever_makes_the_settings(tmp_path):
 
 def latent_drafter(target, **drafter) -> DrafterConfig:
     settings = {"attention": "mla", "aux_layers": [1, 2, 3], "draft_vocab_size": None, **drafter}
-    return drafter_config(build_recipe({**SMALL, "drafter": settings}), target)
+    return drafter_config(build_recipe({**SMALL, "drafter": settings}).drafter, target)
 
 
 def test_sizes_of_latent_attention():

@@ -45,14 +45,14 @@ def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> Load
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     if recipe.target.endpoint is not None:
         shape, stop_ids = target_shape(folder)
-        config = drafter_config(recipe, shape)
+        config = drafter_config(recipe.drafter, shape)
         target = _endpoint(recipe, folder, config, shape.num_layers)
         weights = load_last_layer(folder)
         weights = usable(weights, shape) if isinstance(shape, ModelConfig) else weights
         weights |= {"norm.weight": target.norm.weight.float().cpu()}
     elif recipe.target.backend == "fledge":
         shape = load_config(folder)
-        config = drafter_config(recipe, shape)
+        config = drafter_config(recipe.drafter, shape)
         if sharded := recipe.run.shard_target and world.size > 1:
             decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
         else:
@@ -61,7 +61,7 @@ def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> Load
         stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
     else:
         model, shape = _transformers_model(folder, dtype, device)
-        config = drafter_config(recipe, shape)
+        config = drafter_config(recipe.drafter, shape)
         target = TransformersTarget(model, config.aux_layer_ids)
         eos = model.generation_config.eos_token_id
         stop_ids = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))

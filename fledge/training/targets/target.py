@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class TargetStates(NamedTuple):
     hidden_ND: Tensor  # after the final norm: what the head reads
 
 
-class Target(Protocol):
+class Target:
     """Any model that drafters are trained for."""
 
     head: Head
@@ -39,6 +39,7 @@ class Target(Protocol):
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
+        raise NotImplementedError
 
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
