@@ -37,9 +37,9 @@ def commands() -> dict[str, Any]:
 
 
 def serve_flags() -> list[argparse._ArgumentGroup]:
-    from fledge.serving import flags
+    from fledge.serving.flag_parser import parser
 
-    return list(flags.parser()._action_groups)
+    return list(parser()._action_groups)
 
 
 def shown(default: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from fledge.serving.service import LONG_TEXT, Service
 from fledge.tokenizer import Tokenizer
 
-ERRORS = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in {
         400: "The request is wrong; the message says what to change.",
@@ -49,7 +49,7 @@ def create_app(service: Service) -> FastAPI:
         service.close()
         await service.engine.stop()
 
-    app = FastAPI(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = App(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = checked_route(service.limits)
     app.add_middleware(Gate, keys=flags.api_key, limits=service.limits)
     if flags.allowed_origins:
@@ -91,6 +91,7 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
             text, special = payload.prompt, payload.add_special_tokens
             if text is None:
+                assert payload.messages is not None, "the protocol asks for one of the two"
                 text = prompts.render(
                     service,
                     tokenizer,
@@ -148,19 +149,18 @@ def create_app(service: Service) -> FastAPI:
         return {"version": fledge.__version__}
 
     page_files.install(app)
-    describe = app.openapi
+    return app
 
-    def openapi() -> dict[str, Any]:
+
+class App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
         """The description, with errors as they are: every refusal has OpenAI's shape and is a 400, not FastAPI's 422."""
-        schema = describe()
+        schema = super().openapi()
         schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = ERROR_SCHEMA
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
         return schema
-
-    app.openapi = openapi
-    return app
 
 
 def checked_route(limits: Limits) -> type[APIRoute]:
@@ -173,7 +173,7 @@ def checked_route(limits: Limits) -> type[APIRoute]:
             return data
 
     class CheckedRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def checked(request: Request) -> Response:

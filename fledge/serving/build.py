@@ -46,8 +46,9 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     else:
         engine = build_engine(flags.model, speculative.speculation, config)
     log.info(memory_plan(engine).describe())
-    if isinstance(engine.drafter, NgramSpeculator) and speculative.prompt_lookup_max:
-        engine.drafter.longest, engine.drafter.shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
+    if isinstance(engine.drafter, NgramSpeculator) and longest and shortest:
+        engine.drafter.longest, engine.drafter.shortest = longest, shortest
     loaded = process_seconds()
     with progress.task("warming up"):
         lines = engine.warm_up()

@@ -69,7 +69,7 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
     logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
     shared = service.sampling_params(payload, max_tokens, logprobs, special)
-    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser)
+    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
 
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None
@@ -126,7 +126,8 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
         return lambda: NamedParser(name), functions[name] or {"type": "object", "properties": {}}
     if choice == "required":
         return RequiredParser, required_schema(list(functions.items()), payload.parallel_tool_calls is not False)
-    if not service.flags.enable_auto_tool_choice:
+    written = service.flags.tool_call_parser
+    if written is None or not service.flags.enable_auto_tool_choice:
         raise ApiError(
             'tool_choice "auto" needs a server started with --enable-auto-tool-choice and --tool-call-parser; '
             'or set tool_choice to "required" or to a function',
@@ -134,7 +135,7 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
         )
 
     def new_parser() -> ToolParser:
-        parser = TOOL_PARSERS[service.flags.tool_call_parser]()
+        parser = TOOL_PARSERS[written]()
         parser.functions = functions
         return parser
 

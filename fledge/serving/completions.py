@@ -58,11 +58,17 @@ async def create(service: Service, payload: CompletionRequest, request: Request)
     return await unless_gone(request, generation, collect(call, generation))
 
 
+def _given(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """A text, token ids, or several of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [one for one in prompt if isinstance(one, int)]
+    return [ids] if ids else [one for one in prompt if not isinstance(one, int)]
+
+
 async def prepare(service: Service, payload: CompletionRequest, caller: str = "") -> CompletionCall:
     model = service.check_model(payload.model)
-    given = payload.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
+    given = _given(payload.prompt)
     if not given:
         raise ApiError("the prompt is empty; give at least one token", param="prompt")
     service.check_limits(payload, len(given))

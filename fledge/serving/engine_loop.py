@@ -16,16 +16,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from fledge.engine.engine import Engine
-from fledge.engine.request import Delta, Request
+from fledge.engine.request import Delta
 from fledge.errors import UserError
-from fledge.sampling import SamplingParams
-from fledge.serving.channel import Channel
+from fledge.serving.engine_calls import Call, Front, Tracked
 from fledge.serving.errors import ApiError, as_api_error, internal_error, overloaded
 from fledge.serving.fair_queue import FairQueue
 from fledge.serving.flags import ServeFlags
@@ -38,14 +36,11 @@ from fledge.serving.messages import (
     Compiled,
     Failed,
     Figures,
-    Finish,
     Forget,
     Observe,
     Open,
-    Output,
     Prepared,
     Ready,
-    Span,
     Step,
     Taken,
     ToEngine,
@@ -65,84 +60,6 @@ MAX_FAILURES = 3
 LAST_WORDS_SECONDS = 2.0
 
 
-class Front(Channel[ToEngine]):
-    """A process that speaks HTTP."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, ToEngine)
-        self.is_prepared = False
-        self.num_in_flight = 0  # answers taken and not finished
-        self.outputs: list[Output] = []  # of the current step
-
-
-@dataclass(eq=False)
-class Call:
-    """The answers that one HTTP request waits for."""
-
-    front: Front
-    message: Add
-    params: list[SamplingParams]
-    grammar: Grammar | None
-    num_unfinished: int
-
-
-@dataclass(eq=False)
-class Tracked:
-    """A running answer."""
-
-    call: Call
-    index: int
-    request: Request
-    held: list[Span] = field(default_factory=list)  # text not passed on yet: it may begin a stop string
-    num_sent: int = 0  # characters passed on
-    started: float | None = None  # when it left the queue
-    last_token: float = 0.0
-
-    def failure(self) -> UserError | None:
-        """Why a logits processor cannot go on, as a grammar that takes too long."""
-        failures = (getattr(processor, "failure", None) for processor in self.request.params.logits_processors)
-        return next(filter(None, failures), None)
-
-    def output(self, delta: Delta, is_first: bool) -> Output:
-        request = self.request
-        output = Output(self.call.message.id, self.index, delta.tokens)
-        if is_first:
-            output.num_cached = request.num_cached
-        if request.decoder is not None:
-            output.spans = self._spans(delta)
-        if request.params.logprobs is not None:
-            output.logprobs, request.logprobs = request.logprobs, []
-        if self.call.message.with_details:
-            output.drafted = delta.drafted
-            output.progress = (request.stats.steps, request.stats.accepted)
-        if delta.finished:
-            assert request.finish_reason is not None
-            assert request.first_token_time is not None
-            assert request.finish_time is not None
-            times = request.first_token_time, request.finish_time
-            output.finish = Finish(request.finish_reason, request.stop_reason, *times, list(astuple(request.stats)))
-        return output
-
-    def _spans(self, delta: Delta) -> list[Span]:
-        """Text that may be shown: not what may turn out to be the start of a stop string."""
-        request = self.request
-        held, self.held = [*self.held, *delta.spans], []
-        ready = len(request.text) - request.held_back() - self.num_sent
-        kept = len(request.text) - self.num_sent  # less than was held when a stop string was cut off
-        spans: list[Span] = []
-        for text, drafted in held:
-            text = text[: max(kept, 0)]
-            kept -= len(text)
-            now, later = text[: max(ready, 0)], text[max(ready, 0) :]
-            ready -= len(now)
-            if now:
-                spans.append((now, drafted))
-            if later:
-                self.held.append((later, drafted))
-        self.num_sent += sum(len(text) for text, _ in spans)
-        return spans
-
-
 class EngineLoop:
     """`connections`: one for each front; the loop ends when the first one's other end closes."""
 
@@ -154,10 +71,10 @@ class EngineLoop:
     ) -> None:
         self.flags, self._build = flags, build
         self.metrics = Metrics(flags.names[0])
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None  # until it is built
         self.failure: UserError | None = None
         self.fronts = [Front(connection) for connection in connections]
-        self.grammars: GrammarJobs | None = None
+        self._grammar_jobs: GrammarJobs[tuple[Front, int]] | None = None
         self._main = self.fronts[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
         self._tracked: dict[str, Tracked] = {}
@@ -171,6 +88,16 @@ class EngineLoop:
         for descriptor in (*self._by_descriptor, self._woken.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         self.metrics.num_queued = self._waiting.__len__
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "it is not built yet"
+        return self._engine
+
+    @property
+    def grammars(self) -> GrammarJobs[tuple[Front, int]]:
+        assert self._grammar_jobs is not None, "the engine is not built yet"
+        return self._grammar_jobs
 
     def run(self) -> UserError | None:
         """Until the first front has gone; why it had to end before that."""
@@ -190,12 +117,12 @@ class EngineLoop:
             self.failure = UserError("the engine failed; the log above says why")
         if self.failure is not None:
             self._last_words(Failed(str(self.failure)))
-        if self.grammars is not None:
-            self.grammars.close()
+        if self._grammar_jobs is not None:
+            self._grammar_jobs.close()
         for front in self.fronts:
             front.close()
-        if self.engine is not None and self.engine.hook is not None:
-            self.engine.hook.close()
+        if self._engine is not None and self._engine.hook is not None:
+            self._engine.hook.close()
         return self.failure
 
     def _start(self) -> None:
@@ -206,9 +133,10 @@ class EngineLoop:
         except BaseException:
             log.exception("the engine could not be built")
             raise UserError("the engine could not be built; the log above says why") from None
-        self.engine = engine
+        assert engine.tokenizer is not None, "a server's engine has one"
+        self._engine = engine
         self.metrics.watch(engine)
-        self.grammars = GrammarJobs(engine, self.flags.limits, lambda: self._wake.send(b"w"))
+        self._grammar_jobs = GrammarJobs(engine, self.flags.limits, lambda: self._wake.send(b"w"))
         ready = Ready(
             vocab_size=engine.model.vocab_size,
             eos_token_ids=list(engine.model.eos_token_ids),
@@ -281,7 +209,6 @@ class EngineLoop:
             self._watch(front)
 
     def _take(self, front: Front, message: ToEngine) -> None:
-        assert self.grammars is not None
         match message:
             case Add():
                 self._add(front, message)
@@ -304,7 +231,6 @@ class EngineLoop:
                         self._send(other, Open())
 
     def _take_grammars(self) -> None:
-        assert self.grammars is not None
         for (front, number), result in self.grammars.finished():
             if isinstance(result, ApiError):
                 self._send(front, refusal(number, result))
@@ -404,9 +330,9 @@ class EngineLoop:
 
     def _deliver(self, deltas: list[Delta], begin: float, now: float) -> None:
         """Hot path: runs after every step for every running request."""
-        for tracked in [one for one in self._unstarted.values() if one.request.prefill_end]:
-            tracked.started = begin
-            del self._unstarted[tracked.request.id]
+        for started in [one for one in self._unstarted.values() if one.request.prefill_end]:
+            started.started = begin
+            del self._unstarted[started.request.id]
         failed: dict[int, tuple[Call, ApiError]] = {}
         gaps: Counter[float] = Counter()
         num_tokens = 0

@@ -72,7 +72,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return ApiError(**_describe(error.errors()[0], error.body)).response()
+        return _describe(error.errors()[0], error.body).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -83,14 +83,15 @@ def install(app: FastAPI) -> None:
         return ApiError(message, error.status_code, headers=error.headers).response()
 
 
-def _describe(error: Mapping[str, Any], body: Any) -> dict[str, str | None]:
+def _describe(error: Mapping[str, Any], body: Any) -> ApiError:
     """The first complaint of the validation, as a sentence and the field it is about."""
     if error["type"] == "json_invalid":
-        return {"message": "the body is not valid JSON", "param": None}
+        return ApiError("the body is not valid JSON")
     if not isinstance(body, dict):
-        return {"message": "the body must be a JSON object, sent as application/json", "param": None}
+        return ApiError("the body must be a JSON object, sent as application/json")
     # The path also names members of unions that were tried: only what is in the body, or is missing from it, is a field.
-    place, at = [], body
+    place: list[str] = []
+    at: Any = body
     for part in error["loc"]:
         if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int) and part < len(at)):
             at = at[part]
@@ -99,4 +100,4 @@ def _describe(error: Mapping[str, Any], body: Any) -> dict[str, str | None]:
         place.append(str(part))
     field = printable(".".join(place), 100) or None
     message = str(error["msg"]).removeprefix("Value error, ")
-    return {"message": f"{field}: {message}" if field else message, "param": field}
+    return ApiError(f"{field}: {message}" if field else message, param=field)

@@ -1,8 +1,13 @@
-"""vLLM's flags that do not apply here: why, and what to do instead."""
+"""What vLLM's command lines have and ours has not: other spellings, and flags that do not apply, with what to do instead."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import difflib
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from fledge.errors import UsageError, UserError
 
 
 class Allowed(NamedTuple):
@@ -103,3 +108,72 @@ REFUSED = {
     "--speculative-model": "use --speculative-config '{\"model\": …}' or --drafter",
     "--enable-reasoning": "--reasoning-parser alone is enough",
 }
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """vLLM's spellings: underscores in flags, `--speculative-config.method ngram` for a key of a JSON flag."""
+    result: list[str] = []
+    nested: dict[str, dict[str, Any]] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            result.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        path = name.split(".")
+        flag = path[0].replace("_", "-")
+        if len(path) == 1:
+            result.append(flag + equals + value)
+            continue
+        if not equals:
+            if not rest:
+                raise UsageError(f"{name}: a value is missing")
+            value = rest.pop(0)
+        place = nested.setdefault(flag, {})
+        for key in path[1:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = _json_or_text(value)
+    for flag, keys in nested.items():
+        result += [flag, json.dumps(keys)]
+    return result
+
+
+def refuse_foreign(arguments: list[str], known: Collection[str]) -> list[str]:
+    """Takes out flags that ask for what is so anyway, and refuses those that cannot be followed. `known`: our own."""
+    result: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in known or not name.startswith("-") or _is_number(name):
+            result.append(word)
+            continue
+        allowed = MAY_BE.get(name)
+        if allowed is None:
+            raise UsageError(_refusal(name, known))
+        if allowed.values:
+            if not equals:
+                value = rest.pop(0) if rest else ""
+            if value.lower() not in allowed.values:
+                raise UserError(f"{name} {value} is not possible here: {allowed.reason}")
+    return result
+
+
+def _refusal(name: str, known: Collection[str]) -> str:
+    if name in REFUSED:
+        return f"{name} does not apply here: {REFUSED[name]}"
+    near = difflib.get_close_matches(name, [*known, *REFUSED, *MAY_BE], n=1)
+    suggestion = f"; did you mean {near[0]}?" if near else ""
+    return f"{name} is not a flag of fledge serve{suggestion} (see `fledge serve --help`; --engine vllm takes all of vLLM's)"
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _is_number(text: str) -> bool:
+    return text[1:].replace(".", "", 1).isdigit()

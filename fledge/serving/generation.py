@@ -99,7 +99,7 @@ class Progress(NamedTuple):
     finish_reason: str | None = None
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]  # hides `tuple.index`, which is not used
         return self.answer.index
 
     @property

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
@@ -24,32 +24,35 @@ if TYPE_CHECKING:
 COMPILING_PER_CALLER = 2
 
 
-class GrammarJobs:
+Key = TypeVar("Key", bound=Hashable)  # what a job is known by
+
+
+class GrammarJobs(Generic[Key]):
     """Used by the engine's thread alone. `wake` is called from other threads when a job is done."""
 
     def __init__(self, engine: Engine, limits: Limits, wake: Callable[[], object]) -> None:
         self.engine, self.limits, self._wake = engine, limits, wake
         self.compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(limits.max_grammars_compiling, "grammar")
-        self._waiting: FairQueue[tuple[Hashable, Compile]] = FairQueue()
+        self._waiting: FairQueue[tuple[Key, Compile]] = FairQueue()
         self._running: Counter[str] = Counter()  # by caller
-        self._compiling: set[Hashable] = set()
-        self._forgotten: set[Hashable] = set()  # of those
-        self._done: queue.SimpleQueue[tuple[Hashable, str, Grammar | ApiError]] = queue.SimpleQueue()
+        self._compiling: set[Key] = set()
+        self._forgotten: set[Key] = set()  # of those
+        self._done: queue.SimpleQueue[tuple[Key, str, Grammar | ApiError]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def start(self, key: Hashable, job: Compile) -> None:
+    def start(self, key: Key, job: Compile) -> None:
         self._waiting.push(job.caller, (key, job))
         self._start_waiting()
 
-    def forget(self, key: Hashable) -> None:
+    def forget(self, key: Key) -> None:
         """Its caller has gone."""
         self._waiting.remove(lambda item: item[0] == key)
         if key in self._compiling:
             self._forgotten.add(key)
 
-    def finished(self) -> list[tuple[Hashable, Grammar | ApiError]]:
+    def finished(self) -> list[tuple[Key, Grammar | ApiError]]:
         """By key: grammars, or why there is none."""
         found = []
         while not self._done.empty():
@@ -78,7 +81,7 @@ class GrammarJobs:
         for key, job in later:
             self._waiting.push(job.caller, (key, job))
 
-    def _compile(self, key: Hashable, job: Compile) -> None:
+    def _compile(self, key: Key, job: Compile) -> None:
         """In a thread, which waits for the process that compiles."""
         result: Grammar | ApiError
         try:

@@ -27,8 +27,7 @@ class GrammarProcess:
     def __init__(self, vocabulary: str, limits: Limits) -> None:
         self.vocabulary, self.limits = vocabulary, limits
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._control: socket.socket | None = None
+        self._worker: tuple[subprocess.Popen[bytes], socket.socket] | None = None  # and our end of its control socket
         self._closed = False
         # What was too much is not tried again at once: its reason, and until when.
         self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -69,48 +68,51 @@ class GrammarProcess:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             for attempt in (1, 2):
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
+                if self._worker is None or self._worker[0].poll() is not None:
+                    self._worker = self._start()
+                process, control = self._worker
                 try:
-                    socket.send_fds(self._control, [b"j"], [theirs.fileno()])
+                    socket.send_fds(control, [b"j"], [theirs.fileno()])
                     return ours
                 except OSError:  # it died in between
-                    self._process.kill()
-                    self._process.wait()
+                    process.kill()
+                    process.wait()
                     if attempt == 2:
                         ours.close()
                         raise
         raise AssertionError
 
-    def _start(self) -> None:
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         if self._closed:
             raise RequestError("the server is shutting down")
-        if self._control is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
+        if self._worker is not None:
+            self._worker[1].close()
+        ours, theirs = socket.socketpair()
         # As a file, which it reads when it is up: through the socket we would wait for that, some seconds.
         with theirs, tempfile.TemporaryFile() as vocabulary:
             vocabulary.write(self.vocabulary.encode())
             vocabulary.seek(0)
             command = [sys.executable, "-m", "fledge.serving.grammar_worker", str(theirs.fileno())]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=vocabulary, stdout=subprocess.DEVNULL, env=environment
             )
+        return process, ours
 
     def close(self) -> None:
         """Ends the worker and whatever it compiles; callers that wait are told at once."""
         self._closed = True
         with self._lock:
-            if self._process is None:
+            if self._worker is None:
                 return
-            self._control.close()
+            process, control = self._worker
+            control.close()
             deadline = time.monotonic() + 2
-            while self._process.poll() is None and time.monotonic() < deadline:
+            while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.005)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def _without_place(reason: str) -> str:

@@ -90,7 +90,9 @@ def serve(control: socket.socket) -> None:
 def _work(connection: socket.socket, info: Any) -> None:
     import xgrammar
 
-    job = json.loads(receive(connection))
+    if (message := receive(connection)) is None:
+        return None
+    job = json.loads(message)
     os.nice(5)
     # Library code does not look at Python's signals: the default action ends the process wherever it is.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

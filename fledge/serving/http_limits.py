@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.serving.limits import Limits
 
@@ -15,7 +15,10 @@ TURNED_AWAY = (
 
 def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
     """uvicorn's protocol for what is installed (httptools or h11), with limits."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    if TYPE_CHECKING:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as AutoHTTPProtocol
+    else:
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class LimitedProtocol(AutoHTTPProtocol):
         _header_timer: asyncio.TimerHandle | None = None

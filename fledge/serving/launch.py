@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from fledge.serving import flags
+from fledge.serving.flag_parser import parser
+from fledge.serving.foreign_flags import normalise
 
 
 def launch(arguments: Sequence[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
-        flags.parser().print_help()
-    elif chosen_engine(flags.normalise(arguments)) == "vllm":
+        parser().print_help()
+    elif chosen_engine(normalise(arguments)) == "vllm":
         from fledge.serving import vllm_engine
 
         vllm_engine.run(arguments)

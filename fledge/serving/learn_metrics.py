@@ -30,11 +30,13 @@ GAUGES = {
     "loss": "Loss of the last training step.",
 }
 
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
 
 def learn_metrics(stats: dict[str, Any], labels: Sequence[str], values: Sequence[str]) -> Iterable[Metric]:
     """`stats`: of `Learning.stats`. `labels`, `values`: those that all metrics bear."""
 
-    def family(kind: type[Metric], name: str, text: str, by: str, figures: dict[str, float]) -> Metric:
+    def family(kind: Kind, name: str, text: str, by: str, figures: dict[str, float]) -> Metric:
         metric = kind(f"fledge:learn_{name}", text, labels=(*labels, *([by] if by else [])))
         for key, value in figures.items():
             metric.add_metric((*values, *([key] if by else [])), value)

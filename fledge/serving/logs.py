@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import sys
+from typing import TextIO
 
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
 
@@ -24,7 +25,7 @@ class StderrHandler(logging.StreamHandler):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stderr
 
 

@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 # Front to engine
 
 
-class Add(_Message, tag=1):
+class Add(_Message, tag=1, frozen=True):
     id: int
     caller: str
     arrival: float
@@ -62,35 +62,35 @@ class Add(_Message, tag=1):
     begin_mark: list[int] | None = None  # the grammar holds after these tokens of the answer; None: from the beginning
 
 
-class Abort(_Message, tag=2):
+class Abort(_Message, tag=2, frozen=True):
     id: int
 
 
-class Compile(_Message, tag=3):
+class Compile(_Message, tag=3, frozen=True):
     id: int
     caller: str
     kind: str  # the name of a method of GrammarCompiler
     value: Any = None
 
 
-class Forget(_Message, tag=4):
+class Forget(_Message, tag=4, frozen=True):
     """The grammar will not be used."""
 
     id: int
 
 
-class Observe(_Message, tag=5):
+class Observe(_Message, tag=5, frozen=True):
     """What the front saw of itself: how late its event loop was, and the requests it turned away."""
 
     lags: list[float]
     rejected: int
 
 
-class AskFigures(_Message, tag=6):
+class AskFigures(_Message, tag=6, frozen=True):
     id: int
 
 
-class Prepared(_Message, tag=7):
+class Prepared(_Message, tag=7, frozen=True):
     """The front takes requests."""
 
 
@@ -100,7 +100,7 @@ ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures | Prepared
 # Engine to front
 
 
-class Ready(_Message, tag=1):
+class Ready(_Message, tag=1, frozen=True):
     """The engine, as far as a front has to know it."""
 
     vocab_size: int
@@ -112,17 +112,17 @@ class Ready(_Message, tag=1):
     defaults: dict[str, Any]  # sampling, from the model's generation_config.json
 
 
-class Failed(_Message, tag=2):
+class Failed(_Message, tag=2, frozen=True):
     """The engine is not trusted any more, or could not be built."""
 
     reason: str
 
 
-class Taken(_Message, tag=3):
+class Taken(_Message, tag=3, frozen=True):
     id: int
 
 
-class Refused(_Message, tag=4):
+class Refused(_Message, tag=4, frozen=True):
     """Ends a call, also one that is running, or a compilation."""
 
     id: int
@@ -133,11 +133,11 @@ class Refused(_Message, tag=4):
     headers: dict[str, str] = {}
 
 
-class Compiled(_Message, tag=5):
+class Compiled(_Message, tag=5, frozen=True):
     id: int
 
 
-class Figures(_Message, tag=6):
+class Figures(_Message, tag=6, frozen=True):
     id: int
     text: bytes
 
@@ -164,12 +164,12 @@ class Output(msgspec.Struct, array_like=True):
     progress: tuple[int, int] | None = None  # verification passes and accepted tokens so far
 
 
-class Step(_Message, tag=7):
+class Step(_Message, tag=7, frozen=True):
     outputs: list[Output]
     others_in_flight: int  # answers that other fronts wait for
 
 
-class Open(_Message, tag=8):
+class Open(_Message, tag=8, frozen=True):
     """Every front takes requests: /health may say so, whichever front the next connection reaches."""
 
 

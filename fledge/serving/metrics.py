@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fledge.serving.learn_metrics import learn_metrics
+from fledge.serving.learn_metrics import Kind, learn_metrics
 from fledge.speculation.stats import AcceptanceStats
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class Metrics:
         yield gauge("fledge:acceptance_length", "Tokens a verification pass since the start.", stats.acceptance_length)
         if self.probe is not None:
             yield from self._drift(self.probe.snapshot())
-        if self.guard is not None:
-            yield from self._guard(self.guard.counts)
+        if engine is not None and engine.controller.guard is not None:
+            yield from self._guard(engine.controller.guard.counts, engine.controller.coverage.share)
         if engine is not None and engine.hook is not None:
             yield from learn_metrics(engine.hook.stats(), LABELS, self.labels)
 
@@ -196,8 +196,8 @@ class Metrics:
     def guard(self) -> DriftGuard | None:
         return self.engine.controller.guard if self.engine is not None else None
 
-    def _guard(self, counts: GuardCounts) -> Iterable[Metric]:
-        def family(kind: type[Metric], name: str, text: str, value: float) -> Metric:
+    def _guard(self, counts: GuardCounts, outside_share: float) -> Iterable[Metric]:
+        def family(kind: Kind, name: str, text: str, value: float) -> Metric:
             metric = kind(f"fledge:drift_guard_{name}", text, labels=LABELS)
             metric.add_metric(self.labels, value)
             return metric
@@ -211,8 +211,8 @@ class Metrics:
         for reason, count in counts.shortenings.items():
             by_reason.add_metric((*self.labels, reason), count)
         yield by_reason
-        share, text = self.engine.controller.coverage.share, GUARD["outside_vocabulary_share"]
-        yield family(GaugeMetricFamily, "outside_vocabulary_share", text, share)
+        name = "outside_vocabulary_share"
+        yield family(GaugeMetricFamily, name, GUARD[name], outside_share)
 
     def _drift(self, figures: dict[str, Any]) -> Iterable[Metric]:
         probed = CounterMetricFamily("fledge:drift_drafts_probed", "Drafts that the drift probe looked at.", labels=LABELS)
@@ -270,6 +270,6 @@ class Metrics:
             earlier = [*before[4], *[0] * (len(after[4]) - len(before[4]))]
             rates = " ".join(f"{(new - old) / steps:.2f}" for new, old in zip(after[4], earlier, strict=True))
             line += f", acceptance length {1 + (after[3] - before[3]) / steps:.2f}, by position {rates}"
-        if after[5] > before[5]:
+        if self.guard is not None and after[5] > before[5]:
             line += f"; drift guard: {after[5] - before[5]} shortened, {self.guard.counts.shortened} now short"
         return line

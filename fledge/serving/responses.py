@@ -37,7 +37,7 @@ def as_chat(payload: ResponsesRequest) -> ChatRequest:
             role = "system" if item.role == "developer" else item.role
             messages.append({"role": role, "content": prompts.plain_text(item.content)})
     wanted = payload.text.format if payload.text is not None else None
-    response_format = None
+    response_format: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
         response_format = {"type": wanted.type}
         if wanted.type == "json_schema":

@@ -178,9 +178,9 @@ class Service:
             return "json_object", None
         if extension is None:
             return None
-        schema = extension.json_ if isinstance(extension.json_, str | None) else json.dumps(extension.json_)
+        text = extension.json_ if isinstance(extension.json_, str | None) else json.dumps(extension.json_)
         kinds = {
-            "json": ("json_schema", schema),
+            "json": ("json_schema", text),
             "regex": ("regex", extension.regex),
             "choice": ("choice", extension.choice),
             "grammar": ("ebnf", extension.grammar),

@@ -17,7 +17,8 @@ from pathlib import Path
 from fledge import sources
 from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
-from fledge.serving.flags import DEFAULT_MODEL, normalise, parser
+from fledge.serving.flag_parser import DEFAULT_MODEL, parser
+from fledge.serving.foreign_flags import normalise
 from fledge.sources import BUILT_INS
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"

@@ -482,7 +482,7 @@ def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> 
         response = await client.post(CHAT, json=SHORT | {"structured_outputs": {"regex": "a"}})
         assert response.status_code == 400
         assert "shutting down" in response.text
-        assert grammars.compiler._process._process is None
+        assert grammars.compiler._process._worker is None
 
     run(in_process, test)
 

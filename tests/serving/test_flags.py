@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 
 from fledge.errors import UserError
-from fledge.serving.flags import ServeFlags, human_int, parse
+from fledge.serving.flag_parser import human_int
+from fledge.serving.flags import ServeFlags, parse
 from fledge.serving.foreign_flags import MAY_BE, REFUSED
 from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits

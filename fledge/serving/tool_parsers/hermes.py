@@ -27,13 +27,13 @@ class HermesParser(ToolParser):
                 if not marker:
                     return events
                 self.call, self.index = JsonCall(), None
-            events += self._read_call()
+            events += self._read_call(self.call)
             if self.call is not None:
                 return events
 
-    def _read_call(self) -> list[ToolEvent]:
-        """Goes on with the call; leaves `call` None when it is over."""
-        call, events = self.call, []
+    def _read_call(self, call: JsonCall) -> list[ToolEvent]:
+        """Goes on with the call; leaves `self.call` None when it is over."""
+        events: list[ToolEvent] = []
         if not call.done:
             arguments, self.buffer = call.push(self.buffer)
             if call.name is not None and self.index is None:
@@ -41,6 +41,7 @@ class HermesParser(ToolParser):
                 self.index = start.index
                 events.append(start)
             if arguments:
+                assert self.index is not None, "arguments come after the name"
                 events.append(CallArguments(self.index, arguments))
             if call.failed and self.index is None:  # not a call after all
                 events.append(Content(START + call.text))

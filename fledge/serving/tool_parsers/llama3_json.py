@@ -26,7 +26,7 @@ class Llama3JsonParser(ToolParser):
                 if not self._begin():
                     break
             else:
-                events += self._read_call()
+                events += self._read_call(self.call)
         return events
 
     def _begin(self) -> bool:
@@ -46,14 +46,15 @@ class Llama3JsonParser(ToolParser):
             self.is_content = True
         return True
 
-    def _read_call(self) -> list[ToolEvent]:
-        call, events = self.call, []
+    def _read_call(self, call: JsonCall) -> list[ToolEvent]:
+        events: list[ToolEvent] = []
         arguments, self.buffer = call.push(self.buffer)
         if call.name is not None and self.index is None:
             start = self.next_call(call.name)
             self.index = start.index
             events.append(start)
         if arguments:
+            assert self.index is not None, "arguments come after the name"
             events.append(CallArguments(self.index, arguments))
         if call.failed and self.index is None:
             self.buffer = self.taken + call.text + self.buffer
