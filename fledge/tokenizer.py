@@ -118,12 +118,12 @@ class Tokenizer:
             self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._texts[token_id]
 
-    def token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it, for reports."""
-        return self._tokenizer.convert_ids_to_tokens(token_id)
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None: it has none of that number."""
+        return self.tokens([token_id])[0]
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        return self._tokenizer.convert_ids_to_tokens(list(ids))
+    def tokens(self, ids: Sequence[int]) -> list[str | None]:
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def render_chat(
         self,

@@ -108,8 +108,19 @@ def run_llamacpp(
     python = llamacpp_python()
     if python is None:
         return None
-    asked = {"model": file, "drafter": None, "depths": (), "concurrencies": (1,), "max_tokens": max_tokens, "device": "cpu"}
-    return run_baseline("llama_cpp", prompts, python=python, threads=threads, context=context, **asked, **more)
+    more |= {"threads": threads, "context": context}
+    return run_baseline(
+        "llama_cpp",
+        prompts,
+        model=file,
+        drafter=None,
+        depths=(),
+        concurrencies=(1,),
+        max_tokens=max_tokens,
+        device="cpu",
+        python=python,
+        **more,
+    )
 
 
 def _missing(python: str, name: str, environment: dict[str, str]) -> str:

@@ -108,9 +108,10 @@ def compare(here: Answer, there: Answer) -> Difference | None:
         tokens, other_tokens = ([entry.token for entry in choice.logprobs] for choice in (one, other))
         if tokens != other_tokens:
             return Difference(f"{prefix}tokens of logprobs", f"{len(tokens)} tokens", f"{len(other_tokens)}, not the same")
-        for at, (a, b) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
-            if abs(a.logprob - b.logprob) > LOGPROB_TOLERANCE:
-                return Difference(f"{prefix}log-probability of token {at}", f"{a.logprob:.4f}", f"{b.logprob:.4f}")
+        for at, (entry, found) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+            if abs(entry.logprob - found.logprob) > LOGPROB_TOLERANCE:
+                where = f"{prefix}log-probability of token {at}"
+                return Difference(where, f"{entry.logprob:.4f}", f"{found.logprob:.4f}")
     for name in ("prompt_tokens", "completion_tokens"):
         if here.usage.get(name) != there.usage.get(name):
             return Difference(f"usage, {name}", str(here.usage.get(name)), str(there.usage.get(name)))
@@ -270,10 +271,10 @@ async def find_switch(endpoint: Endpoint) -> Endpoint | None:
     for body in ({"messages": [{"role": "user", "content": "Count to ten."}]}, {"prompt": "one two three four"}):
         asked = body | {"max_tokens": 16, "temperature": 0, "include_speculation": True}
         try:
-            figures = [(await one.ask(asked)).usage.get("speculation") for one in (endpoint, off)]
+            on, without = [(await one.ask(asked)).usage.get("speculation") for one in (endpoint, off)]
         except (Refused, Broken):
             continue
-        if all(isinstance(one, dict) for one in figures) and not figures[1].get("steps"):
+        if isinstance(on, dict) and isinstance(without, dict) and not without.get("steps"):
             return off
     return None
 
@@ -282,6 +283,7 @@ async def run_conformance(settings: ConformSettings, on_progress: progress.Repor
     begin = time.perf_counter()
     endpoint = Endpoint.open(settings.url, settings.model, settings.api_key, settings.timeout)
     other = Endpoint.open(settings.against, None, settings.against_api_key, settings.timeout) if settings.against else None
+    reference: Endpoint | None
     try:
         await endpoint.connect()
         if other is not None:

@@ -164,7 +164,7 @@ class Tools(Scenario):
 
     async def requests(self, probe: Probe) -> list[Body]:
         named = {"type": "function", "function": {"name": "get_weather"}}
-        tools = {"tools": TOOLS, "tool_choice": named if self.choice == "named" else self.choice}
+        tools: Body = {"tools": TOOLS, "tool_choice": named if self.choice == "named" else self.choice}
         if self.choice == "required":
             tools["parallel_tool_calls"] = False  # a list of calls has no end that a small model must come to
         body = probe.greedy(chat("What will the weather be in Paris in the next three days, in celsius?"))
@@ -274,7 +274,7 @@ class Logprobs(Scenario):
             if one.token not in one.top and (greedy or one.logprob > least + 1e-4):
                 raise Failed(f"token {place} ({one.token!r}) was chosen and is not among the top {len(one.top)}")
             if greedy and one.logprob < max(one.top.values()) - 1e-3:
-                best = max(one.top, key=lambda token, top=one.top: top[token])
+                best, _ = max(one.top.items(), key=lambda item: item[1])
                 raise Failed(f"token {place}: greedy chose {one.token!r} ({one.logprob:.4f}), {best!r} is better")
         counted = answer.usage.get("completion_tokens", len(logprobs))
         if counted - len(logprobs) not in (0, 1):  # the end token has no text, and may have no entry

@@ -42,7 +42,7 @@ TIME_PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 # `strict`: only then does the API promise arguments by the schema.
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": text, "parameters": parameters, "strict": True}}
     for name, text, parameters in (
         ("get_weather", "Weather of a city.", PARAMETERS),

@@ -123,8 +123,9 @@ def _item(row: Any, file: Path, number: int) -> Item:
         raise UserError(f'{where}: expected {{"id", "category", "turns": [text, …]}} with at least one turn')
     turns = row["turns"]
     turns = [turns] if isinstance(turns, str) else list(turns)
-    texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+    contents = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
+    texts = [text for text in contents if isinstance(text, str) and text.strip()]
+    if len(texts) < len(contents):
         raise UserError(f"{where}: a turn is empty or no text")
     # `question_id` is SPEED-Bench's and MT-bench's name for it; in a table what is missing is None.
     names = (row.get("id"), row.get("question_id"), f"{file.stem}-{number}")

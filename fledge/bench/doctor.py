@@ -71,6 +71,7 @@ class AcceptanceMeter:
         self, model: str, prompts: Sequence[str], *, max_tokens: int = 32, device: str = "auto", dtype: str = "auto"
     ) -> None:
         plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype))
+        assert plain.tokenizer is not None, "a model with files has one"
         self.decoder, self.tokenizer, self.max_tokens = plain.decoder, plain.tokenizer, max_tokens
         self.formats = {"as text": [self.tokenizer.encode(prompt) for prompt in prompts]}
         if self.tokenizer.has_chat_template:
@@ -133,22 +134,23 @@ def diagnose(
     foreign = _made_for_another(config, meter.target)
     if foreign:
         return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems, files.storage)
-    loads = not problems
+    loadable = None if problems else config
     as_it_stands = None
-    if loads:
+    if loadable is not None:
         on_trial("as it stands")
-        as_it_stands = meter.measure(_built(files, config))
+        as_it_stands = meter.measure(_built(files, loadable))
 
     def try_all(candidates: Iterable[Change]) -> list[Trial]:
-        return _try_all(meter, _built(files, config) if loads else None, list(candidates), on_trial)
+        unchanged = None if loadable is None else _built(files, loadable)
+        return _try_all(meter, unchanged, list(candidates), on_trial)
 
     trials = try_all(changes(files, config, meter.target))
-    if as_it_stands is not None:
-        trials += _try_formats(meter, files, config, on_trial)
+    if loadable is not None:
+        trials += _try_formats(meter, files, loadable, on_trial)
     best = _best_repair(as_it_stands, trials)
     reached = best or as_it_stands
-    if as_it_stands is not None and (thorough or reached.first < GOOD_FIRST):
-        trials += try_all(layer_searches(files, config, meter.target))
+    if loadable is not None and (thorough or reached is None or reached.first < GOOD_FIRST):
+        trials += try_all(layer_searches(files, loadable, meter.target))
         best = _best_repair(as_it_stands, trials)
     return _conclude(files, config, problems, as_it_stands, trials, best, meter)
 
@@ -174,7 +176,7 @@ def _built(files: DrafterFiles, config: DrafterConfig) -> EagleDrafter:
 def _try(meter: AcceptanceMeter, change: Change, *, brief: bool = False) -> Trial | None:
     """None: the drafter cannot be loaded so either."""
     config, problems = eagle3.check(change.files, meter.target)
-    if problems:
+    if problems or config is None:
         return None
     return meter.measure(_built(change.files, config), change.fault, change.remedy, brief=brief)
 
@@ -243,7 +245,7 @@ def _conclude(
     if best is not None:
         before = "it cannot be loaded" if as_it_stands is None else f"{as_it_stands.accepted:.2f} drafted tokens a step"
         return diagnosis(best.fault, f"{before} as it stands; {best.accepted:.2f} a step once repaired", best.remedy)
-    if as_it_stands is None:
+    if as_it_stands is None or config is None:
         return diagnosis("unreadable", "; ".join(problems), "fetch the checkpoint again, or ask its maker")
     never_filled = config.draft_vocab_size < config.vocab_size and not files.tensors["d2t"].any()
     if as_it_stands.first < SANE_FIRST and never_filled:

@@ -36,7 +36,8 @@ class Identity:
 
     def pairs(self) -> dict[str, dict[str, Any]]:
         """Each way against the reference: equal answers, and where the others part from it."""
-        wanted, found = self.answers[REFERENCE], {}
+        wanted = self.answers[REFERENCE]
+        found: dict[str, dict[str, Any]] = {}
         for name, given in self.answers.items():
             if name == REFERENCE:
                 continue

@@ -14,6 +14,7 @@ from fledge.engine.config import EngineConfig
 from fledge.kernels.linear.dispatch import ROWS, Shape, table
 from fledge.kernels.quantization import BITS, GROUP_SIZE
 from fledge.models.decoder import Decoder
+from fledge.models.layers import MLP, Attention
 from fledge.models.moe import SparseMLP
 
 
@@ -22,7 +23,8 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
     with torch.device("meta"):
         decoder = Decoder(config)
     layer = decoder.layers[0]
-    linears: dict[str, nn.Module] = {
+    assert isinstance(layer.self_attn, Attention), "a target's"
+    linears = {
         "qkv_proj": layer.self_attn.qkv_proj,
         "o_proj": layer.self_attn.o_proj,
         **_mlp_linears(layer.mlp),
@@ -38,7 +40,7 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
     return shapes
 
 
-def _mlp_linears(mlp: nn.Module) -> dict[str, nn.Module]:
+def _mlp_linears(mlp: MLP | SparseMLP) -> dict[str, nn.Linear]:
     """Of a plain MLP, or of a router and the shared expert; those that are chosen among have a kernel of their own."""
     if not isinstance(mlp, SparseMLP):
         return {"gate_up_proj": mlp.gate_up_proj, "down_proj": mlp.down_proj}

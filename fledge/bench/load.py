@@ -126,13 +126,13 @@ class LoadReport:
 
     def milliseconds(self, name: str) -> dict[str, float]:
         """Mean and percentiles of `ttft`, `tpot`, `itl` or `latency`."""
-        values = {
+        by_name: dict[str, Sequence[float | None]] = {
             "ttft": [sample.first_token_seconds for sample in self.good],
             "tpot": [sample.token_seconds for sample in self.good],
             "itl": [gap for sample in self.good for gap in sample.gaps],
             "latency": [sample.seconds for sample in self.good],
-        }[name]
-        present = [1000 * value for value in values if value is not None]
+        }
+        present = [1000 * value for value in by_name[name] if value is not None]
         if not present:
             return {}
         return {"mean": float(np.mean(present))} | {f"p{p}": float(np.percentile(present, p)) for p in PERCENTILES}
@@ -189,24 +189,25 @@ def _run_processes(
         settings = replace(settings, request_rate=settings.request_rate / num_processes)
     command = [sys.executable, "-m", "fledge.bench.load_client"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(num_processes)]
+    pipes = [(process.stdin, process.stdout) for process in processes if process.stdin and process.stdout]  # all of them
     try:
-        for number, process in enumerate(processes):
+        for number, (stdin, _) in enumerate(pipes):
             users = len(range(number, concurrency, num_processes))
             part = list(conversations[number::num_processes])
-            pickle.dump((replace(settings, seed=settings.seed + number), part, users), process.stdin)
-            process.stdin.flush()
-        if any(process.stdout.readline() != b"ready\n" for process in processes):
+            pickle.dump((replace(settings, seed=settings.seed + number), part, users), stdin)
+            stdin.flush()
+        if any(stdout.readline() != b"ready\n" for _, stdout in pipes):
             raise UserError("a process of the load client failed; its error is above")
-        for process in processes:
-            process.stdin.write(b"go\n")
-            process.stdin.flush()
-        outcomes: list[Outcome] = [pickle.load(process.stdout) for process in processes]
+        for stdin, _ in pipes:
+            stdin.write(b"go\n")
+            stdin.flush()
+        outcomes: list[Outcome] = [pickle.load(stdout) for _, stdout in pipes]
     except (EOFError, BrokenPipeError):
         raise UserError("a process of the load client failed; its error is above") from None
     finally:
-        for process in processes:
-            process.stdin.close()
-            process.stdout.close()
+        for process, (stdin, stdout) in zip(processes, pipes, strict=True):
+            stdin.close()
+            stdout.close()
             process.wait()
     samples = [sample for outcome in outcomes for sample in outcome.samples]
     return Outcome(samples, min(one.begin for one in outcomes), max(one.end for one in outcomes))

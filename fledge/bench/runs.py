@@ -170,7 +170,7 @@ def step_bytes(engine: Engine, speculate: bool) -> int:
     read = network_bytes(engine.decoder)
     if speculate and isinstance(engine.drafter, EagleSpeculator):
         network = engine.drafter.network
-        shared_head = 0 if "lm_head" in network._modules else _module_bytes(network.lm_head)
+        shared_head = 0 if "lm_head" in network._modules else _module_bytes(network.head)
         read += engine.drafter.depth.limit * (network_bytes(network) + shared_head)
     return read
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -20,11 +21,11 @@ def main(task_file: str, out_file: str) -> None:
         task = json.load(file)
     device, dtype = task["device"], getattr(torch, task["dtype"])
 
-    def load(name: str):
+    def load(name: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).to(device).eval()
 
     model = load(task["model"])
-    ways = {"plain": {}}
+    ways: dict[str, dict[str, Any]] = {"plain": {}}
     for depth in task["depths"]:
         ways[f"prompt look-up, depth {depth}"] = {"prompt_lookup_num_tokens": depth}
     if task["assistant"]:
@@ -46,7 +47,7 @@ def write(out_file: str, found: dict) -> None:
     os.replace(out_file + ".new", out_file)
 
 
-def with_depth(assistant, depth: int):
+def with_depth(assistant: Any, depth: int) -> Any:
     """The same weights, but drafting always that many tokens: by default it stops where it is unsure."""
     fixed = copy.copy(assistant)
     fixed.generation_config = copy.deepcopy(assistant.generation_config)
@@ -72,7 +73,7 @@ class FirstTokens(BaseStreamer):
         pass
 
 
-def measure(model, prompts: list[list[int]], max_tokens: int, options: dict) -> dict:
+def measure(model: Any, prompts: list[list[int]], max_tokens: int, options: dict) -> dict:
     """Total speed has the prompts in it; a user's is that of the tokens after the first ones, as for every other engine."""
     answers, later_tokens, waited, until_first = [], 0, 0.0, 0.0
     began = time.perf_counter()
@@ -95,7 +96,7 @@ def measure(model, prompts: list[list[int]], max_tokens: int, options: dict) -> 
 
 
 @torch.no_grad()
-def generate(model, prompt: list[int], max_tokens: int, options: dict, streamer: FirstTokens) -> list[int]:
+def generate(model: Any, prompt: list[int], max_tokens: int, options: dict, streamer: FirstTokens) -> list[int]:
     tokens = torch.tensor([prompt], device=model.device)
     out = model.generate(
         tokens,

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 
 def main(task_file: str, out_file: str) -> None:
@@ -20,7 +21,7 @@ def main(task_file: str, out_file: str) -> None:
     longest = max(len(prompt) for prompt in task["prompts"]) + task["max_tokens"] + 32
     ignore_eos = task.get("ignore_eos", False)
     params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=ignore_eos, detokenize=False)
-    ways = {"plain": None} if task.get("plain", True) else {}
+    ways: dict[str, dict[str, Any] | None] = {"plain": None} if task.get("plain", True) else {}
     for name, drafter in task["drafters"].items():
         for depth in task["depths"]:
             label = f"EAGLE {name}".strip() + f", depth {depth}"
@@ -74,12 +75,13 @@ def repeated(prompts: list[dict], count: int) -> list[dict]:
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
-def run_all(engine, prompts: list[dict], params, concurrency: int) -> tuple[list[list[int]], float, float]:
+def run_all(engine: Any, prompts: list[dict], params: Any, concurrency: int) -> tuple[list[list[int]], float, float]:
     """A closed loop: answers, seconds that users waited after their first tokens, and seconds altogether."""
     answers: dict[str, list[int]] = {}
     first: dict[str, float] = {}
     waited, began = 0.0, time.perf_counter()
-    waiting, running = list(range(len(prompts))), set()
+    waiting = list(range(len(prompts)))
+    running: set[str] = set()
     while waiting or running:
         while waiting and len(running) < concurrency:
             identity = str(waiting.pop(0))
@@ -95,7 +97,7 @@ def run_all(engine, prompts: list[dict], params, concurrency: int) -> tuple[list
     return [answers[str(number)] for number in range(len(prompts))], waited, time.perf_counter() - began
 
 
-def counters(engine) -> dict[str, float]:
+def counters(engine: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for metric in engine.get_metrics():
         if isinstance(getattr(metric, "value", None), int | float):

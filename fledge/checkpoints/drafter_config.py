@@ -31,7 +31,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = None) -> DrafterConfig:
     """From a raw config.json alone; whether it has an embedding and a head of its own, only the weights can tell."""
     config, problems = parse_config(raw, target, None)
-    if problems:
+    if problems or config is None:
         raise ModelError("the drafter's config.json: " + "; ".join(problems))
     return config
 

@@ -29,6 +29,7 @@ def file_parts(network_name: str, config: DrafterConfig) -> list[tuple[str, int 
         return [(name.replace("qkv_proj", f"{part}_proj"), n * config.head_dim) for part, n in rows.items()]
     if ".qkv_a_proj." in name:
         mla = config.mla
+        assert mla is not None, "no other attention has such weights"
         queries = ("q_a_proj", mla.q_lora_rank) if mla.q_lora_rank else ("q_proj", config.num_heads * mla.qk_head_dim)
         latents = ("kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim)
         return [(name.replace("qkv_a_proj", part), rows) for part, rows in (queries, latents)]

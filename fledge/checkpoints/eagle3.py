@@ -37,7 +37,7 @@ def load_drafter(
     folder = find_drafter(folder_or_name)
     files = origins.canonical(read_drafter_files(folder))
     config, problems = check(files, target)
-    if problems:
+    if problems or config is None:
         raise ModelError(f"drafter {folder_or_name}: " + "; ".join(problems))
     return build_drafter(config, files, dtype, device)
 

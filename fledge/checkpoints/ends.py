@@ -96,8 +96,9 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
             names["head"] = names["embedding"]
         if lacking := [ENDS[end] for end, name in names.items() if name is None]:
             raise ModelError(f"{folder}: no tensor {listed(lacking)} in it, which training against an endpoint needs")
-        tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(names.values())}
-    embedding, norm, head = (tensors[name] for name in names.values())
+        found = [name for name in names.values() if name is not None]
+        tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(found)}
+    embedding, norm, head = (tensors[name] for name in found)
     is_less_one = _is_known(folder) and load_config(folder).unit_norms
     if is_less_one:
         norm = 1 + norm.float()

@@ -117,7 +117,7 @@ def with_d2t(files: DrafterFiles) -> DrafterFiles:
 
 def _checked(files: DrafterFiles, target: ModelConfig | None, name: str | Path) -> EagleDrafter:
     config, problems = eagle3.check(files, target)
-    if problems:
+    if problems or config is None:
         raise ModelError(f"drafter {name}: " + "; ".join(problems))
     return eagle3.build_drafter(config, files, files.tensors["fc.weight"].dtype, "cpu")
 

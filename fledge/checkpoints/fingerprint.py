@@ -49,8 +49,8 @@ def _parsed(text: str) -> tuple[str, list[float]]:
 
 
 def _layer(name: str) -> int:
-    layer = NORMS.fullmatch(name)["layer"]
-    return -1 if layer is None else int(layer)
+    found = NORMS.fullmatch(name)
+    return -1 if found is None or found["layer"] is None else int(found["layer"])
 
 
 def _of_file(path: Path) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ class GgufTokenizer(ModelTokenizer):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        return frozenset(self._ids.values())
+        return frozenset(token_id for token_id in self._ids.values() if token_id is not None)
 
     @property
     def chat_template(self) -> str | None:
@@ -99,20 +99,22 @@ class GgufTokenizer(ModelTokenizer):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> str:
+    def token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
+    def tokens(self, ids: Sequence[int]) -> list[str | None]:
         return [self._backend.id_to_token(token_id) for token_id in ids]
 
     def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
-        return render(template or self._template, messages, **(self._named | options))
+        template = template or self._template
+        assert template is not None, "`render_chat` asks for one"
+        return render(template, messages, **(self._named | options))
 
 
 def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
     """Lists hold what their names say, and are as long as the vocabulary."""
     pieces = metadata.get("tokenizer.ggml.tokens")
-    kinds = {"tokens": {str}, "merges": {str}, "scores": {int, float}, "token_type": {int}}
+    kinds: dict[str, set[type]] = {"tokens": {str}, "merges": {str}, "scores": {int, float}, "token_type": {int}}
     for name, allowed in kinds.items():
         values = metadata.get(f"tokenizer.ggml.{name}")
         if values is None:

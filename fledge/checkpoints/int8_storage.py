@@ -33,7 +33,7 @@ def is_stored(config: Mapping[str, Any]) -> bool:
 
 def store(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A plain drafter's config.json and tensors -> those of the same drafter in 8 bits."""
-    stored = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.is_floating_point() and tensor.shape[1] % GROUP_SIZE == 0:
             weight = quantize(tensor, 8)

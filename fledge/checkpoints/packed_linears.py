@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,11 @@ class PackedLinears:
         weight = merged(parts)
         if weight is not None and rows is not None:
             weight = weight.rows(rows)
-        exact = weight.exact() if isinstance(weight, IntWeight) and self._keeps(owner, weight) else None
-        if exact is not None:
-            moved = [None if part is None else part.to(self.device) for part in (exact.codes, exact.scales, exact.offsets)]
+        if isinstance(weight, IntWeight) and self._keeps(owner, weight) and (exact := weight.exact()) is not None:
+            offsets = None if exact.offsets is None else exact.offsets.to(self.device)
+            moved = replace(exact, codes=exact.codes.to(self.device), scales=exact.scales.to(self.device), offsets=offsets)
             order = weight.order_I
-            self.kept[owner] = (QuantizedWeight(*moved, exact.bits, exact.group_size), order)
+            self.kept[owner] = (moved, order)
             self.counts[f"int{exact.bits}, exact" + (", act-order" if order is not None else "")] += 1
             return
         if weight is None:

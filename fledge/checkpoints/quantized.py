@@ -173,9 +173,10 @@ class PackedTensors:
     def ignored(self, name: str) -> bool:
         return name.rpartition(".")[2] in OF_ACTIVATIONS
 
-    def read(self, weight: str, shape: tuple[int, int]) -> PackedWeight:
+    def read(self, weight: str, shape: tuple[int, ...]) -> PackedWeight:
         layout, bits = self.scheme.layout, self.scheme.bits
-        parts = {part: self._read(weight, part) for part in self._parts(weight, *shape)}
+        outputs, inputs = shape
+        parts = {part: self._read(weight, part) for part in self._parts(weight, outputs, inputs)}
         if layout == "awq":
             return read_awq(parts["qweight"], parts["qzeros"], parts["scales"])
         if layout == "gptq":
@@ -188,7 +189,7 @@ class PackedTensors:
             if parts["weight_shape"].tolist() != list(shape):
                 raise ModelError(f"{weight}: weight_shape is {parts['weight_shape'].tolist()}, config.json says {list(shape)}")
             return read_compressed(parts["weight_packed"], scale, parts.get("weight_zero_point"), g_idx, shape[1], bits)
-        codes, scale = parts["weight"], parts.get("weight_scale", parts.get("weight_scale_inv"))
+        codes, scale = parts["weight"], parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"]
         wanted = torch.int8 if layout == "int8" else torch.float8_e4m3fn
         if codes.dtype != wanted:
             raise ModelError(f"{weight}: is {codes.dtype}, and quantization_config says {wanted}")
@@ -262,17 +263,22 @@ def merged(parts: Sequence[PackedWeight]) -> PackedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if all(isinstance(part, Fp8Weight) for part in parts):
-        if len({part.group_size for part in parts}) > 1:
+    if isinstance(first, Fp8Weight):
+        floats = [part for part in parts if isinstance(part, Fp8Weight) and part.group_size == first.group_size]
+        if len(floats) < len(parts):
             return None
-        codes = torch.cat([part.codes_OI.view(torch.uint8) for part in parts]).view(first.codes_OI.dtype)
-        return Fp8Weight(codes, torch.cat([part.scales_OG for part in parts]), first.group_size)
-    if not all(isinstance(part, IntWeight) and part.scales_OG.shape[1] == first.scales_OG.shape[1] for part in parts):
+        codes = torch.cat([part.codes_OI.view(torch.uint8) for part in floats]).view(first.codes_OI.dtype)
+        return Fp8Weight(codes, torch.cat([part.scales_OG for part in floats]), first.group_size)
+    whole = [part for part in parts if isinstance(part, IntWeight) and _has_groups_of(part, first)]
+    if len(whole) < len(parts):
         return None
-    orders = [part.order_I for part in parts]
-    if any(
-        (order is None) != (orders[0] is None) or (order is not None and not torch.equal(order, orders[0])) for order in orders
-    ):
-        return None
-    tensors = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes_OI", "zeros_OG", "scales_OG"))
-    return IntWeight(*tensors, first.bits, orders[0])
+    codes, zeros = torch.cat([part.codes_OI for part in whole]), torch.cat([part.zeros_OG for part in whole])
+    return IntWeight(codes, zeros, torch.cat([part.scales_OG for part in whole]), first.bits, first.order_I)
+
+
+def _has_groups_of(part: IntWeight, other: IntWeight) -> bool:
+    if part.order_I is None or other.order_I is None:
+        same_order = part.order_I is other.order_I
+    else:
+        same_order = torch.equal(part.order_I, other.order_I)
+    return same_order and part.scales_OG.shape[1] == other.scales_OG.shape[1]

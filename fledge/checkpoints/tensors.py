@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,7 +37,7 @@ class TensorReader:
         self._names = names
         return self
 
-    def __enter__(self) -> TensorReader:
+    def __enter__(self) -> Self:
         try:
             for file, wanted in self._files():
                 self._open(file, wanted)
@@ -150,7 +150,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     if len(shards) == 1:
         os.replace(folder / "model.0.partial", folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"model.{number}.partial", folder / file)

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fledge.bench.provenance import provenance
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift import suites
 from fledge.drift.metrics import Tally, TargetTally, by_text
-from fledge.drift.probes import Sink, find_sink
+from fledge.drift.probes import find_sink
 from fledge.drift.prompts import load_documents
 from fledge.drift.results import Measured, suite_result
 from fledge.drift.rollout import roll_out, target_probabilities
@@ -63,7 +64,6 @@ class Lab:
         self.taps = sorted({i for subject in self.subjects for i in subject.network.config.aux_layer_ids})
         self.longest = config.max_model_len - settings.max_tokens
         self.answer = Answers(decoder, config, settings.max_tokens, on_progress)
-        self.sink: Sink | None = None
         self.documents_sha256: str | None = None
         self.depths = [d for d in TABLE_DEPTHS if d <= settings.depth]
         self.probe_depths = sorted({*self.depths, *range(1, settings.probe_depth + 1)})
@@ -101,8 +101,8 @@ class Lab:
             self.answer(list(probed), temperature)
         self.answer.release()
         texts = [[*prompt, *answer] for prompt, answer in answers.items()][:SINK_TEXTS]
-        self.sink = find_sink(self.decoder, texts)
-        tallies = Tallies(self)
+        sink = find_sink(self.decoder, texts)
+        tallies = Tallies(self, sink.column)
         places: dict[TokenIds, list[Place]] = {}
         for suite in plan:
             for condition in suite.conditions:
@@ -110,11 +110,11 @@ class Lab:
                     places.setdefault(prompt, []).append((suite.name, condition.name, name))
         self._over(list(places), 0.0, lambda prompts, texts: tallies.greedy(prompts, texts, places, probed))
         for temperature in sampled:
-            self._over(list(probed), temperature, lambda p, texts, t=temperature: tallies.sampled(p, texts, probed, t))
+            self._over(list(probed), temperature, partial(tallies.sampled, probed=probed, temperature=temperature))
         return {
             "drafters": [subject.to_dict() for subject in self.subjects],
             "settings": asdict(self.settings),
-            "sink": {**asdict(self.sink), "clear": self.sink.clear, "token": self._token(texts[0][self.sink.column])},
+            "sink": {**asdict(sink), "clear": sink.clear, "token": self._token(texts[0][sink.column])},
             "target_states": {name: tally.to_dict() for name, tally in tallies.states.items()},
             "probes": {name: tally.to_dict() for name, tally in tallies.whole.items()},
             "suites": [*(self._suite(suite, tallies) for suite in plan), *tallies.of_all_prompts()],
@@ -156,8 +156,9 @@ class Lab:
 class Tallies:
     """All figures of a run: by drafter, suite and condition; of all prompts; under noise; sampled."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab, settings = lab, lab.settings
+    def __init__(self, lab: Lab, sink: int) -> None:
+        """`sink`: the column that attention rests on."""
+        self.lab, self.sink, settings = lab, sink, lab.settings
         names = [subject.name for subject in lab.subjects]
         self.by_place: dict[tuple[str, str, str], Tally] = {}
         self.whole = {name: Tally(lab.probe_depths) for name in names}
@@ -183,14 +184,14 @@ class Tallies:
                 if not indexes:
                     continue
                 probe = indexes is chosen
-                rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=lab.sink.column, probe=probe)
+                rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=self.sink, probe=probe)
                 for index, figures in zip(indexes, by_text(rollout, len(indexes), depths), strict=True):
                     for suite, condition, name in places[prompts[index]]:
                         tally = self.by_place.setdefault((subject.name, suite, condition), Tally(lab.depths))
                         tally.add(name, figures, looping[index])
                     if prompts[index] in probed:
                         self.whole[subject.name].add(probed[prompts[index]], figures, looping[index])
-                        self.states[subject.name].add(mine[index], lab.sink.column)
+                        self.states[subject.name].add(mine[index], self.sink)
             for number, level in enumerate(settings.noise if chosen else ()):
                 disturbed = [mine[i] for i in chosen]
                 seed = len(self.whole[subject.name].texts) * 100 + number

@@ -22,10 +22,10 @@ from fledge.drift.probes import attention_figures, attention_scores, find_own_si
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.request import Request
-from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import SequenceLayout
 from fledge.kernels.attention.rope_cache import rotate
-from fledge.ops.base import AttentionModule
+from fledge.ops.base import AttentionModule, FusedAttentionModule
 from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
 from fledge.speculation.drafting import AcceptedSpan, DraftedRequest, EagleSpeculator
@@ -145,9 +145,11 @@ class _ProbedDraftOps(TorchOps):
         keys, window = self.cache.keys[module.layer], module.window
         for values in self.by_layer.values():
             values.append([])
+        assert meta is not None
+        host = given(meta.host)
         for index in self.chosen:
-            length = meta.host.sequences[index].kv_len
-            row, known = self.rows[index], keys[:, meta.host.regions[index]].transpose(0, 1)
+            length = host.sequences[index].kv_len
+            row, known = self.rows[index], keys[:, host.regions[index]].transpose(0, 1)
             scores = attention_scores(q[row : row + 1], known)
             if window is not None:
                 scores[..., : max(0, length - window)] = -torch.inf
@@ -179,6 +181,7 @@ class _Look(NamedTuple):
 class RowProbe:
     def __init__(self, executor: CudaGraphExecutor, probe: LiveProbe, every: int) -> None:
         """`probe` is told what was seen. `every`: launches of speculative cycles to a look."""
+        assert isinstance(executor.batch.method, CapturedEagle)
         self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.method, probe, every
         self.seen = 0
         self.looks: deque[_Look] = deque()
@@ -223,7 +226,7 @@ class RowProbe:
         choice = drafter.choose(h, None, 0)
         for step in range(1, depth):
             inputs = drafter.inputs(h, choice, step, drafts_RD=drafts, length_R=length, active_R=active)
-            meta = AttentionMetadata.decode(pages, inputs.starts_B, inputs.counts_B)
+            meta = AttentionMetadata.decode(pages, given(inputs.starts_B), given(inputs.counts_B))
             looking = _ProbedRowOps(drafter, meta, step, self.probe.sink, num_keys)
             h = drafter.run(inputs, meta, looking)
             choice = drafter.choose(h, None, step)
@@ -241,13 +244,13 @@ class _ProbedRowOps(CudaOps):
 
     def __init__(self, drafter: CapturedEagle, meta: AttentionMetadata, step: int, sink: int, num_keys: int) -> None:
         self.cache, self.rope_tables, self.arrivals = drafter.cache, drafter.ops.rope_tables, drafter.ops.arrivals
-        self.position, self.step, self.sink = meta.starts_B.long(), step, sink
+        self.position, self.step, self.sink = given(meta.starts_B).long(), step, sink
         size = self.cache.page_size
         self.column = torch.arange(num_keys, device=self.position.device)
-        self.places = meta.page_table_BP[0].long()[self.column // size] * size + self.column % size
+        self.places = given(meta.page_table_BP)[0].long()[self.column // size] * size + self.column % size
         self.by_layer: list[Tensor] = []
 
-    def attention(self, module: AttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
+    def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         heads = qkv_NX.clone().view(1, -1, module.head_dim)[:, : module.num_heads]
         query = rotate(heads if module.q_norm is None else module.q_norm(heads), *self.angles(meta, len(qkv_NX)))
         out = super().attention(module, qkv_NX, meta)  # which may rotate in place, and stores the row's own key

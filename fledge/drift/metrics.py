@@ -170,9 +170,10 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
         values["joint_acceptance"] = (right.long().cumprod(1), inside)
     if rollout.cosine_hidden_MJ is not None:
         values["cosine_hidden"] = (rollout.cosine_hidden_MJ, on_path)
-    for name, attribute in {**SHARES, "entropy": "entropy_MH"}.items() if rollout.attention else ():
-        by_head = torch.stack([getattr(figures, attribute) for figures in rollout.attention], 1)  # [M, J, H]
-        values[f"{name}_by_head"] = (by_head, None)
+    if rollout.attention:
+        for name, attribute in {**SHARES, "entropy": "entropy_MH"}.items():
+            by_head = torch.stack([getattr(figures, attribute) for figures in rollout.attention], 1)  # [M, J, H]
+            values[f"{name}_by_head"] = (by_head, None)
     sums = {name: _summed(*pair, rollout.text_M, num_texts) for name, pair in values.items()}
     rows_of_text = torch.bincount(rollout.text_M, minlength=num_texts).tolist()
     found = []
@@ -220,7 +221,12 @@ class Tally:
     def total(self, name: str, texts: Sequence[str] | None = None) -> tuple[Tensor, Tensor] | None:
         """By step, over all texts or some of them: the sum, and how many rows count."""
         parts = [pair for text, pair in self.sums.get(name, {}).items() if texts is None or text in texts]
-        return (sum(total for total, _ in parts), sum(count for _, count in parts)) if parts else None
+        if not parts:
+            return None
+        total, count = parts[0]
+        for more_total, more_count in parts[1:]:
+            total, count = total + more_total, count + more_count
+        return total, count
 
     def means(self, name: str, texts: Sequence[str] | None = None) -> list[Any]:
         """By step; None where no row counts."""
@@ -270,7 +276,9 @@ class Tally:
 
     def _change_error(self, name: str, step: int) -> float | None:
         """Standard error of what the mean at `step` is of that at step 1, texts being the independent samples."""
-        total, count = (_over_heads(x) for x in self.total(name))
+        found = self.total(name)
+        assert found is not None, "asked of names in `sums`"
+        total, count = map(_over_heads, found)
         if not total[0] or not count[step - 1]:
             return None
         mean, influence = total / count, []

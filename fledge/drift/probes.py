@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fledge.drift.prompts import own_template
 from fledge.models.decoder import Decoder, causal_attend
+from fledge.models.layers import Attend
 from fledge.tokenizer import Tokenizer
 
 
@@ -68,7 +69,8 @@ def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt
     parts = torch.stack([is_sink, rest & in_prompt, rest & ~in_prompt, is_own, column > pivot], -1)
     # One product sums every part: several times faster than masking the probabilities for each.
     shares = torch.bmm(p_MHS, parts.to(p_MHS.dtype))
-    return AttentionFigures(*shares.unbind(-1), entropy_MH=torch.special.entr(p_MHS).sum(-1))
+    to_sink, to_prompt, to_answer, to_own, to_drafted = shares.unbind(-1)
+    return AttentionFigures(to_sink, to_prompt, to_answer, to_own, to_drafted, torch.special.entr(p_MHS).sum(-1))
 
 
 def rms(states_ND: Tensor) -> Tensor:
@@ -132,26 +134,32 @@ def find_sink(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Sink:
         asking = column[len(tokens) // 2 :]
         layers: list[Tensor] = []
 
-        def attend(layer, q, k, v, window, column=column, asking=asking, layers=layers):
-            seen = column <= asking[:, None]
-            if window is not None:
-                seen = seen & (asking[:, None] - column < window)
-            scores = attention_scores(q[asking], k).masked_fill(~seen[:, None], -torch.inf)
-            layers.append(scores.softmax(-1).mean((0, 1))[:shortest])
-            return causal_attend()(layer, q, k, v, window)
-
-        decoder(tokens, column, attend, (), len(tokens))
+        decoder(tokens, column, _watching(layers, column, asking, shortest), (), len(tokens))
         shares.append(torch.stack(layers))
         uniform.append(float((1 / (asking + 1.0)).mean()))
     by_layer = torch.stack(shares).mean(0)
     mean = by_layer.mean(0)
     best = mean.topk(min(2, len(mean)))
-    column = int(best.indices[0])
+    first = int(best.indices[0])
     return Sink(
-        column,
+        first,
         float(best.values[0]),
         sum(uniform) / len(uniform),
-        by_layer[:, column].tolist(),
+        by_layer[:, first].tolist(),
         int(best.indices[-1]),
         float(best.values[-1]),
     )
+
+
+def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: int) -> Attend:
+    """Attends causally; appends for each layer the share that the first columns get from the asking rows."""
+
+    def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+        seen = column <= asking[:, None]
+        if window is not None:
+            seen = seen & (asking[:, None] - column < window)
+        scores = attention_scores(q_NHE[asking], k_NKE).masked_fill(~seen[:, None], -torch.inf)
+        layers.append(scores.softmax(-1).mean((0, 1))[:shortest])
+        return causal_attend()(layer, q_NHE, k_NKE, v_NKE, window)
+
+    return attend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
     return result
 
 
-def _ratio(tally: Tally, base: Tally, depth: int, without: set[str] = frozenset()) -> Estimate | None:
+def _ratio(tally: Tally, base: Tally, depth: int, without: Set[str] = frozenset()) -> Estimate | None:
     common = [name for name in _common(tally, base) if name not in without]
     return length_ratio(tally.counts(depth, common), base.counts(depth, common)) if common else None
 
@@ -112,7 +112,7 @@ def _common(tally: Tally, base: Tally) -> list[str]:
     return [name for name in tally.texts if name in base.texts]
 
 
-def _plain(estimates: dict[int, Estimate | None]) -> dict[int, dict[str, float | None]]:
+def _plain(estimates: Mapping[int, Estimate | None]) -> dict[int, dict[str, float | None]]:
     nothing = Estimate(1.0, None)
     return {depth: (one or nothing)._asdict() for depth, one in estimates.items()}
 
@@ -138,8 +138,8 @@ def counts_of(condition: dict[str, Any], drafter: str) -> dict[str, Count] | Non
 
 def paired(condition: dict[str, Any], drafters: list[str]) -> list[list[Count]] | None:
     """The counts of each drafter, in the same order of texts."""
-    found = [counts_of(condition, name) for name in drafters]
-    if None in found:
+    found = [counts for name in drafters if (counts := counts_of(condition, name)) is not None]
+    if len(found) < len(drafters):
         return None
     common = [text for text in found[0] if all(text in other for other in found[1:])]
     return [[counts[text] for text in common] for counts in found]
@@ -150,8 +150,9 @@ def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Est
     found = suite_of(figures, suite)
     sides = []
     for who in (name, base):
-        counts = [counts_of(condition, who) for condition in found["conditions"]] if found else []
-        if not counts or None in counts:
+        conditions = found["conditions"] if found else []
+        counts = [one for condition in conditions if (one := counts_of(condition, who)) is not None]
+        if not counts or len(counts) < len(conditions):
             return None
         sides.append(pooled(counts))
     both = [text for text in sides[0] if text in sides[1]]
@@ -182,17 +183,21 @@ class Kept(NamedTuple):
     @property
     def least(self) -> float:
         """Loops are easy to draft and may hide a loss: where enough pairs are free of them, those count too."""
-        return self.value if not self.counts_calm else min(self.value, self.calm)
+        return self.value if self._calm is None else min(self.value, self._calm)
 
     @property
     def least_error(self) -> float | None:
-        is_calm = self.counts_calm and self.calm < self.value
+        is_calm = self._calm is not None and self._calm < self.value
         error, pairs = (self.calm_error, self.calm_pairs) if is_calm else (self.error, self.pairs)
         return error if pairs >= ENOUGH_PAIRS else None
 
     @property
     def counts_calm(self) -> bool:
-        return self.calm is not None and self.calm_pairs >= ENOUGH_PAIRS
+        return self._calm is not None
+
+    @property
+    def _calm(self) -> float | None:
+        return self.calm if self.calm_pairs >= ENOUGH_PAIRS else None
 
     @property
     def without_loops(self) -> str:

@@ -75,9 +75,9 @@ class RolloutAttention:
     def at(self, step: int) -> Attend:
         self.figures.append([])
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
             shape = self.batch.tokens_BT.shape if step == 0 else self.batch.row_BR.shape
-            q, k, v = (x.unflatten(0, shape) for x in (q, k, v))
+            q, k, v = (x.unflatten(0, shape) for x in (q_NHE, k_NKE, v_NKE))
             if step == 0:
                 self.context[layer] = (k, v)
                 if self.probe:
@@ -188,7 +188,9 @@ def roll_out(
     at_columns = (x.unflatten(0, batch.tokens_BT.shape) for x in (output.hidden_ND, output.feedback_ND))
     hidden, state = (batch.at(x, batch.row_BR).flatten(0, 1) for x in at_columns)
 
-    comparable = batch.hidden_BTD is not None and hidden.shape[-1] == batch.hidden_BTD.shape[-1]
+    target_hidden = batch.hidden_BTD
+    if target_hidden is not None and target_hidden.shape[-1] != hidden.shape[-1]:
+        target_hidden = None  # the two cannot be compared
     row_positions = batch.first_B[:, None] + batch.row_BR
     steps: list[dict[str, Tensor]] = []
     token = batch.tokens_BT  # of the step before, as drafted or as written
@@ -203,14 +205,16 @@ def roll_out(
         drafted = best.view_as(wanted)
         found = {"drafted": drafted, "inside": inside, "rms": rms(state).view_as(wanted)}
         if temperature:
+            assert probability is not None
+            assert target_p is not None, "of sampled texts"
             p = torch.zeros_like(inside, dtype=torch.float32).masked_scatter_(is_row, target_p[:, step])
             found["stands"] = (probability.view_as(wanted) / p.clamp_min(1e-30)).clamp_max(1) * inside
         else:
             found["stands"] = (drafted == wanted) & inside
         token = wanted if temperature else drafted
         found["cosine"] = cosine(state, batch.at(batch.fused_BTD, there).flatten(0, 1)).view_as(wanted)
-        if comparable:
-            found["cosine_hidden"] = cosine(hidden, batch.at(batch.hidden_BTD, there).flatten(0, 1)).view_as(wanted)
+        if target_hidden is not None:
+            found["cosine_hidden"] = cosine(hidden, batch.at(target_hidden, there).flatten(0, 1)).view_as(wanted)
         steps.append(found)
     stacked = {f"{name}_MJ": torch.stack([one[name][is_row] for one in steps], 1) for name in steps[0]}
     return Rollout(
@@ -255,6 +259,7 @@ def target_probabilities(decoder: Decoder, texts: Sequence[TargetText], depth: i
     parts = []
     for text in texts:
         first = text.answer_start  # row 0 drafts x_{start + 1}, which the state at `start` gives
+        assert text.hidden_TD is not None, "the target has read them"
         states, wanted = text.hidden_TD[first:-1], text.tokens_T[first + 1 :]
         found = [
             (decoder.logits(state).float() / temperature).softmax(-1).gather(1, token[:, None])[:, 0]

@@ -46,6 +46,7 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
         found = Speculation(where if equals else name).resolve_drafter(model)
         if found is None or found == "ngram":
             raise ModelError(f"drafter {name!r} is no EAGLE drafter, so it has no states to look at; name a drafter's folder")
+        assert not isinstance(found, EagleDrafter), "names are resolved to names"
         network = load_drafter(found, decoder.config)
         size = sum(parameter.numel() for parameter in network.parameters())
         label = label if equals else _label(Path(found), {subject.name for subject in subjects})

@@ -67,7 +67,7 @@ def chat_templates(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[
     rendered = {item.id: all_templates(tokenizer, [user(item.turns[0])]) for item in items}
     conditions = []
     for name in names:
-        prompts = {key: tuple(one[name]) for key, one in rendered.items() if one[name] is not None}
+        prompts = {key: tuple(ids) for key, one in rendered.items() if (ids := one[name]) is not None}
         if prompts:
             conditions.append(Condition(name, prompts))
     explanation = "The same prompts in the target's own chat template, without it, and in those of other models."

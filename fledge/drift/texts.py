@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.offline import answer_generator
+from fledge.engine.offline import AnswerGenerator, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.drafter import EagleDrafter
 from fledge.progress import Report
@@ -89,8 +89,8 @@ class SideBySide:
         self.paired_BT = padded([torch.cat([text.tokens_T[1:], text.tokens_T[-1:]]) for text in texts])
         taps = [padded(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
         self.fused_BTD = drafter.fuse([tap.flatten(0, 1) for tap in taps]).unflatten(0, self.tokens_BT.shape)
-        kept = all(text.hidden_TD is not None for text in texts)
-        self.hidden_BTD = padded([text.hidden_TD for text in texts]) if kept else None
+        hidden = [text.hidden_TD for text in texts if text.hidden_TD is not None]
+        self.hidden_BTD = padded(hidden) if len(hidden) == len(texts) else None
 
         def by_text(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, device=device)
@@ -120,7 +120,7 @@ class Answers:
     def __init__(self, decoder: Decoder, config: EngineConfig, max_tokens: int, on_progress: Report) -> None:
         self.decoder, self.config, self.max_tokens, self.progress = decoder, config, max_tokens, on_progress
         self.known: dict[tuple[TokenIds, float], list[int]] = {}
-        self._generator = None
+        self._generator: AnswerGenerator | None = None
 
     def __call__(self, prompts: Sequence[TokenIds], temperature: float = 0.0) -> list[list[int]]:
         new = [prompt for prompt in dict.fromkeys(prompts) if (prompt, temperature) not in self.known]

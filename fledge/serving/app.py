@@ -88,7 +88,7 @@ def create_app(service: Service) -> FastAPI:
         if payload.messages is not None:
             service.check_chat_limits(payload.messages, payload.tools)
 
-        def work(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
+        def work(tokenizer: Tokenizer) -> tuple[list[int], list[str | None] | None]:
             text, special = payload.prompt, payload.add_special_tokens
             if text is None:
                 assert payload.messages is not None, "the protocol asks for one of the two"

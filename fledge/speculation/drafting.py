@@ -41,6 +41,8 @@ class DraftedRequest(Protocol):
     pages: list[int]  # shared by the target's cache and the drafter's
     params: SamplingParams
 
+    def __hash__(self) -> int: ...
+
     @property
     def seed(self) -> int: ...
 

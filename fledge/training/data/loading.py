@@ -127,7 +127,7 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     if "tools" in conversation.options or any({"tool_calls", "reasoning_content"} & message.keys() for message in messages):
         raise TemplateError("tools and reasoning can be rendered by the model's own chat template alone")
     eos = chat.tokenizer.eos_token_ids
-    rendered = choice.template.render(messages, chat.tokenizer.token(eos[0]) if eos else "")
+    rendered = choice.template.render(messages, (chat.tokenizer.token(eos[0]) or "") if eos else "")
     return chat.tokens(rendered, answers, bos=True)
 
 
