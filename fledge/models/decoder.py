@@ -29,6 +29,8 @@ class DecoderOutput(NamedTuple):
 
 
 class DecoderLayer(Layer):
+    self_attn: Attention
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(layer)
         eps, size, window = config.rms_norm_eps, config.hidden_size, config.windows[layer] if config.windows else None

@@ -33,6 +33,8 @@ class DrafterOutput(NamedTuple):
 class DrafterLayer(Layer):
     """Layer 0 attends over [embedding ; state] (twice the hidden size); further layers are plain decoder layers."""
 
+    mlp: MLP
+
     def __init__(self, config: DrafterConfig, layer: int) -> None:
         super().__init__(layer)
         eps, size = config.rms_norm_eps, config.hidden_size

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
+from fledge.files import write_atomically
 from fledge.training.checkpoint import load_checkpoint, save_checkpoint
 from fledge.training.context import TrainingContext
 from fledge.training.data.prefetch import StepInput
@@ -169,6 +170,7 @@ class Arm:
         """On the first process, which has `held_out`; the others wait for what it found."""
         figures, asked = None, self.recipe.evaluation
         if self.world.is_first:
+            assert held_out is not None
             drafter = served_copy(self.drafter, self.target, self.dtype)
             figures = evaluate(drafter, held_out, asked.depths, asked.sink_column)
             self.journal.record("evaluation", step, figures)
@@ -185,6 +187,10 @@ class Arm:
             self.stale += 1
 
     # --- keeping --------------------------------------------------------------------------------------------------
+
+    def save_recipe(self) -> None:
+        text = self.recipe.to_yaml().encode()
+        write_atomically(self.folder / "recipe.yaml", lambda file: file.write(text))
 
     def save(self, step: int, position: dict[str, Any], keep: int) -> None:
         """`position`: where the run's loop is."""

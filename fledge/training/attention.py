@@ -6,6 +6,9 @@ A document is a run of neighbouring tokens; `start_BT` holds, for every token, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,7 +82,9 @@ def attention_with_lse(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, mask: Mask, 
     """Output [N, H, E] and the log-sum-exp of the scores [N, H] (at least fp32)."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q_NHE, k_NKE, v_NKE))
     if isinstance(mask, BlockMask):
-        attention = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled_flex_attention
+        attention: Callable[..., Any] = (
+            flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled_flex_attention
+        )
         out, aux = attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
         lse = aux.lse
     else:

@@ -48,7 +48,9 @@ def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
+    numpy_state = np.random.get_state(legacy=True)
+    assert isinstance(numpy_state, tuple)
+    kind, keys, *rest = numpy_state
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -119,7 +121,8 @@ def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[st
     was, now = flat_settings(before), flat_settings(recipe.to_dict())
     usual = flat_settings(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
-    refused, told = [], []
+    refused: list[str] = []
+    told: list[str] = []
     for key, value in now.items():
         old = was.get(key, usual[key])  # a setting that is newer than the run had its usual value
         if free.isdisjoint((key, key.partition(".")[0])) and _within(old, before["output"]) != _within(value, recipe.output):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any]
     if device == "cuda" and world.size > 1:
         device = f"cuda:{world.local_rank}"
     on_gpu = device.startswith("cuda")
-    dtype = "bfloat16" if on_gpu else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if on_gpu else "float32"
     compute = dtype if recipe.run.compute_dtype == "auto" else recipe.run.compute_dtype
     compiled = ("yes" if on_gpu else "no") if recipe.run.compile == "auto" else recipe.run.compile
     target = replace(recipe.target, dtype=dtype if recipe.target.dtype == "auto" else recipe.target.dtype)
@@ -154,19 +155,20 @@ def _data(
 ) -> tuple[SampleSet, SampleSet, list[list[int]], DataReport, dict[str, str]]:
     """(training samples, held-out samples, held-out prompts, what became of the data, its hashes)."""
     data = recipe.data
-    settings = {
-        "max_length": data.sequence_length,
-        "long": data.long,
-        "chat_template": data.chat_template,
-        "remove_loops": data.remove_loops,
-        "cache_dir": data.cache,
-    }
-    samples, report = load_samples(
-        data.train, tokenizer, augmentation=data.augmentation, limit=data.limit, decontaminate=data.decontaminate, **settings
+    load = partial(
+        load_samples,
+        tokenizer=tokenizer,
+        max_length=data.sequence_length,
+        long=data.long,
+        chat_template=data.chat_template,
+        remove_loops=data.remove_loops,
+        cache_dir=data.cache,
     )
+    augmentation = data.augmentation
+    samples, report = load(data.train, augmentation=augmentation, limit=data.limit, decontaminate=data.decontaminate)
     say(f"data: {report}")
     if data.held_out:
-        asked, _ = load_samples(data.held_out, tokenizer, limit=4 * data.held_out_samples, **settings)
+        asked, _ = load(data.held_out, limit=4 * data.held_out_samples)
         held_out = asked
         if shared := int(np.isin(held_out.prompt_keys, samples.prompt_keys).sum()):
             say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.decontaminate can leave them out")
@@ -197,7 +199,7 @@ def _vocabulary(
     config: DrafterConfig,
     train: SampleSet,
     hashes: dict[str, str],
-    special_ids: Sequence[int],
+    special_ids: Collection[int],
 ) -> DraftVocabulary:
     own = Path(recipe.output) / "vocabulary"
     given = recipe.data.vocabulary

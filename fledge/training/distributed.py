@@ -62,7 +62,7 @@ class DistributedContext:
         """What the first process has, for all. Large numpy arrays inside travel without a copy."""
         if self.size == 1:
             return value
-        arrays: list[bytearray] = []
+        arrays: list[bytearray | memoryview] = []
         packed = pickle.dumps(value, protocol=5, buffer_callback=lambda b: arrays.append(b.raw())) if self.is_first else b""
         box = [(packed, [len(array) for array in arrays])]
         dist.broadcast_object_list(box, src=0, group=self.control)

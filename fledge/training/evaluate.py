@@ -113,12 +113,12 @@ def evaluate(
             tally.add(str(index), figures)
     whole = tally.to_dict()
     names = ("acceptance_length", "standard_error", "accuracy", "rms", "sink_share", "own_share", "entropy", "cosine")
-    figures = {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
+    found = {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
     if per_text:
-        figures["texts"] = [
+        found["texts"] = [
             {depth: count._asdict() for depth, count in tally.texts[str(index)].items()} for index in range(len(texts))
         ]
-    return figures
+    return found
 
 
 def acceptance(

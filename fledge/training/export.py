@@ -58,8 +58,8 @@ def export_checkpoint(path: Path, folder: Path) -> None:
 
 def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
     if "config" in state:
-        own = {"own_head": "lm_head.weight" in state["drafter"], "own_embedding": "embed_tokens.weight" in state["drafter"]}
-        return replace(drafter_config_from_hf(state["config"]), **own)
+        config, weights = drafter_config_from_hf(state["config"]), state["drafter"]
+        return replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)
     # An earlier version's, which says it in its recipe and the target's configuration.
     from fledge.training.drafter_shape import drafter_config
     from fledge.training.recipe import DrafterRecipe

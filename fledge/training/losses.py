@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,20 +71,20 @@ def chunk_loss(
     if settings.kind != "lk":
         share = 1.0 if settings.kind == "kl" else 1.0 - settings.lk_weight
         loss = loss - share * (p * log_q).sum(-1)
-        if with_gradients:
+        if d_logits is not None:
             d_logits = d_logits + share * (q - p)
     if settings.kind != "kl":
         share = 1.0 if settings.kind == "lk" else settings.lk_weight
         alpha = torch.minimum(q, p).sum(-1).clamp_min(1e-8)
         loss = loss - share * alpha.log()
-        if with_gradients:
+        if d_logits is not None:
             # dα/dz = q·(m − Σ m·q) with m = 1 where q < p: only there does α follow q.
             below = torch.where(q < p, q, 0.0)
             d_logits = d_logits - share * (below - q * below.sum(-1, keepdim=True)) / alpha[..., None]
 
     counted = (row_weight_KC > 0).float()
     d_hidden = d_weight = None
-    if with_gradients:
+    if d_logits is not None:
         d_logits = (d_logits * row_weight_KC[..., None]).to(hidden_KCD.dtype)
         d_hidden = d_logits @ weight_VD
         d_weight = d_logits.flatten(0, 1).T @ hidden_KCD.flatten(0, 1)
@@ -149,7 +150,8 @@ class DraftLoss:
         loss = _ChunkedLoss.apply(
             self, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure, sums, draft_weight, *hidden
         )
-        return loss, StepMetrics(*sums, measured=measure)
+        loss_K, acceptance_K, hits_K = sums
+        return loss, StepMetrics(loss_K, acceptance_K, hits_K, measured=measure)
 
     def run(
         self,
@@ -192,17 +194,28 @@ class DraftLoss:
                     predicted = self.draft_to_target[predicted]
                 sums[1] += acceptance
                 sums[2] += ((predicted == greedy) & valid).sum(-1)
-            if d_hidden is not None:
+            if d_hidden is not None and d_states is not None:
                 for buffer, r, gradient in zip(d_hidden, rows, d_states, strict=True):
                     buffer[r] = gradient
-            if d_weight is not None:
+            if d_weight is not None and d_chunk_weight is not None:
                 d_weight += d_chunk_weight
         return sums, [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner, target_hidden, scored, valid, step_weight, measure, sums, draft_weight, *hidden) -> Tensor:
+    def forward(
+        ctx: Any,
+        owner: DraftLoss,
+        target_hidden: Tensor,
+        scored: Tensor,
+        valid: Tensor,
+        step_weight: Tensor,
+        measure: bool,
+        sums: list[Tensor],
+        draft_weight: Tensor,
+        *hidden: Tensor,
+    ) -> Tensor:
         needs_hidden, needs_weight = any(ctx.needs_input_grad[8:]), ctx.needs_input_grad[7]
         results, d_hidden, d_weight = owner.run(
             hidden,
@@ -223,7 +236,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return results[0].sum()
 
     @staticmethod
-    def backward(ctx, d_loss: Tensor):
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         d_weight = (saved.pop(0) * d_loss).to(ctx.weight_dtype) if ctx.needs_weight else None
         return (*(None,) * 7, d_weight, *(x * d_loss.to(x.dtype) for x in saved))

@@ -147,7 +147,6 @@ def _answer(plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progres
             speed = done / max(progress.answer_seconds, 1.0)
             wanted = min(4 * done, done + max(16, int(speed * left)))
         wanted, began = min(wanted, total), time.monotonic()
-        amount = {"self_prompted": wanted} if plan.prompts is None else {"limit": wanted}
         try:
             report = regenerate(
                 generator,
@@ -158,7 +157,8 @@ def _answer(plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progres
                 model=plan.model,
                 template_options=options,
                 max_seconds=plan.answer_seconds - progress.answer_seconds,
-                **amount,
+                self_prompted=wanted if plan.prompts is None else None,
+                limit=None if plan.prompts is None else wanted,
             )
             say(f"answers: {report}")
         except PromptsExhausted as error:

@@ -147,7 +147,7 @@ class MakePlan:
             length = min(length, max(128, -(-max(lengths) // 64) * 64))
         rows = sum(lengths) * MAX_EPOCHS / MIN_STEPS / length
         batch = max(1, min(STEP_TOKENS["cuda" if on_gpu else "cpu"] // length, int(rows)))
-        content = {
+        content: dict[str, Any] = {
             "output": str(output),
             "target": {"model": self.model, "endpoint": self.endpoint, "endpoint_states": self.endpoint_states},
             "drafter": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +53,7 @@ class Objective:
             self.vocabulary_V = torch.zeros(config.vocab_size, dtype=torch.bool)
             self.vocabulary_V[ids.cpu()] = True
         self.loss = DraftLoss(target.head, ids, settings.loss, chunk_rows=self.chunk_rows, compile=settings.compile)
-        self.unroll = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
+        self.unroll: Callable[..., list[Tensor]] = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
         if settings.compile:
             self.unroll = torch.compile(self.unroll, dynamic=False)
         drafter.rotary.reserve(num_positions + settings.steps)
@@ -81,9 +82,9 @@ class Objective:
         flex = batch.start_BT.device.type == "cuda"
         masks = step_masks(batch.start_BT, self.settings.steps, self.drafter.config.window, flex=flex)
         hidden = self.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)
-        return self.loss(
-            hidden, self.drafter.lm_head.weight, states.hidden_ND, batch.scored_R, batch.valid_KR, step_weight_K, measure
-        )
+        head_weight = self.drafter.head.weight
+        assert isinstance(head_weight, Tensor)
+        return self.loss(hidden, head_weight, states.hidden_ND, batch.scored_R, batch.valid_KR, step_weight_K, measure)
 
 
 def compiler_error(error: Exception) -> str | None:

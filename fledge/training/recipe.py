@@ -346,7 +346,7 @@ def describe_keys() -> str:
     return "\n".join(_key_lines(Recipe, "")) + "\n"
 
 
-def _key_lines(section: type, indent: str) -> Iterator[str]:
+def _key_lines(section: Any, indent: str) -> Iterator[str]:
     for name, info in section.__pydantic_fields__.items():
         kind = typing.get_type_hints(section)[name]
         if is_dataclass(kind):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fledge import progress
 from fledge.errors import UserError
-from fledge.files import write_atomically
 from fledge.training.arm import Arm, Recent, TrainingStopped
 from fledge.training.checkpoint import (
     check_settings,
@@ -76,6 +75,8 @@ class Trainer:
             data.global_batch_size,
         )
         self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.loader_state: dict[str, Any] | None = None
+        self.agreed_seconds = 0.0  # of training, as all processes count them
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
@@ -262,7 +263,6 @@ class Trainer:
 
     def _resume(self) -> None:
         """From the first process's files: the others may run on machines that do not have them."""
-        self.loader_state, self.agreed_seconds = None, 0.0
         paths = self.world.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
         for arm, path in zip(self.arms, paths, strict=False):
             state = arm.resume(path)
@@ -343,8 +343,7 @@ def _train(common: Recipe, arms: Sequence[Recipe] | None) -> list[Result]:
         for arm in trainer.arms if world.is_first else ():  # only now: a run that is refused leaves things as they were
             if arm.context.vocabulary is not None and not arm.recipe.data.vocabulary:
                 arm.context.vocabulary.save(arm.folder / "vocabulary")
-            text = arm.recipe.to_yaml().encode()
-            write_atomically(arm.folder / "recipe.yaml", lambda file, text=text: file.write(text))
+            arm.save_recipe()
             remove_leftovers(arm.folder / "checkpoints")
         if trainer.step:
             say(f"resuming at step {trainer.step:,}")

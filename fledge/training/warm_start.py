@@ -7,6 +7,7 @@ from random weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,8 @@ def start_from_target(
         drafter.fc.weight[:, -size:] = torch.eye(size)
         copied.append("fc")
     layer = drafter.layers[0]
-    pieces = {
+    assert layer.hidden_norm is not None, "the first layer's"
+    pieces: dict[str, Piece] = {
         "hidden_norm": (layer.hidden_norm.weight, target_layer.get("input_layernorm.weight")),
         "post_attention_layernorm": (
             layer.post_attention_layernorm.weight,
@@ -102,7 +104,9 @@ def _fit_residual_stream(drafter: EagleDrafter, taps: Sequence[Tensor]) -> float
     config = drafter.config
     state = drafter.fuse(taps)
     if config.norm_before_residual:
-        stream = _usual_rms(drafter.layers[0].hidden_norm(state))
+        norm = drafter.layers[0].hidden_norm
+        assert norm is not None, "the first layer's"
+        stream = _usual_rms(norm(state))
     elif config.norm_output:
         stream = drafter.norm.weight.float().square().mean().sqrt()  # of a state of unit size times these
         drafter.fc.weight.mul_(stream / _usual_rms(state))
@@ -120,10 +124,11 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor])
     given = {name.removeprefix("self_attn."): value for name, value in target_layer.items() if name.startswith("self_attn.")}
     if ("kv_b_proj.weight" in given) != (config.mla is not None):
         return {}
-    pieces = {}
-    for name, place in attention.named_parameters():
+    pieces: dict[str, Piece] = {}
+    for name, parameter in attention.named_parameters():
+        place: Tensor = parameter
         if name in ("qkv_proj.weight", "qkv_a_proj.weight"):
-            place = place[:, config.hidden_size :]  # the half that reads the state
+            place = parameter[:, config.hidden_size :]  # the half that reads the state
         pieces[name.removesuffix(".weight")] = (place, given.get(name))
     if config.mla is not None:
         fit = all(value is not None and value.shape == place.shape for place, value in pieces.values())
@@ -144,16 +149,17 @@ def last_layer(decoder: Decoder) -> dict[str, Tensor]:
 def usable(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Of a last layer's weights by our names, those that mean something to a drafter's layer: where outputs are normed, weights
     before that norm have no size without it; where only a part of a head is rotated, queries and keys are of another kind."""
-    strange = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
+    strange: tuple[str, ...] = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
     strange += ("self_attn.qkv_proj.",) if config.rotary_dim != config.head_dim else ()
     return {name: value for name, value in weights.items() if not strange or not name.startswith(strange)}
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
 
 
-def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
+def last_layer_of_transformers(model: Any) -> dict[str, Tensor]:
     """The same from a transformers model with Llama's names; empty when it has others."""
     decoder = model.get_decoder()
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
@@ -174,6 +180,7 @@ def last_layer_of_transformers(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _multiplier(norm: nn.Module) -> Tensor:
     """What a norm multiplies by. Gemma's keep it less one."""
+    assert isinstance(norm.weight, Tensor)
     weight = norm.weight.detach()
     signs = torch.ones_like(weight)
     signs[1::2] = -1  # its root mean square is one, whether the mean is taken away first or not
@@ -233,6 +240,8 @@ def _copy_head_rows(drafter: EagleDrafter, source: EagleDrafter) -> None:
     row_of = torch.full((source.config.vocab_size,), -1)
     row_of[source.target_ids(torch.arange(source.config.draft_vocab_size))] = torch.arange(source.config.draft_vocab_size)
     rows = row_of[drafter.target_ids(torch.arange(drafter.config.draft_vocab_size))]
+    assert drafter.lm_head is not None
+    assert source.lm_head is not None
     drafter.lm_head.weight[rows >= 0] = source.lm_head.weight[rows[rows >= 0]].to(drafter.lm_head.weight.dtype)
 
 
@@ -243,8 +252,10 @@ def _usual_rms(states_ND: Tensor) -> Tensor:
 
 def _copy_head(drafter: EagleDrafter, head: Head, embedding: nn.Module) -> None:
     config = drafter.config
-    if config.own_head and config.hidden_size == head.weight.shape[1]:
+    if drafter.lm_head is not None and config.own_head and config.hidden_size == head.weight.shape[1]:
         ids = drafter.target_ids(torch.arange(config.draft_vocab_size))
         drafter.lm_head.weight.copy_(head.weight[ids.to(head.weight.device)])
-    if config.own_embedding and drafter.embed_tokens.weight.shape == embedding.weight.shape:
-        drafter.embed_tokens.weight.copy_(embedding.weight)
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    if config.own_embedding and drafter.embed_tokens is not None and drafter.embed_tokens.weight.shape == weight.shape:
+        drafter.embed_tokens.weight.copy_(weight)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from io import BufferedReader
 from typing import Any, Protocol
 
 from fledge.errors import UserError
@@ -130,7 +131,7 @@ class Processes:
         self._threads.shutdown(wait=True)
         for process in self._started:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
+            for pipe in filter(None, (process.stdin, process.stdout)):
                 with suppress(OSError):  # what could not be flushed is of no use any more
                     pipe.close()
 
@@ -152,8 +153,9 @@ def num_cores() -> int:
 
 def main() -> None:
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    assert isinstance(requests, BufferedReader)
     os.dup2(2, 1)  # what a library prints must not end up among the replies
-    work = None
+    work: Any = None
     while True:
         if not requests.peek(1):  # the other side is gone
             return

@@ -277,7 +277,7 @@ def load_samples(
     which a user says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
     the samples are the same.
     """
-    paths = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     assert long in ("truncate", "drop")
     if chat_template is not None:
         ChatFormat(tokenizer, chat_template).require_template()
@@ -294,7 +294,7 @@ def load_samples(
             limit,
             data_hash(decontaminate) if decontaminate else "",
         ]
-        key = json.dumps([_CACHE_VERSION, data_hash(paths), tokenizer_hash(tokenizer), *settings])
+        key = json.dumps([_CACHE_VERSION, data_hash(files), tokenizer_hash(tokenizer), *settings])
         cache = Path(cache_dir) / f"samples-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
         if cache.is_file():
             samples, extra = SampleSet.load(cache)
@@ -302,15 +302,15 @@ def load_samples(
 
     decontamination = Decontamination.of_files(decontaminate)
     work = SampleWork(tokenizer, chat_template, max_length, long, augmentation, remove_loops, limit, decontamination)
-    blocks = chain.from_iterable(map(read_blocks, paths))
+    blocks = chain.from_iterable(map(read_blocks, files))
     if processes is None:
-        processes = _num_processes(paths, limit)
+        processes = _num_processes(files, limit)
     if processes:
         samples, report = _in_processes(work, blocks, processes)
     else:
         samples, report = work.samples(islice(chain.from_iterable(map(conversations_of, blocks)), limit))
     if not len(samples):
-        raise DataError(f"{', '.join(map(str, paths))}: no sample is left to train on; {report}")
+        raise DataError(f"{', '.join(map(str, files))}: no sample is left to train on; {report}")
     report.kept, report.tokens = len(samples), len(samples.tokens)
     report.answer_tokens = int(samples.loss_mask.sum())
     if cache is not None:
@@ -329,7 +329,8 @@ def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
 
 def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
     """Blocks are handed out and come back in order; the sums are those of one process, and so is the first error."""
-    parts, report, pending = [], DataReport(), deque()
+    parts, report = [], DataReport()
+    pending: deque[Future[tuple[SampleSet, DataReport]]] = deque()
     workers = Processes(work, count, ahead=2 * count)
 
     def take() -> None:

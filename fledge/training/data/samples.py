@@ -85,7 +85,7 @@ class SampleSet(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # no slices
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
@@ -100,7 +100,7 @@ class SampleSet(Sequence[Sample]):
     def content_hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.loss_mask, self.offsets):
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def answer_ids(self) -> np.ndarray:

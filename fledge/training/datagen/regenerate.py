@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fledge import progress
 from fledge.tokenizer import Tokenizer
@@ -58,9 +58,26 @@ class AnswerGenerator(Protocol):
 
         The answer's ids end with the stop id that ended it. Equal prompts in one call are sampled independently.
         A generator with a limited context says so in an attribute `max_model_len` (tokens of prompt and answer).
-        One with an attribute `concurrency` (answers under way at once) takes a stream as well as a list: an iterator
-        whose None means "nothing yet, ask again", with a function from index to seed.
         """
+        ...
+
+
+@runtime_checkable
+class StreamGenerator(AnswerGenerator, Protocol):
+    concurrency: int  # answers under way at once
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]] | Iterator[list[int] | None],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int | Callable[[int], int],
+        stop_ids: Sequence[int],
+    ) -> Iterator[tuple[int, list[int], str]]:
+        """Takes a stream as well as a list: an iterator whose None means "nothing yet, ask again", with a function from
+        index to seed."""
         ...
 
 
@@ -251,10 +268,10 @@ class _Run:
         missing, fruitless = wanted - already, 0
         while missing > 0 and not self._is_late:
             asked = min(self.wave, missing + missing // 4 + 8)  # some will be rejected
-            prompts = []
+            prompts: list[Prompt] = []
             for text in self._written_turns(asked):
-                name = "self-" + prompt_id([" ".join(text.casefold().split())]) if text else None
-                if name is None or name in self.seen or (self.decontaminate is not None and self.decontaminate.has([text])):
+                name = "self-" + prompt_id([" ".join((text or "").casefold().split())])
+                if not text or name in self.seen or (self.decontaminate is not None and self.decontaminate.has([text])):
                     self.report.self_rejected += 1
                 elif len(prompts) < missing:
                     self.seen.add(name)
@@ -270,8 +287,14 @@ class _Run:
 
     def _written_turns(self, count: int) -> list[str | None]:
         opening, ends = self.chat.user_opening()
-        sampling = {"max_tokens": SELF_MAX_TOKENS, "temperature": SELF_TEMPERATURE, "top_p": 1.0}
-        answers = self.generator.generate([opening] * count, seed=self._next_seed(), stop_ids=ends, **sampling)
+        answers = self.generator.generate(
+            [opening] * count,
+            max_tokens=SELF_MAX_TOKENS,
+            temperature=SELF_TEMPERATURE,
+            top_p=1.0,
+            seed=self._next_seed(),
+            stop_ids=ends,
+        )
         pieces = ((list(ids), reason) for _, ids, reason in answers)
         read = []
         while batch := list(islice(pieces, self.workers.batch)):
@@ -299,7 +322,7 @@ class _Run:
             raise
 
     def _generate(self, conversations: Conversations) -> Iterable[tuple[int, list[int], str]]:
-        if not hasattr(self.generator, "concurrency"):
+        if not isinstance(self.generator, StreamGenerator):
             return self._in_waves(conversations)
         stream = self._watched(conversations)
         return self.generator.generate(stream, seed=conversations.seed, stop_ids=self.stop_ids, **self.sampling)
@@ -321,8 +344,15 @@ class _Run:
     def _in_waves(self, conversations: Conversations) -> Iterator[tuple[int, list[int], str]]:
         first = 0
         prompts = self._watched(conversations)
-        while wave := list(takewhile(lambda prompt: prompt is not None, islice(prompts, self.wave))):
+        while wave := list(_until_none(islice(prompts, self.wave))):
             seed = self._next_seed()
             for index, ids, reason in self.generator.generate(wave, seed=seed, stop_ids=self.stop_ids, **self.sampling):
                 yield first + index, ids, reason
             first += len(wave)
+
+
+def _until_none(prompts: Iterable[list[int] | None]) -> Iterator[list[int]]:
+    for prompt in prompts:
+        if prompt is None:
+            return
+        yield prompt

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fledge.models.decoder import Decoder, causal_attend
+from fledge.models.layers import Attend
 
 
 class _DenseCache:
@@ -21,9 +22,35 @@ class _DenseCache:
 
     def store(self, layer: int, sequences: Tensor, places: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
         if layer not in self.kept:
-            self.kept[layer] = tuple(x.new_zeros(*self.shape, *x.shape[1:]) for x in (k_NKE, v_NKE))
+            keys, values = (x.new_zeros(*self.shape, *x.shape[1:]) for x in (k_NKE, v_NKE))
+            self.kept[layer] = (keys, values)
         for buffer, new in zip(self.kept[layer], (k_NKE, v_NKE), strict=True):
             buffer[sequences, places] = new
+
+    def prefill(self, number: int, places: Tensor) -> Attend:
+        """Attention of one sequence's prompt, whose keys and values are kept."""
+        plain = causal_attend()
+
+        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+            self.store(layer, torch.full_like(places, number), places, k_NKE, v_NKE)
+            return plain(layer, q_NHE, k_NKE, v_NKE, window)
+
+        return attend
+
+    def decode(self, places: Tensor) -> Attend:
+        """Attention of one more token of each sequence."""
+        sequences, column = (torch.arange(size, device=places.device) for size in self.shape)
+
+        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
+            self.store(layer, sequences, places, k_NKE, v_NKE)
+            keys, values = (x.transpose(1, 2) for x in self.kept[layer])
+            mask = column[None] <= places[:, None]
+            if window is not None:
+                mask &= column[None] > places[:, None] - window
+            out = scaled_dot_product_attention(q_NHE[:, :, None], keys, values, mask[:, None, None], enable_gqa=True)
+            return out[:, :, 0]
+
+        return attend
 
 
 @torch.no_grad()
@@ -50,33 +77,16 @@ def continuations(
     last = []
     for number, prompt in enumerate(prompts):
         places = torch.arange(len(prompt), device=device)
-        plain = causal_attend()
-
-        def attend(layer, q, k, v, window, number=number, places=places, plain=plain):
-            cache.store(layer, torch.full_like(places, number), places, k, v)
-            return plain(layer, q, k, v, window)
-
-        out = decoder(torch.tensor(prompt, device=device), places, attend, highest_position=0)
+        out = decoder(torch.tensor(prompt, device=device), places, cache.prefill(number, places), highest_position=0)
         last.append(choose(out.hidden_ND[-1:]))
     token = torch.cat(last)
     stops = torch.tensor(list(stop_ids) or [-1], device=device)
-    sequences, column = torch.arange(len(prompts), device=device), torch.arange(capacity, device=device)
     written, finished = [token], torch.isin(token, stops)
     for step in range(1, max_new_tokens):
         if step % 16 == 0 and bool(finished.all()):
             break
         places = lengths + step - 1
-
-        def attend(layer, q, k, v, window, places=places):
-            cache.store(layer, sequences, places, k, v)
-            keys, values = (x.transpose(1, 2) for x in cache.kept[layer])
-            mask = column[None] <= places[:, None]
-            if window is not None:
-                mask &= column[None] > places[:, None] - window
-            out = scaled_dot_product_attention(q[:, :, None], keys, values, mask[:, None, None], enable_gqa=True)
-            return out[:, :, 0]
-
-        out = decoder(token, places, attend, highest_position=0)
+        out = decoder(token, places, cache.decode(places), highest_position=0)
         token = choose(out.hidden_ND)
         written.append(token)
         finished = finished | torch.isin(token, stops)

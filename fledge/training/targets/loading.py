@@ -43,22 +43,24 @@ def find_target(recipe: Recipe) -> Path:
 def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
+    target: Target
+    shape: ModelConfig | _Shape
     if recipe.target.endpoint is not None:
         shape, stop_ids = target_shape(folder)
         config = drafter_config(recipe.drafter, shape)
-        target = _endpoint(recipe, folder, config, shape.num_layers)
+        target = endpoint = _endpoint(recipe, folder, config, shape.num_layers)
         weights = load_last_layer(folder)
         weights = usable(weights, shape) if isinstance(shape, ModelConfig) else weights
-        weights |= {"norm.weight": target.norm.weight.float().cpu()}
+        weights |= {"norm.weight": endpoint.norm.weight.float().cpu()}
     elif recipe.target.backend == "fledge":
-        shape = load_config(folder)
+        shape = known = load_config(folder)
         config = drafter_config(recipe.drafter, shape)
         if sharded := recipe.run.shard_target and world.size > 1:
             decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
         else:
             decoder = load_decoder(folder, dtype, device)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
-        stop_ids, weights = shape.eos_token_ids, last_layer(decoder)
+        stop_ids, weights = known.eos_token_ids, last_layer(decoder)
     else:
         model, shape = _transformers_model(folder, dtype, device)
         config = drafter_config(recipe.drafter, shape)
@@ -90,7 +92,8 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False)
+        model = model.to(device)
     except Exception as error:  # transformers raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error
@@ -100,6 +103,7 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
 
 def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: int) -> EndpointTarget:
     asked = recipe.target
+    assert asked.endpoint is not None
     ends = load_ends(folder, getattr(torch, asked.dtype), torch.device(recipe.run.device))
     target = EndpointTarget(
         asked.endpoint,
@@ -115,9 +119,10 @@ def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: i
     return target
 
 
-def target_shape(folder: Path) -> tuple[Any, tuple[int, ...]]:
+def target_shape(folder: Path) -> tuple[ModelConfig | _Shape, tuple[int, ...]]:
     """The target's sizes and stop tokens by its files alone, whatever its architecture."""
     content = text_config(folder)
+    shape: ModelConfig | _Shape
     if is_supported(content):
         shape = ModelConfig.from_hf(content, name=str(folder))
     else:
@@ -153,7 +158,7 @@ def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
 
 
 def _latent_sizes_of(text: Any) -> MLAConfig | None:
-    sizes = {f.name: getattr(text, f.name, None) for f in fields(MLAConfig)}
+    sizes: dict[str, Any] = {f.name: getattr(text, f.name, None) for f in fields(MLAConfig)}
     return MLAConfig(**sizes) if all(sizes[name] for name in sizes if name != "q_lora_rank") else None
 
 
@@ -164,4 +169,5 @@ def greedy_answers(
         return continuations(target.decoder, prompts, max_new_tokens, stop_ids)
     if isinstance(target, EndpointTarget):
         return target.continuations(prompts, max_new_tokens, stop_ids)
+    assert isinstance(target, TransformersTarget)
     return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)

@@ -65,6 +65,7 @@ class StatesOnDisk(Target):
             self.target.without_compiler()
 
     def release_target(self) -> None:
+        assert self.target is not None
         self.target.close()
         self.target = None
 
@@ -72,7 +73,7 @@ class StatesOnDisk(Target):
         found = list(documents(batch))
         if any(document.key not in self._where for document in found):
             return self._run(batch, found)
-        rows = np.zeros((batch.tokens_BT.numel(), self.width), _numpy_type(self.dtype))
+        rows: np.ndarray = np.zeros((batch.tokens_BT.numel(), self.width), _numpy_type(self.dtype))
         for key, first, tokens in found:
             file, at, _ = self._where[key]
             rows[first : first + len(tokens)] = self._open(file)[at : at + len(tokens)]
@@ -108,6 +109,8 @@ class StatesOnDisk(Target):
 
     def fill(self, loader: PackedLoader, plan: Any, device: torch.device, world: DistributedContext) -> Iterator[float]:
         """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
+        target = self.target
+        assert target is not None
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
         total = one_row.batches_per_epoch
         coming: deque[tuple[int, TrainBatch | None]] = deque()
@@ -117,8 +120,8 @@ class StatesOnDisk(Target):
             batch = plan(rows[min(world.rank, len(rows) - 1)])
             missing = world.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
             if missing:
-                self.target.prefetch(batch)
-            if self.target.requires_collective:
+                target.prefetch(batch)
+            if target.requires_collective:
                 missing = bool(world.sum(torch.tensor(int(missing))) > 0)
             coming.append((done + len(rows), batch if missing else None))
             if len(coming) > ROWS_AHEAD:

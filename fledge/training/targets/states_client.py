@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -74,16 +75,18 @@ class StatesClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Redirects are not followed: they would take the key, or the request, somewhere else.
-        options = {"timeout": httpx.Timeout(OUTAGE_S, connect=10.0), "limits": limits, "follow_redirects": False}
-        self._http = httpx.Client(headers=headers, **options)
-        self._files = self._http if _origin(self.storage) == _origin(self.url) else httpx.Client(**options)
+        timeout = httpx.Timeout(OUTAGE_S, connect=10.0)
+        new_client = partial(httpx.Client, timeout=timeout, limits=limits, follow_redirects=False)
+        self._http = new_client(headers=headers)
+        self._files = self._http if _origin(self.storage) == _origin(self.url) else new_client()
         self._patience_s = FIRST_CONTACT_S
         self._closed, self._folder_seen = threading.Event(), False
         self.model, self.max_length = self._served_model()
         self._patience_s = OUTAGE_S
 
     def states(self, tokens: Sequence[int]) -> Answer:
-        body = {"prompt": list(map(int, tokens)), "max_tokens": 1, "temperature": 0, "logprobs": 0, "return_token_ids": True}
+        prompt = list(map(int, tokens))
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 0, "return_token_ids": True}
         for attempt in (1, 2, 3):
             content = self._completion(body)
             try:
@@ -96,7 +99,7 @@ class StatesClient:
                         f"{self.url}: it wrote the states to {error.filename}, which does not appear here; share that folder, "
                         "or name where it is seen from here, as a folder or a URL, in target.endpoint_states"
                     ) from None
-        self._check(tensors, body["prompt"])
+        self._check(tensors, prompt)
         choice = content["choices"][0]
         return Answer(tensors["hidden_states"], choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0])
 

@@ -14,7 +14,9 @@ from torch.func import functional_call
 
 from fledge.config import ModelConfig
 from fledge.errors import ModelError
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.models.decoder import Decoder, DecoderLayer
+from fledge.ops.base import LayerModule
 from fledge.ops.torch_ops import AttendOps
 from fledge.training.attention import Mask, packed_attend, packed_mask
 from fledge.training.distributed import DistributedContext
@@ -23,7 +25,7 @@ from fledge.training.ttt import TrainBatch
 
 
 class TargetStates(NamedTuple):
-    taps: list[Tensor]  # one [N, D] per tapped layer
+    taps: Sequence[Tensor]  # one [N, D] per tapped layer
     hidden_ND: Tensor  # after the final norm: what the head reads
 
 
@@ -82,7 +84,7 @@ class DecoderTarget(Target):
         self.embedding, self.lm_head = decoder.embed_tokens, decoder.lm_head
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.device = decoder.norm.weight.device
-        self._layers = [dict(layer.named_parameters()) for layer in decoder.layers]
+        self._layers: list[dict[str, Tensor]] = [dict(layer.named_parameters()) for layer in decoder.layers]
         # Layers differ by their weights, and perhaps their window or experts: an empty one of each kind stands for all of them.
         config = decoder.config
         windows = config.windows or (None,) * config.num_layers
@@ -99,18 +101,20 @@ class DecoderTarget(Target):
         masks = {window: packed_mask(batch.start_BT, window, flex=flex) for window, _ in self._template}
         x = decoder.embed(batch.tokens_BT.flatten())
         positions = batch.positions_BT.flatten()
-        angles = [rotary(positions, 0 if rotary.table.shape[1] else None) for rotary in decoder.rotaries]
+        angles: list[tuple[Tensor, Tensor]] = [
+            rotary(positions, 0 if rotary.table.shape[1] else None) for rotary in decoder.rotaries
+        ]
         if self.requires_collective:
             ops = AttendOps(packed_attend(masks, length), *angles)
         else:
             run_layer = _layer if skip_compile else self._layer
 
-            def run(layer: nn.Module, x: Tensor) -> Tensor:
-                kind, weights, attention = self._kinds[layer.index], self._layers[layer.index], layer.self_attn
+            def run(index: int, x: Tensor) -> Tensor:
+                kind, weights, attention = self._kinds[index], self._layers[index], decoder.layers[index].self_attn
                 # Experts are chosen on the host: not for a compiler.
                 run_this = _layer if kind[1] else run_layer
-                cos_sin = angles[attention.rope]
-                return run_this(self._template[kind], weights, x, *cos_sin, masks[attention.window], length)
+                cos, sin = angles[attention.rope]
+                return run_this(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
 
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
@@ -149,7 +153,7 @@ def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device:
 
 
 def _layer(
-    template: nn.Module, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
+    template: DecoderLayer, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
 ) -> Tensor:
     attend = packed_attend({template.self_attn.window: mask}, length)
     # A layer asks for its own rotary embedding, by its number.
@@ -160,11 +164,19 @@ def _layer(
 class _WholeLayers(AttendOps):
     """Each layer is one call of a function, which may be compiled."""
 
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, run: Callable[[int, Tensor], Tensor]) -> None:
+        """`run`: of a layer's number and its input."""
         self.run = run
 
-    def layer(self, layer: nn.Module, x_ND: Tensor, *_: object, **hints: object) -> Tensor:
-        return self.run(layer, x_ND)
+    def layer(
+        self,
+        layer: LayerModule,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        attention_input: Tensor | None = None,
+        **hints: bool,
+    ) -> Tensor:
+        return self.run(layer.index, x_ND)
 
 
 class TransformersTarget(Target):
@@ -182,9 +194,9 @@ class TransformersTarget(Target):
                 f"0…{num_layers - 1}, not {bad}"
             )
         self.lm_head = head = model.get_output_embeddings()
-        self.embedding = model.get_input_embeddings()
-        self.device = self.embedding.weight.device
-        self.vocab_size, self.hidden_size = self.embedding.weight.shape[0], text.hidden_size
+        self.embedding = embedding = model.get_input_embeddings()
+        self.device = embedding.weight.device
+        self.vocab_size, self.hidden_size = embedding.weight.shape[0], text.hidden_size
         scale = 1.0 / getattr(text, "logits_scaling", 1.0) * getattr(text, "logit_scale", 1.0)
         self.head = Head(
             head.weight.detach(),
