@@ -24,7 +24,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -76,7 +76,7 @@ def render(
     if not messages:
         raise ValueError("there are no messages")
     messages = [_with_reasoning(message) for message in messages]
-    last = messages[-1].get("content")
+    last = ""
     if continue_final_message:
         messages[-1], last = _marked(messages[-1])
     text = _compiled(template).render(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fledge.drift.live import watch_drafts
 from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
@@ -19,6 +20,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.stats import AcceptanceStats
+from fledge.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
@@ -150,7 +152,8 @@ class LLM:
             watch_drafts(self.engine)
 
     @property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
+        assert self.engine.tokenizer is not None, "a model with files has one"
         return self.engine.tokenizer
 
     def generate(
@@ -162,12 +165,12 @@ class LLM:
         on_delta: Callable[[Delta], None] | None = None,
     ) -> list[Completion]:
         """Completes prompts (texts or token ids), all together; the results come in the order of the prompts."""
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        each = [params] * len(prompts) if isinstance(params, SamplingParams | None) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts were given and {len(each)} sampling parameters")
-        encoded = [self._encode(prompt) for prompt in prompts]
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = [cast(Prompt, prompts)] if is_one else cast(Sequence[Prompt], prompts)
+        each = [params] * len(several) if isinstance(params, SamplingParams | None) else list(params)
+        if len(each) != len(several):
+            raise RequestError(f"{len(several)} prompts were given and {len(each)} sampling parameters")
+        encoded = [self._encode(prompt) for prompt in several]
         requests: list[Request] = []
         try:
             for prompt, one in zip(encoded, each, strict=True):

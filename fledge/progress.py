@@ -187,8 +187,13 @@ class _Display:
 
                 self._console = self.console()
                 # Standard output may be a file; then what is printed must go there, not above the bars.
-                options = {"redirect_stdout": sys.stdout.isatty(), "transient": True, "refresh_per_second": 4}
-                self._live = Live(get_renderable=self.render, console=self._console, **options)
+                self._live = Live(
+                    get_renderable=self.render,
+                    console=self._console,
+                    redirect_stdout=sys.stdout.isatty(),
+                    transient=True,
+                    refresh_per_second=4,
+                )
                 self._live.start()
 
     def remove(self, task: Task) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ class TokenMask(Protocol):
 # (tokens produced so far, logits of the next one) -> logits
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 
-_NUMBERS = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
+_NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS |= dict.fromkeys(_FLOATS, Real)
 
@@ -89,7 +89,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_word_ids", tuple(tuple(word) for word in self.bad_word_ids or ()))
         for name, kinds in _NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
         biases = (self.logit_bias or {}).values()
         checks = {
@@ -158,17 +158,20 @@ class SamplingParams:
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
     """Refuses what cannot be followed with this vocabulary, before it reaches a step that others share."""
-    named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
-    named["bad_word_ids"] = [token for word in params.bad_word_ids for token in word]
+    named: dict[str, Iterable[object]] = {
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_token_ids,
+        "bad_word_ids": [token for word in params.bad_word_ids for token in word],
+    }
     for name, tokens in named.items():
-        foreign = next((token for token in tokens if not isinstance(token, Integral) or not 0 <= token < vocab_size), None)
-        if foreign is not None:
-            raise RequestError(f"{name} names token {foreign}, outside the vocabulary of {vocab_size}")
+        for token in tokens:
+            if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+                raise RequestError(f"{name} names token {token}, outside the vocabulary of {vocab_size}")
     if params.min_tokens:
         # Until then end tokens are banned: something must be left to say.
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))

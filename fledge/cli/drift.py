@@ -86,8 +86,8 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         cells = []
         for name in names:
             lengths = {c["name"]: c["drafters"][name]["acceptance_length"][depth] for c in suite["conditions"]}
-            worst = min(lengths, key=lengths.get)
-            base = suite["baseline"] or max(lengths, key=lengths.get)
+            worst = min(lengths, key=lambda condition: lengths[condition])
+            base = suite["baseline"] or max(lengths, key=lambda condition: lengths[condition])
             cells.append(
                 f"{lengths[base]:.2f} … {lengths[worst]:.2f} ({worst})" if len(lengths) > 1 else f"{lengths[base]:.2f}"
             )

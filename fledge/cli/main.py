@@ -74,7 +74,7 @@ def _register() -> None:
     app.command()(demo.demo)
     app.command()(generate.generate)
     app.command()(chat.chat)
-    app.command(**serve.COMMAND)(serve.serve)
+    app.command(context_settings=serve.CONTEXT_SETTINGS, add_help_option=False)(serve.serve)
     app.command()(models.models)
     app.command()(inspect.inspect)
     app.command()(doctor.doctor)
@@ -125,7 +125,9 @@ def main() -> None:
             raise
         progress.close()
         where = f"{error.filename}: " if error.filename is not None else ""
-        print(f"fledge: {printable(where + error.strerror)}; free some space, or write elsewhere", file=sys.stderr)
+        print(
+            f"fledge: {printable(where + (error.strerror or str(error)))}; free some space, or write elsewhere", file=sys.stderr
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         progress.close()

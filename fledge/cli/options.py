@@ -69,7 +69,11 @@ def load(
     tree_nodes: int = 12,
     dtype: str = "auto",
     device: str = "auto",
-    **config: int | bool | str,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+    deterministic: bool = False,
+    prefix_caching: bool = True,
+    drift_guard: bool = True,
 ) -> LLM:
     from fledge import sources
 
@@ -78,4 +82,16 @@ def load(
     from fledge.speculation.depth import TreeShape
 
     shape = TreeShape(tree_width, tree_nodes) if tree else None
-    return LLM(model, drafter, depth=depth, tree=shape, dtype=dtype, device=device, **config)
+    return LLM(
+        model,
+        drafter,
+        depth=depth,
+        tree=shape,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic,
+        prefix_caching=prefix_caching,
+        drift_guard=drift_guard,
+    )

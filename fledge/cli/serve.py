@@ -5,10 +5,7 @@ from __future__ import annotations
 import typer
 
 # Flags are parsed by `fledge.serving.flags`, spelled as vLLM spells them: everything is passed on as it is.
-COMMAND = {
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    "add_help_option": False,
-}
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def serve(context: typer.Context) -> None:
