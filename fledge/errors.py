@@ -11,7 +11,11 @@ def literal(text: str) -> str:
     """`printable`, for a place where Rich reads markup: names from files and servers are shown as they are written."""
     from rich.markup import escape
 
-    return escape(printable(text))
+    shown = printable(text)
+    body = shown.rstrip("\\")
+    # Rich reads backslashes in pairs, but only before a tag: those at the end get one of their own.
+    ends = "\\" * 2 * (len(shown) - len(body))
+    return escape(body) + (f"{ends}[none][/none]" if ends else "")
 
 
 class UserError(ValueError):

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from fledge.cli import main as cli
 from fledge.cli.demo import table
+from fledge.errors import literal
 from tests.cli.test_errors import fledge, model  # noqa: F401 - a fixture
 
 # Everything but what talks with a person or serves.
@@ -214,3 +217,15 @@ def test_the_demos_table_fits(width):
     words -= {"1,024"} if width == 60 else set()
     assert words <= set(shown.split())
     assert ("identical" in shown) == (width >= 78)
+
+
+@pytest.mark.parametrize("name", ["plain", "C:\\drafters\\", "two\\\\", "[bold]x\\", "\\[red]y", "[/]\\\\\\"])
+def test_names_are_shown_as_they_are_written(name):
+    """Also where no tag follows: a trailing backslash was doubled in `fledge drift`'s header."""
+    console = Console(file=io.StringIO(), width=60)
+    shown = Table(literal(name), box=None, pad_edge=False)
+    shown.add_row(literal(name))
+    console.print(shown)
+    for text in (literal(name), f"[bold]{literal(name)}[/]", f"[red]{literal(name)}{literal(name)}"):
+        console.print(text, highlight=False)
+    assert [line.rstrip() for line in console.file.getvalue().splitlines()] == [name] * 4 + [name * 2]
