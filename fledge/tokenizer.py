@@ -157,17 +157,10 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def apply_chat_template(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        tools: list[Any] | None = None,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> list[int]:
-        text = self.render_chat(messages, add_generation_prompt, chat_template, tools, continue_final_message, **kwargs)
-        return self.encode(text, add_special_tokens=False)  # the template has written them already
+    def apply_chat_template(self, messages: Messages, **options: Any) -> list[int]:
+        """The token ids of `render_chat`."""
+        # The template has written the special tokens already.
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -35,10 +35,6 @@ class TargetText:
         """Row t drafts x_{t+2}…: the first answer token comes from the target's own pass over the prompt."""
         return max(0, len(self.tokens_T) - 1 - self.answer_start)
 
-    @property
-    def rows_M(self) -> Tensor:
-        return torch.arange(self.answer_start - 1, self.answer_start - 1 + self.num_rows)
-
     @classmethod
     def of(cls, decoder: Decoder, tokens: Sequence[int], answer_start: int, taps: Sequence[int]) -> TargetText:
         return read_texts(decoder, [(tokens, answer_start)], taps)[0]

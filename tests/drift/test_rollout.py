@@ -147,7 +147,7 @@ def test_target_probabilities_are_those_of_its_head():
     p = target_probabilities(decoder, [text, text], 3, 0.5)
     assert p.shape == (2 * text.num_rows, 3)
     row, step = 4, 2
-    at = int(text.rows_M[row]) + step + 1
+    at = text.answer_start - 1 + row + step + 1
     probabilities = (decoder.logits(text.hidden_TD[at]) / 0.5).softmax(-1)
     assert float(p[text.num_rows + row, step]) == pytest.approx(float(probabilities[text.tokens_T[at + 1]]), rel=1e-4)
     assert p[text.num_rows - 1, 1:].tolist() == [1, 1]

@@ -58,6 +58,17 @@ class ToolParser:
         self.num_calls += 1
         return CallStart(self.num_calls - 1, call_id or new_call_id(), name)
 
+    def read_call(self, call: JsonCall, call_id: str | None = None) -> list[ToolEvent]:
+        """Goes on with a call from the buffer: its start once the name is known, then its arguments as they come."""
+        events: list[ToolEvent] = []
+        arguments, self.buffer = call.push(self.buffer)
+        if call.name is not None and not call.started:
+            call.started = True
+            events.append(self.next_call(call.name, call_id))
+        if arguments:
+            events.append(CallArguments(self.num_calls - 1, arguments))
+        return events
+
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
@@ -78,6 +89,7 @@ class JsonCall:
         self.text = ""
         self.name: str | None = None
         self.done = self.failed = False
+        self.started = False  # whether its name was passed on
         self._state = "open"  # open | key | colon | value | comma
         self._key = ""
         self._token = ""  # the key or value being read

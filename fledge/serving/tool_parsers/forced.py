@@ -28,7 +28,6 @@ class RequiredParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self.call: JsonCall | None = None
-        self.started = False
 
     def push(self, text: str) -> list[ToolEvent]:
         self.buffer += text
@@ -39,13 +38,8 @@ class RequiredParser(ToolParser):
                 self.buffer = self.buffer[at:] if at >= 0 else ""
                 if at < 0:
                     break
-                self.call, self.started = JsonCall(), False
-            arguments, self.buffer = self.call.push(self.buffer)
-            if self.call.name is not None and not self.started:
-                self.started = True
-                events.append(self.next_call(self.call.name))
-            if arguments:
-                events.append(CallArguments(self.num_calls - 1, arguments))
+                self.call = JsonCall()
+            events += self.read_call(self.call)
             if self.call.done or self.call.failed:
                 self.call = None
         return events

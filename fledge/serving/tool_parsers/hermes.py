@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fledge.serving.text import before_marker
-from fledge.serving.tool_parsers.base import CallArguments, Content, JsonCall, ToolEvent, ToolParser
+from fledge.serving.tool_parsers.base import Content, JsonCall, ToolEvent, ToolParser
 
 START, END = "<tool_call>", "</tool_call>"
 
@@ -12,7 +12,6 @@ class HermesParser(ToolParser):
     def __init__(self) -> None:
         super().__init__()
         self.call: JsonCall | None = None
-        self.index: int | None = None
 
     def push(self, text: str) -> list[ToolEvent]:
         self.buffer += text
@@ -26,7 +25,7 @@ class HermesParser(ToolParser):
                     events.append(Content(content))
                 if not marker:
                     return events
-                self.call, self.index = JsonCall(), None
+                self.call = JsonCall()
             events += self._read_call(self.call)
             if self.call is not None:
                 return events
@@ -35,18 +34,10 @@ class HermesParser(ToolParser):
         """Goes on with the call; leaves `self.call` None when it is over."""
         events: list[ToolEvent] = []
         if not call.done:
-            arguments, self.buffer = call.push(self.buffer)
-            if call.name is not None and self.index is None:
-                start = self.next_call(call.name)
-                self.index = start.index
-                events.append(start)
-            if arguments:
-                assert self.index is not None, "arguments come after the name"
-                events.append(CallArguments(self.index, arguments))
-            if call.failed and self.index is None:  # not a call after all
-                events.append(Content(START + call.text))
+            events = self.read_call(call)
+            if call.failed and not call.started:  # not a call after all
                 self.call = None
-                return events
+                return [*events, Content(START + call.text)]
         if call.done or call.failed:
             _, marker, rest = before_marker(self.buffer, (END,))
             self.buffer = rest if marker else self.buffer
@@ -56,5 +47,5 @@ class HermesParser(ToolParser):
     def finish(self) -> list[ToolEvent]:
         if self.call is None:
             return super().finish()
-        self.buffer = "" if self.index is not None else START + self.call.text
+        self.buffer = "" if self.call.started else START + self.call.text
         return super().finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fledge.serving.tool_parsers.base import CallArguments, Content, JsonCall, ToolEvent, ToolParser
+from fledge.serving.tool_parsers.base import Content, JsonCall, ToolEvent, ToolParser
 
 TAG = "<|python_tag|>"
 
@@ -12,7 +12,6 @@ class Llama3JsonParser(ToolParser):
         super().__init__()
         self.taken = ""  # what was read of a possible call, to give it back as content
         self.call: JsonCall | None = None
-        self.index: int | None = None
         self.is_content = False
 
     def push(self, text: str) -> list[ToolEvent]:
@@ -39,7 +38,7 @@ class Llama3JsonParser(ToolParser):
             return False
         if rest[0] == "{":
             self.taken = self.buffer[: len(self.buffer) - len(rest)]
-            self.buffer, self.call, self.index = rest, JsonCall(), None
+            self.buffer, self.call = rest, JsonCall()
         elif self.num_calls:
             self.buffer = ""  # remarks after the calls
         else:
@@ -47,16 +46,8 @@ class Llama3JsonParser(ToolParser):
         return True
 
     def _read_call(self, call: JsonCall) -> list[ToolEvent]:
-        events: list[ToolEvent] = []
-        arguments, self.buffer = call.push(self.buffer)
-        if call.name is not None and self.index is None:
-            start = self.next_call(call.name)
-            self.index = start.index
-            events.append(start)
-        if arguments:
-            assert self.index is not None, "arguments come after the name"
-            events.append(CallArguments(self.index, arguments))
-        if call.failed and self.index is None:
+        events = self.read_call(call)
+        if call.failed and not call.started:
             self.buffer = self.taken + call.text + self.buffer
             self.is_content, self.call = True, None
         elif call.done or call.failed:
@@ -64,7 +55,7 @@ class Llama3JsonParser(ToolParser):
         return events
 
     def finish(self) -> list[ToolEvent]:
-        if self.call is not None and self.index is None:
+        if self.call is not None and not self.call.started:
             self.buffer = self.taken + self.call.text
         elif self.num_calls:
             self.buffer = ""

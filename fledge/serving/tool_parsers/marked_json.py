@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from fledge.serving.text import before_marker
-from fledge.serving.tool_parsers.base import CallArguments, Content, JsonCall, ToolEvent, ToolParser
+from fledge.serving.tool_parsers.base import Content, JsonCall, ToolEvent, ToolParser
 
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
@@ -25,7 +25,6 @@ class MarkedJsonParser(ToolParser):
         super().__init__()
         self.state = "content"  # content | calls | call
         self.call = JsonCall()
-        self.started = False
 
     def push(self, text: str) -> list[ToolEvent]:
         self.buffer += text
@@ -56,23 +55,17 @@ class MarkedJsonParser(ToolParser):
             self.call = JsonCall(ends_with_arguments=True)
             self.call.push(f'{{"name": {json.dumps(name.strip())}, "arguments": ')
             self.call_id: str | None = call_id.strip() or None
-            self.buffer, self.started, self.state = brace + arguments, False, "call"
+            self.buffer, self.state = brace + arguments, "call"
             return True
         at = rest.find("{")
         if at < 0:
             return False
         self.call, self.call_id = JsonCall(), None
-        self.buffer, self.started, self.state = rest[at:], False, "call"
+        self.buffer, self.state = rest[at:], "call"
         return True
 
     def _read_call(self) -> list[ToolEvent]:
-        events: list[ToolEvent] = []
-        arguments, self.buffer = self.call.push(self.buffer)
-        if self.call.name is not None and not self.started:
-            self.started = True
-            events.append(self.next_call(self.call.name, self.call_id))
-        if arguments:
-            events.append(CallArguments(self.num_calls - 1, arguments))
+        events = self.read_call(self.call, self.call_id)
         if self.call.done or self.call.failed:
             self.state = "calls"
         return events
