@@ -18,6 +18,11 @@ def literal(text: str) -> str:
     return escape(body) + (f"{ends}[none][/none]" if ends else "")
 
 
+def first_line(error: Exception) -> str:
+    """What an exception of a library says, for an error of our own; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class UserError(ValueError):
     """A mistake in what the user gave: printed as one line, without a traceback.
 

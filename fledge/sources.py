@@ -28,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fledge import progress
-from fledge.errors import ModelError
+from fledge.errors import ModelError, first_line
 
 # Raise when the same GGUF would convert to something else: older conversions are then left aside.
 CONVERTER_VERSION = 1
@@ -307,9 +307,8 @@ def _from_hub(name: str) -> Path:
     except errors.RepositoryNotFoundError:
         raise ModelError(f"{name}: the hub has no such model (or it is private: `hf auth login`)") from None
     except Exception as error:  # no network shows as many kinds of error, depending on where it is cut
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{name}: no such folder here, and the hub cannot be reached ({reason}); "
+            f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); "
             f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
         ) from None
     if not _is_complete(folder):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from fledge.errors import ModelError, RequestError, printable
+from fledge.errors import ModelError, RequestError, first_line, printable
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,8 +31,7 @@ class Tokenizer:
             # A folder's own Python code is never run, whatever its tokenizer_config.json asks for.
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+            raise ModelError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from error
 
     def copy(self) -> Tokenizer:
         """Another one, to be used by another thread at the same time."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.errors import UserError
+from fledge.errors import UserError, first_line
 from fledge.sources import HUB_ID
 
 # What SPEED-Bench ships in place of prompts that its user must fetch from their sources.
@@ -77,11 +77,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=["*.jsonl", "*.parquet"]))
     except Exception as error:  # no network shows as many kinds of error
-        raise UserError(f"{name}: no such folder here, and the hub does not give it ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name}: no such folder here, and the hub does not give it ({first_line(error)})") from None
 
 
 def _read(file: Path) -> list[Item]:
@@ -114,7 +110,7 @@ def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
     try:
         return enumerate(parquet.read_table(file).to_pylist(), 1)
     except (ValueError, OSError) as error:  # pyarrow's own errors are kinds of these
-        raise UserError(f"{file}: not a parquet file ({_first_line(error)})") from None
+        raise UserError(f"{file}: not a parquet file ({first_line(error)})") from None
 
 
 def _item(row: Any, file: Path, number: int) -> Item:

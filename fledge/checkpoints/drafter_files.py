@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.checkpoints import int8_storage
 from fledge.checkpoints.tensors import TensorReader, read_json
-from fledge.errors import ModelError
+from fledge.errors import ModelError, first_line
 from fledge.files import save_tensors, write_json
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -57,7 +57,7 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except Exception as error:  # the hub client raises many kinds: no network, no such repository, no access
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ModelError(f"drafter {repository}: no such folder here, and the hub did not give it ({reason})") from None
 
 

@@ -18,7 +18,7 @@ from fledge.checkpoints.hf import load_config, text_tensors
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
 from fledge.config import is_supported
-from fledge.errors import ModelError
+from fledge.errors import ModelError, first_line
 from fledge.models.decoder import DecoderLayer
 from fledge.models.layers import ExactNorm, RMSNorm
 
@@ -82,8 +82,7 @@ def fetch_ends(name: str) -> Path:
     except ModelError:
         raise
     except Exception as error:  # no network shows as many kinds of error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{name}: no such folder here, and the hub does not give it ({reason})") from None
+        raise ModelError(f"{name}: no such folder here, and the hub does not give it ({first_line(error)})") from None
     return folder
 
 

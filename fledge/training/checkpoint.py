@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.errors import UserError
+from fledge.errors import UserError, first_line
 from fledge.files import write_atomically
 from fledge.training.recipe import Recipe, build_recipe
 
@@ -43,8 +43,9 @@ def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a damaged archive raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{path}: cannot be read ({reason}); delete it to resume from the checkpoint before") from None
+        raise UserError(
+            f"{path}: cannot be read ({first_line(error)}); delete it to resume from the checkpoint before"
+        ) from None
 
 
 def random_state() -> dict[str, Any]:

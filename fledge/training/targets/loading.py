@@ -15,7 +15,7 @@ from fledge.checkpoints.ends import fetch_ends, load_ends, load_last_layer, text
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, is_supported
-from fledge.errors import ModelError
+from fledge.errors import ModelError, first_line
 from fledge.training.distributed import DistributedContext
 from fledge.training.drafter_shape import drafter_config
 from fledge.training.recipe import Recipe
@@ -95,8 +95,7 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False)
         model = model.to(device)
     except Exception as error:  # transformers raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder}: transformers cannot load it ({reason})") from error
+        raise ModelError(f"{folder}: transformers cannot load it ({first_line(error)})") from error
     text = model.config.get_text_config()
     return model, _shape(text, text.to_dict(), model.get_input_embeddings().weight.shape[0])
 
