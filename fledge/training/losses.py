@@ -194,10 +194,12 @@ class DraftLoss:
                     predicted = self.draft_to_target[predicted]
                 sums[1] += acceptance
                 sums[2] += ((predicted == greedy) & valid).sum(-1)
-            if d_hidden is not None and d_states is not None:
+            if d_hidden is not None:
+                assert d_states is not None
                 for buffer, r, gradient in zip(d_hidden, rows, d_states, strict=True):
                     buffer[r] = gradient
-            if d_weight is not None and d_chunk_weight is not None:
+            if d_weight is not None:
+                assert d_chunk_weight is not None
                 d_weight += d_chunk_weight
         return sums, [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
 
