@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fledge.errors import UserError
+from fledge.errors import UserError, first_line
 from fledge.models.drafter import EagleDrafter
 from fledge.training.data.packing import PackedBatch
 from fledge.training.losses import DraftLoss, LossSettings, StepMetrics, auto_chunk_rows
@@ -91,5 +91,4 @@ def compiler_error(error: Exception) -> str | None:
     """Why torch.compile failed, in a line; None: it was something else."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return None
-    inner = getattr(error, "inner_exception", error)
-    return (str(inner).strip() or type(inner).__name__).splitlines()[0]
+    return first_line(getattr(error, "inner_exception", error))
