@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
 from fledge.serving.fair_queue import FairQueue
 from fledge.serving.generation import Generation, Work
+from fledge.serving.grammar_jobs import GRAMMARS_PER_CALLER
+from fledge.serving.mask_thread import MaskTimeout
 from fledge.serving.service import Service
-from tests.serving.conftest import TINY_FLAGS
+from tests.serving.conftest import PATIENT, TINY_FLAGS
 from tests.serving.processes import ServerProcess
 from tests.serving.test_api import CHAT, HELLO, TEXT, ask, check_all_free, run
 from tests.serving.thread_server import ThreadServer
@@ -384,6 +387,66 @@ def test_an_ambiguous_grammar_ends_its_own_request(in_process) -> None:
         assert (await innocent).status_code == 200
 
     run(in_process, test)
+
+
+def test_a_token_that_a_grammar_takes_long_to_follow_holds_up_nobody(in_process) -> None:
+    """The second `arguments` in a key takes the library 3 s in one call; the steps of the others go on meanwhile."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        loop, pauses = service.engine.host.loop, []
+        step = loop.engine.step
+
+        def timed_step() -> Any:
+            wall, busy = time.monotonic(), time.process_time()
+            deltas = step()
+            # What this process did not work through is the machine's.
+            pauses.append(min(time.monotonic() - wall, time.process_time() - busy))
+            return deltas
+
+        loop.engine.step = timed_step
+        token = service.tokenizer.encode("arguments", add_special_tokens=False)
+        assert len(token) == 1
+        body = SHORT | {"max_tokens": 40, "temperature": 0, "logit_bias": {str(token[0]): 100}}
+        innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
+        response = await client.post(CHAT, json=body | {"structured_outputs": SLOW[1]})
+        assert response.status_code == 400, response.text
+        assert "too long to follow" in response.text
+        assert max(pauses) < 1.0
+        assert loop.grammars.is_busy  # nobody waits for it
+        assert (await innocent).status_code == 200
+
+    # The first one takes 0.08 s.
+    run(in_process, test, "--max-grammar-seconds", "60", "--max-mask-seconds", "0.2")
+
+
+def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        compiler, callers = service.engine.host.loop.grammars._get_compiler(), []
+        make, threads, is_over = compiler.processor, compiler.mask_thread, threading.Event()
+        compiler.processor = lambda *given: (callers.append(given[-1]), make(*given))[1]
+        key, other = ({"Authorization": f"Bearer {name}"} for name in ("key", "other"))
+        regex = SHORT | {"structured_outputs": {"regex": "[a-f]{3}"}}
+        assert (await client.post(CHAT, json=regex, headers=key)).status_code == 200
+
+        def spin() -> None:
+            began = time.thread_time()
+            while time.thread_time() - began < 0.05:
+                pass
+            is_over.wait()
+
+        for _ in range(GRAMMARS_PER_CALLER):
+            with pytest.raises(MaskTimeout):
+                threads.run(spin, 0.01, callers[0])
+        assert (await client.post(CHAT, json=regex, headers=key)).status_code == 503
+        plain = SHORT | {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 20}
+        assert (await client.post(CHAT, json=plain, headers=key)).status_code == 200  # its masks are quick anywhere
+        assert (await client.post(CHAT, json=regex, headers=other)).status_code == 200
+        is_over.set()
+        while threads.num_given_up():
+            await asyncio.sleep(0.01)
+        assert (await client.post(CHAT, json=regex, headers=key)).status_code == 200
+
+    run(in_process, test, *PATIENT, "--api-key", "key", "other")
 
 
 def test_what_a_grammar_says_reaches_no_log(in_process, capfd: pytest.CaptureFixture) -> None:
