@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
 from fledge.sampling import LogitsProcessor
-from fledge.serving.errors import ApiError, as_api_error, overloaded
+from fledge.serving.errors import ApiError, as_api_error
 from fledge.serving.fair_queue import FairQueue
 from fledge.serving.limits import Limits
 from fledge.serving.messages import Compile
@@ -114,7 +114,8 @@ class GrammarJobs:
 
         assert self.compiler is not None
         if not grammar.is_plain and self.compiler.mask_thread.num_given_up(caller) >= GRAMMARS_PER_CALLER:
-            raise overloaded("earlier grammars of yours took too long to follow and still take time; try again later", 60)
+            message = "earlier grammars of yours took too long to follow and still take time; try again later"
+            raise ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
         return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)
 
     @property

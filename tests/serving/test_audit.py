@@ -202,13 +202,13 @@ def test_long_prompts_are_judged_before_they_are_tokenised(in_process) -> None:
 
 def test_long_texts_hold_up_no_short_ones(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        service._tokenizing_long.submit(time.sleep, 1.0)
+        may_go_on = threading.Event()
+        service._tokenizing_long.submit(may_go_on.wait, 60)
         long = asyncio.create_task(ask(client, "/tokenize", prompt="the cat " * 10, return_token_strs=True))
-        began = time.monotonic()
         await ask(client, **SHORT)
         assert not long.done()
+        may_go_on.set()
         assert (await long)["count"] == len((await long)["token_strs"])
-        assert time.monotonic() - began < 30
         await ask(client, "/tokenize", 400, prompt="x" * (1 << 20) + "y")
 
     run(in_process, test)
@@ -231,6 +231,8 @@ def test_one_callers_many_prompts_do_not_starve_another(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = {"prompt": ["the cat"] * 100, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         first = {"Authorization": "Bearer first"}
+        step = service.engine.host.loop.engine.step
+        service.engine.host.loop.engine.step = lambda: (time.sleep(0.01), step())[1]  # 100 answers take a while on any machine
         greedy = asyncio.create_task(client.post(TEXT, json=body, headers=first))
         while service.engine.num_in_flight < 100:
             await asyncio.sleep(0.001)
@@ -274,7 +276,7 @@ def test_the_page_and_its_doors(in_process) -> None:
 
 
 def test_silent_and_slow_connections_are_let_go(tiny_folder: Path) -> None:
-    timeouts = ["--header-timeout", "0.3", "--body-timeout", "0.4", "--idle-timeout", "1", "--max-connections", "8"]
+    timeouts = ["--header-timeout", "0.3", "--body-timeout", "0.4", "--idle-timeout", "1"]
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *timeouts]) as server:
 
         def closed_after(*parts: bytes) -> tuple[bytes, float]:
@@ -296,8 +298,12 @@ def test_silent_and_slow_connections_are_let_go(tiny_folder: Path) -> None:
         answer, seconds = closed_after(body)
         assert b" 408 " in answer
         assert seconds < 20
+        assert not server.log.tracebacks
+
+
+def test_more_connections_than_there_is_room_for_are_turned_away(tiny_folder: Path) -> None:
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS, "--max-connections", "8"]) as server:
         crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
-        time.sleep(0.1)
         crowd[-1].settimeout(20)
         assert b" 503 " in crowd[-1].recv(65536)
         for one in crowd:
@@ -321,7 +327,7 @@ AMBIGUOUS = 'root ::= a+\na ::= b+\nb ::= c+\nc ::= d+\nd ::= e+\ne ::= "x" | "x
 
 
 def test_a_grammar_that_never_compiles_holds_up_nobody(tiny_folder: Path) -> None:
-    limits = ["--max-grammar-seconds", "1.5"]
+    limits = ["--max-grammar-seconds", "4"]  # of a busy machine: a good one needs some, too
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *limits]) as server, server.client() as client:
         good = SHORT | {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0, "max_tokens": 20}
         assert client.post(CHAT, json=good).json()["choices"][0]["message"]["content"] in ("yes", "no")
@@ -437,7 +443,8 @@ def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
         for _ in range(GRAMMARS_PER_CALLER):
             with pytest.raises(MaskTimeout):
                 threads.run(spin, 0.01, callers[0])
-        assert (await client.post(CHAT, json=regex, headers=key)).status_code == 503
+        refused = await client.post(CHAT, json=regex, headers=key)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "60")
         plain = SHORT | {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 20}
         assert (await client.post(CHAT, json=plain, headers=key)).status_code == 200  # its masks are quick anywhere
         assert (await client.post(CHAT, json=regex, headers=other)).status_code == 200
