@@ -56,7 +56,8 @@ class EngineThread:
     def join(self, timeout: float) -> bool:
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        return not self._thread.is_alive()
+        grammars = self.loop.grammars if self.loop is not None else None
+        return not self._thread.is_alive() and not (grammars is not None and grammars.is_busy)
 
     def why_ended(self) -> str:
         return "the engine's thread ended"

@@ -274,7 +274,9 @@ class EngineLoop:
             message, answer = call.message, call.message.answers[index]
             prompt = message.prompts[answer.prompt]
             try:
-                processors = [self.grammars.processor(call.grammar, message.begin_mark)] if call.grammar is not None else []
+                processors = []
+                if call.grammar is not None:
+                    processors = [self.grammars.processor(call.grammar, message.begin_mark, message.caller)]
                 params = call.params[answer.params].for_answer(answer.seed, processors)
                 request = self.engine.add_request(
                     prompt, params, speculate=message.speculate, learn=message.learn, client=message.caller, with_text=False

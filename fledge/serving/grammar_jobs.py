@@ -20,8 +20,9 @@ from fledge.serving.messages import Compile
 if TYPE_CHECKING:
     from fledge.serving.structured import Grammar, GrammarCompiler
 
-# A caller may have so many grammars compiled at the same time; others take turns beside it.
-COMPILING_PER_CALLER = 2
+# A caller may have so many grammars compiled at the same time, and so many followed that were given up; others take turns
+# beside it.
+GRAMMARS_PER_CALLER = 2
 
 
 Key = TypeVar("Key", bound=Hashable)  # what a job is known by
@@ -72,7 +73,7 @@ class GrammarJobs(Generic[Key]):
         later = []
         while self._waiting and self._running.total() < self.limits.max_grammars_compiling:
             key, job = self._waiting.pop()
-            if self._running[job.caller] >= COMPILING_PER_CALLER:
+            if self._running[job.caller] >= GRAMMARS_PER_CALLER:
                 later.append((key, job))
                 continue
             self._running[job.caller] += 1
@@ -110,12 +111,20 @@ class GrammarJobs(Generic[Key]):
                     self.compiler.close()
             return self.compiler
 
-    def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None) -> LogitsProcessor:
+    def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str) -> LogitsProcessor:
         """A new one for each answer. `begin_mark`: the grammar holds after these tokens."""
         from fledge.serving.structured import after_mark
 
         assert self.compiler is not None
-        return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None)
+        if not grammar.is_plain and self.compiler.mask_thread.num_given_up(caller) >= GRAMMARS_PER_CALLER:
+            message = "earlier grammars of yours took too long to follow and still take time; try again later"
+            raise ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
+        return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a mask that nobody waits for still takes time."""
+        return self.compiler is not None and self.compiler.mask_thread.num_given_up() > 0
 
     def new_step(self) -> None:
         if self.compiler is not None:

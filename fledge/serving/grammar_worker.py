@@ -112,6 +112,8 @@ def _work(connection: socket.socket, info: Any) -> None:
     except MemoryError:
         return None  # as when the system refuses it elsewhere: the server says why
     except Exception as error:
+        if "bad_alloc" in str(error):
+            return None
         return send(connection, REFUSED + (str(error).strip() or type(error).__name__).encode())
     if len(result) > MAX_RESULT_BYTES:
         return send(connection, REFUSED + b"its compiled form is too large; make it simpler")

@@ -119,8 +119,10 @@ def run(flags: ServeFlags) -> None:
     finally:
         for worker in server.workers:
             _end(worker, flags.shutdown_timeout + BACKSTOP_SECONDS)
-        if isinstance(host := server.service.engine.host, EngineThread) and not host.join(0):
-            # Interrupted while a model is loaded. Python's end would unwind that thread inside C++, which aborts the process.
+        engine = server.service.engine
+        if isinstance(engine.host, EngineThread) and not engine.host.join(0) and engine.failure is None:
+            # Interrupted while a model is loaded, or while a mask takes minutes. Python's end would unwind that thread inside
+            # C++, which aborts the process.
             sys.stderr.flush()
             os._exit(130 if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.service.engine.failure is not None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,19 @@ from fledge.serving.grammar_process import GrammarProcess
 from fledge.serving.grammar_worker import compile_grammar
 from fledge.serving.json_checks import check_json
 from fledge.serving.limits import Limits
+from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
 # Of a step's masks together, in units of the limit on one.
 STEP_MASKS = 10
+TOO_SLOW = "the grammar takes too long to follow, as an ambiguous one does; make it simpler"
 
 
 class Grammar(NamedTuple):
     compiled: xgrammar.CompiledGrammar
-    is_json: bool
+    is_json: bool = False
+    is_plain: bool = False  # its masks take microseconds wherever the text is
 
 
 class MaskClock:
@@ -72,7 +76,7 @@ class GrammarCompiler:
         self.info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer.for_transformers, vocab_size=vocab_size, stop_token_ids=self.end_token_ids
         )
-        self.clock = MaskClock(self.limits.max_mask_seconds)
+        self.clock, self.mask_thread = MaskClock(self.limits.max_mask_seconds), MaskThread()
         self._process = GrammarProcess(self.info.serialize_json(), self.limits)
         self._cache: OrderedDict[tuple[str, str], xgrammar.CompiledGrammar] = OrderedDict()
         self._cache_bytes = 0
@@ -83,6 +87,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._process.close()
+        self.mask_thread.close()
 
     def json_object(self) -> Grammar:
         """Compiled here: it is ours, and quick."""
@@ -91,7 +96,7 @@ class GrammarCompiler:
             if (kind, text) not in self._cache:
                 compiler = xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
                 self._keep((kind, text), compile_grammar(compiler, kind, text))
-            return Grammar(self._cache[kind, text], is_json=True)
+            return Grammar(self._cache[kind, text], is_json=True, is_plain=True)
 
     def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
         if isinstance(schema, str):
@@ -103,34 +108,38 @@ class GrammarCompiler:
         if not isinstance(schema, dict | bool):
             raise RequestError("the JSON schema must be an object, true or false")
         check_json(schema, self.limits)
-        return self._compile("JSON schema", json.dumps(schema), is_json=True)
+        text = json.dumps(schema)
+        # JSON's own brackets and quotes leave one reading of a text. A regular expression in a schema (`pattern`,
+        # `patternProperties`) may have many.
+        return Grammar(self._compile("JSON schema", text), is_json=True, is_plain='"pattern' not in text)
 
     def regex(self, pattern: str) -> Grammar:
-        return self._compile("regular expression", pattern)
+        return Grammar(self._compile("regular expression", pattern))
 
     def ebnf(self, text: str) -> Grammar:
-        return self._compile("grammar", text)
+        return Grammar(self._compile("grammar", text))
 
     def choice(self, choices: Sequence[str]) -> Grammar:
         if not choices:
             raise RequestError("a choice needs at least one text to choose")
-        return self.ebnf("root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in choices))
+        text = "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in choices)
+        return Grammar(self._compile("grammar", text), is_plain=True)
 
     def _check_size(self, kind: str, text: str) -> None:
         longest = self.limits.max_grammar_characters
         if len(text) > longest:
             raise RequestError(f"the {kind} has {len(text)} characters; at most {longest} are taken")
 
-    def _compile(self, kind: str, text: str, is_json: bool = False) -> Grammar:
+    def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         self._check_size(kind, text)
         with self._lock:
             if (found := self._cache.get((kind, text))) is not None:
                 self._cache.move_to_end((kind, text))
-                return Grammar(found, is_json)
+                return found
         compiled = xgrammar.CompiledGrammar.deserialize_json(self._process.compile(kind, text), self.info)
         with self._lock:
             self._keep((kind, text), compiled)
-        return Grammar(compiled, is_json)
+        return compiled
 
     def _keep(self, key: tuple[str, str], compiled: xgrammar.CompiledGrammar) -> None:
         if key in self._cache:
@@ -140,10 +149,13 @@ class GrammarCompiler:
         while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
             self._cache_bytes -= self._cache.popitem(last=False)[1].memory_size_bytes
 
-    def processor(self, grammar: Grammar, begin: Callable[[Sequence[int]], int] | None = None) -> GrammarProcessor:
+    def processor(
+        self, grammar: Grammar, begin: Callable[[Sequence[int]], int] | None = None, caller: str = ""
+    ) -> GrammarProcessor:
         """A new one for each answer. `begin`: where in the answer the grammar starts to hold; -1: not yet."""
         banned = self._never_in_json if grammar.is_json else None
-        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned, self.clock)
+        run = None if grammar.is_plain else partial(self.mask_thread.run, limit=self.clock.limit, caller=caller)
+        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned, self.clock, run)
 
 
 class GrammarProcessor:
@@ -164,11 +176,12 @@ class GrammarProcessor:
         begin: Callable[[Sequence[int]], int] | None = None,
         banned: Tensor | None = None,
         clock: MaskClock | None = None,
+        run: Callable[[Callable[[], tuple[bool, float]]], tuple[bool, float]] | None = None,
     ) -> None:
         self.matcher = xgrammar.GrammarMatcher(grammar)
         self.bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
         self.end_token_ids = torch.tensor(list(end_token_ids))
-        self.begin, self.clock = begin, clock
+        self.begin, self.clock, self.run = begin, clock, run
         self.banned_bits: Tensor | None = None
         if banned is not None:
             self.banned_bits = torch.from_numpy(pack_bits(banned.tolist(), self.bitmask.shape[1]))
@@ -194,15 +207,25 @@ class GrammarProcessor:
         start = 0 if self.begin is None else self.begin(tokens)
         if start < 0 or self.failure is not None:
             return False
-        began = time.thread_time()
-        if not self._follow(list(tokens[start:])):
+        work = partial(self._mask_after, list(tokens[start:]))
+        try:
+            has_mask, seconds = work() if self.run is None else self.run(work)
+        except MaskTimeout:  # the matcher is still in use there, and is not touched again
+            self.failure = RequestError(TOO_SLOW)
             return False
-        self.matcher.fill_next_token_bitmask(self.bitmask)
-        if self.clock is not None and self.clock.is_too_much(time.thread_time() - began):
-            self.failure = RequestError("the grammar takes too long to follow, as an ambiguous one does; make it simpler")
-        if self.banned_bits is not None:
+        if self.clock is not None and self.clock.is_too_much(seconds):
+            self.failure = RequestError(TOO_SLOW)
+        if has_mask and self.banned_bits is not None:
             self.bitmask[0] &= ~self.banned_bits
-        return True
+        return has_mask
+
+    def _mask_after(self, tokens: list[int]) -> tuple[bool, float]:
+        """Fills the bit mask; whether there is one, and CPU seconds."""
+        began = time.thread_time()
+        has_mask = self._follow(tokens)
+        if has_mask:
+            self.matcher.fill_next_token_bitmask(self.bitmask)
+        return has_mask, time.thread_time() - began
 
     def _follow(self, tokens: list[int]) -> bool:
         """Brings the matcher to the state after `tokens`; False when the text has ended."""

@@ -35,11 +35,11 @@ def open_all(file: Path) -> None:
 
 
 def assert_refused(file: Path, message: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ModelError, match=message) as error:
         open_all(file)
     assert "\n" not in str(error.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def overwrite(file: Path, at: int, kind: str, *values: int) -> None:

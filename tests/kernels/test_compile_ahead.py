@@ -29,8 +29,8 @@ def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     tasks = [lambda: 1 / 0, (tmp_path / "done").touch, lambda: time.sleep(60)]
     began = time.monotonic()
-    compile_ahead.in_processes(tasks, max_seconds=0.5)
-    assert time.monotonic() - began < 20
+    compile_ahead.in_processes(tasks, max_seconds=3)  # in which a fork must have begun, on a busy machine too
+    assert time.monotonic() - began < 45
     assert written(tmp_path) == ["done"]
 
 

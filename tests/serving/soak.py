@@ -36,6 +36,8 @@ WARM_UP = 0.2  # share of the time after which figures are compared with
 MAX_GROWTH_MIB, MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 96, 40, 8
 # A timer of the event loop that comes so late is a stall, and at most this share of them may be.
 STALL_SECONDS, MAX_STALLS = 1.0, 1 / 1000
+# The longest that the innocent stream may wait, for its first piece or the next. Seen here: 0.4 s.
+MAX_PAUSE_SECONDS = 1.0
 # Unless the server's own thread had to wait for a core for this share of the time: then it is the machine that is late.
 MAX_WAITING = 0.05
 ORDINARY, HOSTILE = 12, 4
@@ -206,6 +208,8 @@ class Soak:
         is_ours = last["core_wait_s"] < MAX_WAITING * last["seconds"]
         if is_ours and last["stalls"] > MAX_STALLS * last["timers"]:
             wrong.append(f"the event loop stalled {last['stalls']} times")
+        if self.longest_pause > MAX_PAUSE_SECONDS:
+            wrong.append(f"the innocent stream waited for {self.longest_pause:.2f} s")
         if first is last:
             wrong.append("too short to compare anything")
         if not all(self.outcomes[kind] for kind in ("innocent", "hostile 400", "whole 200", "stream 200", "left")):

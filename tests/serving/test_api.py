@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,8 @@ def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[
 
 async def check_all_free(service: Service) -> None:
     """Nothing is left behind: no request, no page."""
-    for _ in range(200):
-        engine = service.engine.host.loop.engine
-        if not engine.requests and not service.engine.num_in_flight:
-            break
+    front, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
+    while (front.num_in_flight or (engine.requests and front.state == "ready")) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     engine.check_integrity()
     assert engine.pool.num_free == engine.pool.num_pages
@@ -408,8 +407,11 @@ def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
 def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> None:
     async def main() -> None:
         async with in_process() as (client, service):
+            engine = service.engine.host.loop.engine
+            step = engine.step
+            engine.step = lambda: (time.sleep(0.005), step())[1]  # it is not over before it is told
             asked = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
-            while len(service.engine.host.loop.engine.requests) < 1:
+            while len(engine.requests) < 1:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(stop_after / 1000)
             await service.engine.stop()

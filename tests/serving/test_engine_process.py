@@ -112,7 +112,7 @@ def test_answers_are_those_of_an_engine_in_a_thread(server: ServerProcess, tiny_
 
 def test_figures_of_all_processes_are_in_one_place(server: ServerProcess) -> None:
     def tokens() -> float:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         return float(next(line for line in lines if line.startswith("vllm:generation_tokens_total")).rsplit(" ", 1)[1])
 
     before = tokens()
@@ -125,7 +125,7 @@ def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> 
     """Requests that say no come to the engine as such; what it learnt is told by /metrics, and is on disk when it has ended."""
 
     def figures() -> dict[str, float]:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("fledge:learn_")}
 
     learn = ["--learn", "--learn-budget", "50", "--learn-memory", "8", "--learn-dir", str(tmp_path / "learnt")]

@@ -36,8 +36,11 @@ class FaultyServer(ServerProcess):
             os.environ.clear()
             os.environ.update(before)
 
-    def fail(self, fault: str, num_steps: int = 1) -> None:
-        self.fault_file.write_text(f"{num_steps} {fault}")
+    def fail(self, fault: str, num_steps: int = 1, after: int = 0) -> None:
+        """`after`: steps that are good before."""
+        whole = self.fault_file.with_suffix(".new")  # the server reads it at any time
+        whole.write_text(f"{after} {num_steps} {fault}")
+        whole.rename(self.fault_file)
 
     def ask(self, **more: Any) -> httpx.Response:
         return httpx.post(self.url + CHAT, json=BODY | more, timeout=300)
@@ -81,11 +84,9 @@ def test_a_step_that_fails_costs_its_own_requests(lasting: FaultyServer, fault: 
 
 
 def test_a_stream_is_told_that_its_step_failed(lasting: FaultyServer) -> None:
+    lasting.fail("error", after=5)
     with httpx.stream("POST", lasting.url + CHAT, json=BODY | {"stream": True, "max_tokens": 400}, timeout=300) as response:
-        lines = response.iter_lines()
-        first = next(lines)
-        lasting.fail("error")
-        rest = [line for line in lines if line]
+        first, *rest = [line for line in response.iter_lines() if line]
     assert response.status_code == 200
     assert first.startswith("data: {")
     assert any('"error"' in line for line in rest), rest[-3:]

@@ -175,6 +175,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 GRAMMARS: dict[str, dict[str, Any]] = {
     "regex that grows": {"regex": ".?" * 3000},
+    "regex that grows late": {"regex": "[0-9]{3}((.{0,60}){0,60}){0,60}x"},
     "regex of nested counts": {"regex": "((a{0,200}){0,200}){0,200}"},
     "regex unbalanced": {"regex": "(((("},
     "regex of a class without end": {"regex": "[a"},

@@ -1,6 +1,7 @@
 """Put on a server's PYTHONPATH: engine steps fail as the file $FLEDGE_TEST_FAULT says, in whichever process the engine runs.
 
-The file holds a number of steps and the name of a fault; each failing step takes one off, and without a file all is well.
+The file holds how many steps are good, how many fail, and the name of a fault. Each step takes one off; without a file all is
+well.
 """
 
 import importlib.util
@@ -38,15 +39,17 @@ class _Hook:
             def spoiled(engine):
                 try:
                     with open(os.environ["FLEDGE_TEST_FAULT"]) as file:
-                        left, _, fault = file.read().partition(" ")
+                        good, bad, fault = file.read().split(" ", 2)
                 except FileNotFoundError:
                     return step(engine)
-                if int(left) > 1:
+                is_good = int(good) > 0
+                good, bad = int(good) - is_good, int(bad) - (not is_good)
+                if bad:
                     with open(os.environ["FLEDGE_TEST_FAULT"], "w") as file:
-                        file.write(f"{int(left) - 1} {fault}")
+                        file.write(f"{good} {bad} {fault}")
                 else:
                     os.unlink(os.environ["FLEDGE_TEST_FAULT"])
-                return _fail(fault)
+                return step(engine) if is_good else _fail(fault)
 
             module.Engine.step = spoiled
 

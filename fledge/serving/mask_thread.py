@@ -1,0 +1,115 @@
+"""Masks of grammars that may take for ever, found beside the engine's thread: it stops waiting for one that takes too long.
+
+    engine's thread    run(work) ── waits ──▶ result
+                                  └─ too long ─▶ MaskTimeout; the next mask has a new thread
+    mask thread        work ───────────────▶ ends after what it does
+
+A library call cannot be interrupted; one has taken a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+LOWEST_PRIORITY = 19
+
+
+class MaskTimeout(Exception):
+    """A mask took more CPU seconds than it may."""
+
+
+class _Thread:
+    """Does one thing at a time. Two locks hand it over and back in 40 us; queues take twice as long."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[], Any] | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._is_ended = False
+        self._asked, self._done = threading.Lock(), threading.Lock()
+        self._asked.acquire()
+        self._done.acquire()
+        # A daemon: the process does not wait for it.
+        self._thread = threading.Thread(target=self._serve, name="mask", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Callable[[], Any], limit: float) -> Any:
+        began = self._seconds()
+        self._work = work
+        self._asked.release()
+        while not self._done.acquire(timeout=limit):
+            # By its own clock: on a busy machine it may have waited for a core.
+            if self._seconds() - began > limit:
+                self.end()
+                with contextlib.suppress(OSError):  # it has ended, or the system gives threads no priority of their own
+                    os.setpriority(os.PRIO_PROCESS, self._thread.native_id, LOWEST_PRIORITY)
+                raise MaskTimeout
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._result
+
+    def end(self) -> None:
+        """Lets it end: now if it waits, or after what it does."""
+        self._is_ended = True
+        self._asked.release()
+
+    def _seconds(self) -> float:
+        """CPU seconds of the thread; of the clock on the wall where a system does not tell."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return time.monotonic()
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def _serve(self) -> None:
+        while True:
+            self._asked.acquire()
+            if self._is_ended:
+                return
+            try:
+                self._result = self._work()
+            except BaseException as error:
+                self._error = error
+            self._work = None  # nothing of a request is kept until the next one
+            if self._is_ended:
+                return
+            self._done.release()
+
+
+class MaskThread:
+    """Used by the engine's thread alone."""
+
+    def __init__(self) -> None:
+        self._current: _Thread | None = None
+        self._given_up: list[tuple[str, _Thread]] = []  # by caller
+
+    def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
+        """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds."""
+        if self._current is None:
+            self._current = _Thread()
+        try:
+            return self._current.run(work, limit)
+        except MaskTimeout:
+            self._given_up.append((caller, self._current))
+            self._current = None
+            raise
+
+    def num_given_up(self, caller: str | None = None) -> int:
+        """Masks that nobody waits for and that still take time: of one caller, or of all."""
+        self._given_up = [(owner, thread) for owner, thread in self._given_up if thread.is_alive]
+        return sum(caller in (None, owner) for owner, _ in self._given_up)
+
+    def close(self) -> None:
+        if self._current is not None:
+            self._current.end()
+            self._current = None
