@@ -25,11 +25,15 @@ class MaskTimeout(Exception):
     """A mask took more CPU seconds than it may."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Thread:
     """Does one thing at a time. Two locks hand it over and back in 40 us; queues take twice as long."""
 
     def __init__(self) -> None:
-        self._work: Callable[[], Any] | None = None
+        self._work: Callable[[], Any] = _nothing
         self._result: Any = None
         self._error: BaseException | None = None
         self._is_ended = False
@@ -39,6 +43,9 @@ class _Thread:
         # A daemon: the process does not wait for it.
         self._thread = threading.Thread(target=self._serve, name="mask", daemon=True)
         self._thread.start()
+        assert self._thread.ident is not None
+        assert self._thread.native_id is not None
+        self._ident, self._native_id = self._thread.ident, self._thread.native_id
 
     @property
     def is_alive(self) -> bool:
@@ -53,7 +60,7 @@ class _Thread:
             if self._seconds() - began > limit:
                 self.end()
                 with contextlib.suppress(OSError):  # it has ended, or the system gives threads no priority of their own
-                    os.setpriority(os.PRIO_PROCESS, self._thread.native_id, LOWEST_PRIORITY)
+                    os.setpriority(os.PRIO_PROCESS, self._native_id, LOWEST_PRIORITY)
                 raise MaskTimeout
         if self._error is not None:
             error, self._error = self._error, None
@@ -69,7 +76,7 @@ class _Thread:
         """CPU seconds of the thread; of the clock on the wall where a system does not tell."""
         if not hasattr(time, "pthread_getcpuclockid"):
             return time.monotonic()
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
 
     def _serve(self) -> None:
         while True:
@@ -80,10 +87,8 @@ class _Thread:
                 self._result = self._work()
             except BaseException as error:
                 self._error = error
-            self._work = None  # nothing of a request is kept until the next one
-            if self._is_ended:
-                return
-            self._done.release()
+            self._work = _nothing  # nothing of a request is kept until the next one
+            self._done.release()  # nobody waits for it if it was given up: then it ends above
 
 
 class MaskThread:
