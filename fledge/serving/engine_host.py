@@ -56,8 +56,7 @@ class EngineThread:
     def join(self, timeout: float) -> bool:
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        grammars = self.loop.grammars if self.loop is not None else None
-        return not self._thread.is_alive() and not (grammars is not None and grammars.is_busy)
+        return not self._thread.is_alive() and not (self.loop is not None and self.loop.has_masks_left)
 
     def why_ended(self) -> str:
         return "the engine's thread ended"

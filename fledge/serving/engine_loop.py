@@ -99,6 +99,11 @@ class EngineLoop:
         assert self._grammar_jobs is not None, "the engine is not built yet"
         return self._grammar_jobs
 
+    @property
+    def has_masks_left(self) -> bool:
+        """Whether a thread is still inside the grammar library, for a mask that nobody waits for."""
+        return self._grammar_jobs is not None and self._grammar_jobs.is_busy
+
     def run(self) -> UserError | None:
         """Until the first front has gone; why it had to end before that."""
         try:
