@@ -170,7 +170,10 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
             diagnosis = diagnose(fresh, plan.model, **settings)
     record = json.loads((fresh / "provenance.json").read_text())
     evaluation = record["evaluation"]
-    commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS)
+    # A built-in name or a GGUF file: other servers get the folder it was converted to.
+    converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
+    elsewhere = sources.resolve(plan.model) if converted else None
+    commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS, elsewhere)
     healthy = None if diagnosis is None else diagnosis.healthy
     made = Made(folder, evaluation["acceptance_length"], healthy, kept, commands)
     if (run / "curves.png").is_file():  # not without matplotlib

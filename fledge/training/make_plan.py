@@ -23,8 +23,11 @@ ANSWER_SHARE = 0.35
 CHECK_SHARE, CHECK_SECONDS = 0.15, 120.0
 MIN_TRAIN_SHARE = 0.25  # even where answers took too long
 SAMPLED = 0.8  # temperature of the answers that are not greedy
-UTILISATION = 0.3  # of the device's measured product rate, in training and prefill; 0.25 of that again in decoding
-STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data for it
+# Of the device's measured product rate, in training and prefill, and what of that is left in decoding. On an H200 training
+# reached 0.53 (135M) and 0.8 (1.5B), regenerating 0.12 of the prefill rate (135M).
+UTILISATION, DECODE_SHARE = {"cuda": 0.6, "cpu": 0.3}, {"cuda": 0.12, "cpu": 0.25}
+STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data and time for it
+WANTED_STEPS, MIN_STEP_TOKENS = 2500, 8192  # on a GPU: with less time, steps are made smaller, which hardly slows it down
 MIN_STEPS = 300  # with less data, steps are made smaller until there are so many
 MAX_EPOCHS = 20.0
 # (tokens seen, acceptance length at depth 5) of SmolLM2-135M on held-out prompts: docs/training-notes.md.
@@ -98,7 +101,7 @@ class MakePlan:
             intermediate_size=shape.intermediate_size,
             tokens_per_sample=length / 4,
             peak_flops=product_rate(device),
-            utilisation=UTILISATION,
+            utilisation=UTILISATION[device.type],
             target_gpus=1,
             trainer_gpus=1,
         )
@@ -121,7 +124,7 @@ class MakePlan:
             learning_rate=float(f"{min(3e-3, 1e-3 * math.sqrt(576 / size)):.1g}"),
             has_thinking=thinks,
             augments=_writes_anything(tokenizer),
-            answer_tokens_per_s=0.25 * work.prefill_tokens_per_s,
+            answer_tokens_per_s=DECODE_SHARE[device.type] * work.prefill_tokens_per_s,
             train_tokens_per_s=1 / (1 / work.prefill_tokens_per_s + 1 / work.training_tokens_per_s),
         )
 
@@ -186,7 +189,11 @@ class MakePlan:
         if not on_gpu:  # attention between the documents of a row is wasted there
             length = min(length, max(128, -(-longest // 64) * 64))
         rows = num_tokens * MAX_EPOCHS / MIN_STEPS / length
-        batch = max(1, min(STEP_TOKENS["cuda" if on_gpu else "cpu"] // length, int(rows)))
+        step_tokens = STEP_TOKENS["cpu"]
+        if on_gpu:
+            in_time = int(self.train_tokens_per_s * train_seconds / WANTED_STEPS)
+            step_tokens = max(MIN_STEP_TOKENS, min(STEP_TOKENS["cuda"], in_time))
+        batch = max(1, min(step_tokens // length, int(rows)))
         content: dict[str, Any] = {
             "output": str(output),
             "target": {"model": self.model, "endpoint": self.endpoint, "endpoint_states": self.endpoint_states},

@@ -126,6 +126,19 @@ def test_the_plan_becomes_a_recipe():
     assert recipe.data.augmentation.active
 
 
+def test_on_a_gpu_a_short_training_has_smaller_steps():
+    plan = replace(plan_for(max_positions=8192), device="cuda", sequence_length=2048)
+
+    def rows(tokens_per_s: float, seconds: float) -> int:
+        faster = replace(plan, train_tokens_per_s=tokens_per_s)
+        content = faster.recipe(Path("out"), Path("train"), Path("held"), 1e8, 2000, seconds)
+        return build_recipe(content).data.global_batch_size
+
+    assert rows(520_000, 500) == 16
+    assert rows(70_000, 600) == 8
+    assert rows(70_000, 10) == 4
+
+
 def test_time_that_answers_took_too_long_is_not_taken_from_all_of_the_training():
     plan = plan_for()
     assert plan.train_seconds(7100.0) == pytest.approx(0.25 * 7200)
@@ -189,6 +202,10 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     assert load_drafter(tmp_path / "out" / "twin").config.version == "3"
     ids = [[json.loads(line)["id"] for line in (tmp_path / "out" / f"answers{kind}.jsonl").open()] for kind in ("", "-sampled")]
     assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
+    log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
+    again = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, say=told.append)
+    assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
+    assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     trained = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "train.jsonl").open()}
     held_out = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "held-out.jsonl").open()}
     assert len(held_out) == 4
