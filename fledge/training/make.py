@@ -166,8 +166,9 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
     diagnosis = None
     if plan.endpoint is None:
         with progress_bars.task("doctor", unit="trials") as shown:
-            settings = {"prompts": questions[:8], "device": plan.device, "search_layers": False, "on_trial": shown.show}
-            diagnosis = diagnose(fresh, plan.model, **settings)
+            diagnosis = diagnose(
+                fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
+            )
     record = json.loads((fresh / "provenance.json").read_text())
     evaluation = record["evaluation"]
     # A built-in name or a GGUF file: other servers get the folder it was converted to.

@@ -108,7 +108,6 @@ def _answer_part(
     while (left := until - progress.spent) > 0:
         if num_new:
             size = min(4 * num_new, max(16, int(num_new / (time.monotonic() - began) * left)))
-        amount = {"self_prompted": before + num_new + size} if part.self_written else {}
         try:
             report = regenerate(
                 generator,
@@ -122,7 +121,7 @@ def _answer_part(
                 template_options=[{"enable_thinking": True}, {"enable_thinking": False}] if plan.has_thinking else [{}],
                 decontaminate=decontaminate,
                 max_seconds=left,
-                **amount,
+                self_prompted=before + num_new + size if part.self_written else None,
             )
             say(f"{file.name}: {report}")
         except PromptsExhausted as error:
