@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +25,15 @@ from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drift.metrics import Count, acceptance_length, length_ratio, walk
-from fledge.drift.rollout import TargetText, roll_out
+from fledge.drift.rollout import roll_out
+from fledge.drift.texts import in_groups, read_texts
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
 from fledge.sources import resolve
 from fledge.speculation.stats import AcceptanceStats
 
 DEPTHS = (3, 5, 7)
+TOKENS_AT_ONCE = 1 << 13
 
 
 def arguments() -> argparse.Namespace:
@@ -58,45 +64,9 @@ def main() -> None:
     drafters = {folder: load_drafter(folder, decoder.config).to(args.device) for folder in args.drafter}
     figures: dict[str, dict[str, object]] = {folder: {} for folder in drafters}
     for name, texts in answers.items():
-        counts = {folder: {"all": stats(), "looping": stats(), "others": stats()} for folder in drafters}
-        by_answer: dict[str, dict[int, list[Count]]] = {folder: {depth: [] for depth in DEPTHS} for folder in drafters}
-        for tokens, start in texts:
-            kind = "looping" if is_looping(tokens[start:]) else "others"
-            text = None
-            for folder, drafter in drafters.items():
-                if text is None:
-                    text = TargetText.of(decoder, tokens, start, drafter.config.aux_layer_ids)
-                drafter.share(decoder.embed_tokens, decoder.lm_head)
-                matched = roll_out(drafter, text, max(DEPTHS), probe=False).matched_M
-                for depth in DEPTHS:
-                    one = walk(matched, depth)
-                    by_answer[folder][depth].append(Count(one.accepted, one.steps))
-                    counts[folder]["all"][depth].merge(one)
-                    counts[folder][kind][depth].merge(one)
-        for folder in drafters:
-            figures[folder][name] = {
-                kind: {
-                    depth: {
-                        "acceptance_length": one.acceptance_length,
-                        "by_position": one.unconditional_rates,
-                        "steps": one.steps,
-                    }
-                    for depth, one in by_depth.items()
-                }
-                for kind, by_depth in counts[folder].items()
-            }
-            for depth, one in figures[folder][name]["all"].items():
-                one["standard_error"] = acceptance_length(by_answer[folder][depth]).error
-                one["over"] = {
-                    Path(other).name: length_ratio(by_answer[folder][depth], by_answer[other][depth])._asdict()
-                    for other in drafters
-                    if other != folder
-                }
-            shown = [
-                f"{kind} " + "/".join(f"{counts[folder][kind][d].acceptance_length:.2f}" for d in DEPTHS)
-                for kind in ("all", "others", "looping")
-            ]
-            print(f"{Path(folder).name:28s} {name:10s} depth 3/5/7: {'   '.join(shown)}", flush=True)
+        for folder, found in measure(decoder, drafters, texts).items():
+            figures[folder][name] = found
+            print(f"{Path(folder).name:28s} {name:10s} depth 3/5/7: {shown(found)}", flush=True)
     if args.json:
         looping = {name: sum(is_looping(tokens[start:]) for tokens, start in texts) for name, texts in answers.items()}
         write_json(
@@ -113,6 +83,53 @@ def main() -> None:
                 | ({"commit": args.commit} if args.commit else {}),
             },
         )
+
+
+def measure(
+    decoder: Decoder, drafters: Mapping[str, EagleDrafter], texts: Sequence[tuple[list[int], int]]
+) -> dict[str, dict[str, Any]]:
+    """Of each drafter, the figures of all answers, of looping ones and of the others, by depth; `texts`: see `answer`."""
+    counts = {name: {"all": stats(), "looping": stats(), "others": stats()} for name in drafters}
+    by_answer: dict[str, dict[int, list[Count]]] = {name: {depth: [] for depth in DEPTHS} for name in drafters}
+    for group in in_groups([len(tokens) for tokens, _ in texts], TOKENS_AT_ONCE):
+        chosen = [texts[index] for index in group]
+        loops = [is_looping(tokens[start:]) for tokens, start in chosen]
+        read = None
+        for name, drafter in drafters.items():
+            read = read or read_texts(decoder, chosen, drafter.config.aux_layer_ids)
+            drafter.share(decoder.embed_tokens, decoder.lm_head)
+            rollout = roll_out(drafter, read, max(DEPTHS), probe=False)
+            rows_of_text = torch.bincount(rollout.text_M, minlength=len(read)).tolist()
+            for loop, matched in zip(loops, torch.tensor(rollout.matched_M).split(rows_of_text), strict=True):
+                for depth in DEPTHS:
+                    one = walk(matched.tolist(), depth)
+                    by_answer[name][depth].append(Count(one.accepted, one.steps))
+                    counts[name]["all"][depth].merge(one)
+                    counts[name]["looping" if loop else "others"][depth].merge(one)
+    figures: dict[str, dict[str, Any]] = {}
+    for name in drafters:
+        figures[name] = {
+            kind: {
+                depth: {"acceptance_length": one.acceptance_length, "by_position": one.unconditional_rates, "steps": one.steps}
+                for depth, one in by_depth.items()
+            }
+            for kind, by_depth in counts[name].items()
+        }
+        for depth, one in figures[name]["all"].items():
+            one["standard_error"] = acceptance_length(by_answer[name][depth]).error
+            one["over"] = {
+                Path(other).name: length_ratio(by_answer[name][depth], by_answer[other][depth])._asdict()
+                for other in drafters
+                if other != name
+            }
+    return figures
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    return "   ".join(
+        f"{kind} " + "/".join(f"{found[kind][depth]['acceptance_length']:.2f}" for depth in DEPTHS)
+        for kind in ("all", "others", "looping")
+    )
 
 
 def stats() -> dict[int, AcceptanceStats]:

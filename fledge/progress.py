@@ -235,6 +235,16 @@ def close() -> None:
     _display.close()
 
 
+def say(text: str) -> None:
+    """A line on standard error, above the bars. Without rich, which some machines lack, there are no bars."""
+    try:
+        console = _display.console()
+    except ImportError:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        console.print(text, markup=False, soft_wrap=True)
+
+
 def console() -> Console:
     """For standard error, so that what is printed does not disturb the bars."""
     return _display.console()

@@ -70,7 +70,8 @@ class AcceptanceMeter:
     def __init__(
         self, model: str, prompts: Sequence[str], *, max_tokens: int = 32, device: str = "auto", dtype: str = "auto"
     ) -> None:
-        plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype))
+        # One request's cache: more would take the GPU's memory until the garbage collector finds this engine.
+        plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype, max_num_seqs=1))
         assert plain.tokenizer is not None, "a model with files has one"
         self.decoder, self.tokenizer, self.max_tokens = plain.decoder, plain.tokenizer, max_tokens
         self.formats = {"as text": [self.tokenizer.encode(prompt) for prompt in prompts]}
@@ -78,6 +79,7 @@ class AcceptanceMeter:
             chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
             self.formats = {"by the chat template": [self._chat(chat) for chat in chats], **self.formats}
         self.served = next(iter(self.formats))
+        self._is_compiled = False
         # Just room enough: every trial makes a cache of its own.
         longest = max(len(tokens) for format in self.formats.values() for tokens in format) + max_tokens + DEPTH
         room = min(longest, plain.config.max_model_len)
@@ -103,6 +105,9 @@ class AcceptanceMeter:
     ) -> Trial:
         """`brief`: a sixth of the text, to choose among many."""
         engine = build_engine(self.decoder, Speculation(network, DEPTH).fixed_depth(), self.config, tokenizer=self.tokenizer)
+        if not self._is_compiled:  # the next ones' kernels are hardly others
+            engine.executor.compile_kernels()
+            self._is_compiled = True
         prompts = self.formats[prompt_format or self.served]
         for prompt in prompts[::3] if brief else prompts:
             num_tokens = max(8, self.max_tokens // 2) if brief else self.max_tokens
@@ -122,9 +127,11 @@ def diagnose(
     device: str = "auto",
     dtype: str = "auto",
     thorough: bool = False,
+    search_layers: bool = True,
     on_trial: progress.Report = progress.silent,
 ) -> Diagnosis:
-    """`thorough`: try every layer in place of each tap even if acceptance is good; `on_trial` gets what is tried."""
+    """`thorough`: try every layer in place of each tap even if acceptance is good; `search_layers`: whether to do so at all
+    (some ninety trials); `on_trial` gets what is tried."""
     files = origins.canonical(read_drafter_files(find_drafter(drafter)))
     on_trial("loading the target")
     meter = AcceptanceMeter(
@@ -149,7 +156,8 @@ def diagnose(
         trials += _try_formats(meter, files, loadable, on_trial)
     best = _best_repair(as_it_stands, trials)
     reached = best or as_it_stands
-    if loadable is not None and (thorough or reached is None or reached.first < GOOD_FIRST):
+    is_poor = thorough or reached is None or reached.first < GOOD_FIRST
+    if loadable is not None and search_layers and is_poor:
         trials += try_all(layer_searches(files, loadable, meter.target))
         best = _best_repair(as_it_stands, trials)
     return _conclude(files, config, problems, as_it_stands, trials, best, meter)

@@ -171,20 +171,23 @@ def _sglang_config(drafter: EagleDrafter) -> dict[str, Any]:
     return settings
 
 
-def launch_commands(folder: str | Path, place: str | Path, target_name: str, num_draft_tokens: int = 3) -> dict[str, str]:
+def launch_commands(
+    folder: str | Path, place: str | Path, target_name: str, num_draft_tokens: int = 3, elsewhere: str | Path | None = None
+) -> dict[str, str]:
     """By server, the command that serves a drafter, here and elsewhere. `place`: where the drafter of `folder` will lie.
 
-    For SGLang the drafter is written anew, as it reads other keys.
+    `elsewhere`: the target for other servers, which do not know our names. For SGLang the drafter is written anew, as it reads
+    other keys.
     """
     config = eagle3.load_drafter(folder).config
-    place = Path(place)
+    place, known = Path(place), str(elsewhere or target_name)
     settings = f'{{"model": "{place}", "method": "eagle3", "num_speculative_tokens": {num_draft_tokens}}}'
     commands = {"Fledge": f"fledge serve {target_name} --speculative-config '{settings}'"}
     if not any(_not_on_vllm(config).values()):
-        commands["vLLM"] = "\n".join(_vllm_command(config, place, target_name, num_draft_tokens))
+        commands["vLLM"] = "\n".join(_vllm_command(config, place, known, num_draft_tokens))
     other = place.with_name(place.name + "-sglang")
     export = f"fledge export {place} {other} --to sglang"
-    commands["SGLang"] = "\n".join([export, *_sglang_command(config, other, target_name, num_draft_tokens)])
+    commands["SGLang"] = "\n".join([export, *_sglang_command(config, other, known, num_draft_tokens)])
     return commands
 
 

@@ -26,6 +26,13 @@ def make(
     endpoint_states: Annotated[
         str | None, typer.Option(help="The server's folder of states as seen from here: a folder or a URL.")
     ] = None,
+    decontaminate: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files of prompts to evaluate on: what shares 13 words in a row with one is not trained on."),
+    ] = None,
+    twin: Annotated[
+        bool, typer.Option("--twin", help="Also train an EAGLE 3 drafter on the same batches, to compare with.")
+    ] = False,
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -41,7 +48,7 @@ def make(
 
     def say(text: str) -> None:
         if as_json:
-            progress.console().print(text, markup=False, soft_wrap=True)
+            progress.say(text)
         else:
             print(text)
 
@@ -53,6 +60,8 @@ def make(
             prompts=prompts,
             endpoint=endpoint,
             endpoint_states=endpoint_states,
+            decontaminate=decontaminate or (),
+            twin=twin,
             device=device,
             say=say,
         )

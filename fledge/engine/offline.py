@@ -57,7 +57,9 @@ def answer_generator(
         max_batched_tokens=DEVICE_PREFILL_TOKENS if on_gpu else 0,
         prefix_caching=False,  # prompts of a set differ, and their pages are needed for the next ones
     )
-    return AnswerGenerator(build_engine(model, speculation or Speculation(drafter=None), config, admission=OfflineRefill()))
+    engine = build_engine(model, speculation or Speculation(drafter=None), config, admission=OfflineRefill())
+    engine.executor.compile_kernels()
+    return AnswerGenerator(engine)
 
 
 class AnswerGenerator:

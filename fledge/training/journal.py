@@ -36,9 +36,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._forget_after(resumed_step)
         self._file = self.path.open("a", encoding="utf-8")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+        self._board = _board(folder / "tensorboard", resumed_step)
         self._task = progress.task(f"training {label}".rstrip(), total_steps, "steps", done=resumed_step)
 
     def _forget_after(self, step: int) -> None:
@@ -51,11 +49,11 @@ class Journal:
     @staticmethod
     def tell(text: str) -> None:
         """Before there is a journal."""
-        progress.console().print(text, markup=False, soft_wrap=True)
+        progress.say(text)
 
     def say(self, text: str) -> None:
         if self.active:
-            progress.console().print(self._label + text, markup=False, soft_wrap=True)
+            progress.say(self._label + text)
 
     def record(self, kind: str, step: int, figures: dict[str, Any]) -> None:
         if not self.active:
@@ -63,7 +61,7 @@ class Journal:
         line = {"kind": kind, "step": step, "time": round(time.time(), 3), **figures}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        for name, value in figures.items():
+        for name, value in figures.items() if self._board is not None else ():
             for suffix, number in _numbers(value):
                 self._board.add_scalar(f"{kind}/{name}{suffix}", number, step)
 
@@ -88,7 +86,17 @@ class Journal:
         if self._task is not None:
             self._task.__exit__()
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(folder: Path, resumed_step: int) -> Any:
+    """None where TensorBoard is not installed: `log.jsonl` has the same figures."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -113,9 +121,12 @@ def _numbers(value: Any) -> list[tuple[str, float]]:
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Loss, accuracy, acceptance length and drift, from a run's log."""
-    import matplotlib
-
+    """Loss, accuracy, acceptance length and drift, from a run's log. Not without matplotlib: a run must not end for that."""
+    try:
+        import matplotlib
+    except ImportError:
+        Journal.tell(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

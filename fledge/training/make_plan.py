@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +16,33 @@ from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training.planning import Plan
 
-# Shares of the time. The rest is for loading, evaluations and the checks at the end.
-ANSWER_SHARE, ANSWER_SHARE_OF_FILE, TRAIN_SHARE = 0.4, 0.6, 0.85
-UTILISATION = 0.3  # of the device's measured product rate, in training and prefill; 0.25 of that again in decoding
-STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data for it
+# Of the time, for answers with all that comes before them. Training goes through them three to five times in the rest, by the
+# speeds on an H200 (135M: 130,000 answer tokens/s against 520,000 trained on; 1.5B: about 30,000 against 95,000).
+ANSWER_SHARE = 0.35
+# And for the checks at the end: loading, robustness, doctor, which take as long after a day as after an hour.
+CHECK_SHARE, CHECK_SECONDS = 0.15, 120.0
+MIN_TRAIN_SHARE = 0.25  # even where answers took too long
+SAMPLED = 0.8  # temperature of the answers that are not greedy
+# Of the device's measured product rate, in training and prefill, and what of that is left in decoding. On an H200 training
+# reached 0.53 (135M) and 0.8 (1.5B), regenerating 0.12 of the prefill rate (135M).
+UTILISATION, DECODE_SHARE = {"cuda": 0.6, "cpu": 0.3}, {"cuda": 0.12, "cpu": 0.25}
+STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data and time for it
+WANTED_STEPS, MIN_STEP_TOKENS = 2500, 8192  # on a GPU: with less time, steps are made smaller, which hardly slows it down
 MIN_STEPS = 300  # with less data, steps are made smaller until there are so many
 MAX_EPOCHS = 20.0
 # (tokens seen, acceptance length at depth 5) of SmolLM2-135M on held-out prompts: docs/training-notes.md.
 EXPERIENCE = ((6.6e6, 1.9), (13e6, 2.2), (39e6, 2.9), (180e6, 3.2), (340e6, 3.5))
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """Answers of one kind, in a file of their own; the next kind follows when prompts or time are over."""
+
+    file: str
+    self_written: bool  # the prompts
+    temperature: float
+    seed: int
+    until: float = 1.0  # share of the time that is left for answers when they begin
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,7 @@ class MakePlan:
         size, length = shape.hidden_size, min(2048, shape.max_positions)
         vocabulary = 32_000 if shape.vocab_size > 100_000 else 16_384
         parameters = _parameters(shape)
+        thinks = "enable_thinking" in (tokenizer.chat_template or "")
         work = Plan(
             hidden_size=size,
             num_layers=shape.num_layers,
@@ -82,7 +101,7 @@ class MakePlan:
             intermediate_size=shape.intermediate_size,
             tokens_per_sample=length / 4,
             peak_flops=product_rate(device),
-            utilisation=UTILISATION,
+            utilisation=UTILISATION[device.type],
             target_gpus=1,
             trainer_gpus=1,
         )
@@ -97,38 +116,60 @@ class MakePlan:
             num_layers=shape.num_layers,
             aux_layers=_aux_layers(shape.num_layers),
             sequence_length=length,
-            max_answer_tokens=min(512, length // 2),
+            # 320, as the shipped drafter's: more prompts in the same time, and fewer loops. Thoughts are longer.
+            max_answer_tokens=min(512 if thinks else 320, length // 2),
             draft_vocab_size=vocabulary if vocabulary < shape.vocab_size else None,
             drafter_parameters=work.drafter_parameters,
             window=None if shape.max_positions <= 1024 else 512 if shape.max_positions <= 8192 else 2048,
             learning_rate=float(f"{min(3e-3, 1e-3 * math.sqrt(576 / size)):.1g}"),
-            has_thinking="enable_thinking" in (tokenizer.chat_template or ""),
+            has_thinking=thinks,
             augments=_writes_anything(tokenizer),
-            answer_tokens_per_s=0.25 * work.prefill_tokens_per_s,
+            answer_tokens_per_s=DECODE_SHARE[device.type] * work.prefill_tokens_per_s,
             train_tokens_per_s=1 / (1 / work.prefill_tokens_per_s + 1 / work.training_tokens_per_s),
         )
 
     @property
-    def answer_seconds(self) -> float:
-        return 3600 * self.hours * (ANSWER_SHARE if self.prompts is None else ANSWER_SHARE_OF_FILE)
+    def seconds(self) -> float:
+        return 3600 * self.hours
 
-    def train_seconds(self, answered: float) -> float:
-        """What is left when the answers took so long."""
-        return max(1.0, TRAIN_SHARE * (3600 * self.hours - answered))
+    @property
+    def answer_seconds(self) -> float:
+        """From the start of the command to the last answer."""
+        return ANSWER_SHARE * self.seconds
+
+    @property
+    def answer_parts(self) -> tuple[AnswerPart, ...]:
+        """Greedy answers first. Where a file's prompts are not enough, they are answered again, then the target writes more."""
+        if self.prompts is None:
+            greedy = AnswerPart("answers.jsonl", self_written=True, temperature=0.0, seed=0, until=0.5)
+            return greedy, AnswerPart("answers-sampled.jsonl", self_written=True, temperature=SAMPLED, seed=1)
+        return (
+            AnswerPart("answers.jsonl", self_written=False, temperature=0.0, seed=0),
+            AnswerPart("answers-sampled.jsonl", self_written=False, temperature=SAMPLED, seed=1),
+            AnswerPart("answers-self.jsonl", self_written=True, temperature=0.0, seed=2),
+        )
+
+    def train_seconds(self, spent: float) -> float:
+        """What is left after so many seconds: from the start of the training's loading to its last evaluation."""
+        checks = min(CHECK_SHARE * self.seconds, CHECK_SECONDS)
+        return max(MIN_TRAIN_SHARE * self.seconds, self.seconds - checks - spent)
 
     def describe(self) -> str:
         answer_tokens = self.answer_tokens_per_s * self.answer_seconds
         train_seconds = self.train_seconds(self.answer_seconds)
         seen = min(self.train_tokens_per_s * train_seconds, MAX_EPOCHS * 1.3 * answer_tokens)
-        source = f"prompts of {self.prompts}" if self.prompts else "prompts that the target writes itself"
+        source = "prompts that the target writes itself"
+        if self.prompts:
+            source = f"prompts of {self.prompts}, once more at temperature {SAMPLED} and then own ones if there is time"
         thinking = "with and without thinking, half of them each" if self.has_thinking else "the template has no thinking mode"
         where = f"the server at {self.endpoint}" if self.endpoint else self.device
         augmented = "30 % under other templates and system prompts" if self.augments else "under the model's template alone"
         vocabulary = f"{self.draft_vocab_size:,} tokens" if self.draft_vocab_size else "the target's"
         lines = {
             "target": f"{self.model}, {_count(self.parameters)} parameters, {self.num_layers} layers, on {where}",
-            "answers": f"{source}; greedy, up to {self.max_answer_tokens} tokens; {thinking}; about "
-            f"{_count(answer_tokens)} tokens in {_minutes(self.answer_seconds)}",
+            "answers": f"{source}; {'greedy' if self.prompts else f'half greedy, half at temperature {SAMPLED}'}, up to "
+            f"{self.max_answer_tokens} tokens; {thinking}; about {_count(answer_tokens)} tokens in "
+            f"{_minutes(self.answer_seconds)}",
             "drafter": f"EAGLE 3.1, one layer, {_count(self.drafter_parameters)} parameters, draft vocabulary {vocabulary}, "
             f"target layers {', '.join(map(str, self.aux_layers))}, window {self.window or 'none'}",
             "training": f"{_minutes(train_seconds)} on {self.device}, rows of {self.sequence_length} tokens, {augmented}; "
@@ -139,14 +180,20 @@ class MakePlan:
         }
         return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
 
-    def recipe(self, output: Path, train: Path, held_out: Path, lengths: Sequence[int], train_seconds: float) -> dict[str, Any]:
-        """The training run, once it is known how many tokens the conversations have."""
+    def recipe(
+        self, output: Path, train: Path, held_out: Path, num_tokens: float, longest: int, train_seconds: float
+    ) -> dict[str, Any]:
+        """The training run, once it is known how many tokens the conversations have, and the longest of them."""
         on_gpu = self.device.startswith("cuda")
         length = self.sequence_length
         if not on_gpu:  # attention between the documents of a row is wasted there
-            length = min(length, max(128, -(-max(lengths) // 64) * 64))
-        rows = sum(lengths) * MAX_EPOCHS / MIN_STEPS / length
-        batch = max(1, min(STEP_TOKENS["cuda" if on_gpu else "cpu"] // length, int(rows)))
+            length = min(length, max(128, -(-longest // 64) * 64))
+        rows = num_tokens * MAX_EPOCHS / MIN_STEPS / length
+        step_tokens = STEP_TOKENS["cpu"]
+        if on_gpu:
+            in_time = int(self.train_tokens_per_s * train_seconds / WANTED_STEPS)
+            step_tokens = max(MIN_STEP_TOKENS, min(STEP_TOKENS["cuda"], in_time))
+        batch = max(1, min(step_tokens // length, int(rows)))
         content: dict[str, Any] = {
             "output": str(output),
             "target": {"model": self.model, "endpoint": self.endpoint, "endpoint_states": self.endpoint_states},
@@ -174,7 +221,8 @@ class MakePlan:
                 "save_seconds": min(120.0, train_seconds / 8),
                 "evaluate_every": 10**9,
                 "evaluate_seconds": train_seconds / 8,
-                "patience": 4,
+                # Three quarters of the run: until the learning rate falls, a few evaluations say little.
+                "patience": 6,
                 "device": self.device,
             },
             "evaluation": {"max_new_tokens": 128 if on_gpu else 64},

@@ -180,7 +180,7 @@ class RunRecipe:
 
     steps: Count | None = key(None, "optimiser steps")
     epochs: Positive | None = key(None, "passes over the data")
-    max_seconds: Positive | None = key(None, "seconds of training; evaluations and checkpoints come on top")
+    max_seconds: Positive | None = key(None, "seconds from the first step on, evaluations and checkpoints included")
     log_every: Count = key(20, "steps")
     save_every: Count = key(500, "steps between checkpoints")
     save_seconds: Positive | None = key(None, "and at the latest after so many seconds of training")

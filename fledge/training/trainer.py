@@ -57,8 +57,14 @@ class Result:
 class Trainer:
     """Trains one drafter, or several on the same batches and target states."""
 
-    def __init__(self, contexts: Sequence[TrainingContext], world: DistributedContext, held_out: HeldOut | None) -> None:
-        """`held_out`: on the first process, which evaluates."""
+    def __init__(
+        self,
+        contexts: Sequence[TrainingContext],
+        world: DistributedContext,
+        held_out: HeldOut | None,
+        began: float | None = None,
+    ) -> None:
+        """`held_out`: on the first process, which evaluates. `began`: see `train`."""
         context = contexts[0]
         self.context, self.world, self.recipe, self.held_out = context, world, context.recipe, held_out
         self.target, self.device = context.target, context.device
@@ -74,9 +80,12 @@ class Trainer:
             data.position_offset_max,
             data.global_batch_size,
         )
-        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.step, self.tokens = 0, 0
+        # The run's clock, and what of it passed in steps: loading, compiling (in the first step), evaluations and checkpoints
+        # take of the time that there is, but the learning rate does not move on meanwhile.
+        self._began, self._seconds_before, self.step_seconds = began, 0.0, 0.0
         self.loader_state: dict[str, Any] | None = None
-        self.agreed_seconds = 0.0  # of training, as all processes count them
+        self.agreed_seconds = self.agreed_step_seconds = 0.0  # the first process's, as all count them
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
@@ -90,6 +99,11 @@ class Trainer:
                 max_seconds=self.recipe.run.max_seconds,
                 label=arm.folder.name if len(self.arms) > 1 else "",
             )
+
+    @property
+    def seconds(self) -> float:
+        """That the run has taken, in all processes that worked on it."""
+        return self._seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     def _total_steps(self) -> int | None:
         """None: only the clock ends the run."""
@@ -153,12 +167,14 @@ class Trainer:
 
     def _loop(self, prefetch: Prefetcher) -> bool:
         """Whether the run came to its end."""
-        run = self.recipe.run
+        run, is_compiled = self.recipe.run, False
+        if self._began is None:
+            self._began = time.perf_counter()
         if self.step == 0:
             self._evaluate()
         while not self._is_done():
-            step_input = next(prefetch)
             began = time.perf_counter()
+            step_input = next(prefetch)
             counts, outside, stop = self._agree(step_input)
             if stop:
                 break
@@ -169,7 +185,8 @@ class Trainer:
             if is_logged:
                 for arm in self.arms:
                     arm.log(self.step, self.tokens, self.agreed_seconds, counts + outside, step_input.epoch, self._recent)
-            self.seconds += time.perf_counter() - began
+            self.step_seconds += time.perf_counter() - began if is_compiled else 0.0
+            is_compiled = True
             last = self._is_done()
             if self._is_due("evaluate", run.evaluate_every, run.evaluate_seconds) or last:
                 self._check_finite()
@@ -194,22 +211,24 @@ class Trainer:
             return True
         if run.patience is not None and self.arms[0].stale >= run.patience:
             return True
-        return run.max_seconds is not None and self.agreed_seconds >= run.max_seconds
+        return run.max_seconds is not None and self.step > 0 and self.agreed_seconds >= run.max_seconds
 
     def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool]:
         """Over all processes: positions with loss at each draft step, those without as their token is outside the draft
-        vocabulary, whether anyone wants to stop; and, kept, the first one's seconds."""
-        mine = torch.tensor([float(self.interrupts.wanted), self.seconds if self.world.is_first else 0.0])
+        vocabulary, whether anyone wants to stop; and, kept, the first one's clocks."""
+        clocks = (self.seconds, self.step_seconds) if self.world.is_first else (0.0, 0.0)
+        mine = torch.tensor([float(self.interrupts.wanted), *clocks])
         facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
-        self.agreed_seconds = float(facts[-1])
-        valid, outside = facts[:-2].float().chunk(2)
-        return valid, outside, bool(facts[-2] > 0)
+        self.agreed_seconds, self.agreed_step_seconds = facts[-2:].tolist()
+        valid, outside = facts[:-3].float().chunk(2)
+        return valid, outside, bool(facts[-3] > 0)
 
     def _share(self) -> float:
         """How much of the run is over, which the learning rate follows."""
         share = 0.0 if self.total_steps is None else self.step / self.total_steps
         if (limit := self.recipe.run.max_seconds) is not None:
-            share = max(share, self.agreed_seconds / limit)
+            left = max(limit - self.agreed_seconds, 1e-9)
+            share = max(share, self.agreed_step_seconds / (self.agreed_step_seconds + left))
         return share
 
     def _train_step(self, step_input: StepInput, counts: Tensor, measure: bool) -> None:
@@ -254,7 +273,8 @@ class Trainer:
 
     def save(self) -> None:
         if self.world.is_first:
-            position = {"loader": self.loader_state, "seconds": self.seconds, "tokens": self.tokens}
+            clocks = {"seconds": self.seconds, "step_seconds": self.step_seconds}
+            position = {"loader": self.loader_state, "tokens": self.tokens, **clocks}
             # One more of several arms: a run that is killed between two of them goes on from the step that all have.
             keep = self.recipe.run.keep + (len(self.arms) > 1)
             for arm in self.arms:
@@ -274,8 +294,9 @@ class Trainer:
             except DataError as error:
                 raise UserError(f"{paths[-1]}: {error}") from None
         self.loader_state = state["loader"]
-        self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self.agreed_seconds = state["seconds"]
+        self.step, self.tokens = state["step"], state["tokens"]
+        self._seconds_before = self.agreed_seconds = state["seconds"]
+        self.step_seconds = self.agreed_step_seconds = state.get("step_seconds", state["seconds"])
         restore_random_state(state["random"])
 
 
@@ -313,18 +334,21 @@ def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
     return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]
 
 
-def train(recipe: Recipe) -> Result:
-    """A whole run, or the rest of one: everything `fledge train` does."""
-    return _train(recipe, None)[0]
+def train(recipe: Recipe, *, began: float | None = None) -> Result:
+    """A whole run, or the rest of one: everything `fledge train` does.
+
+    `began`: when the clock of `run.max_seconds` started (time.perf_counter()); None: it starts with the first step.
+    """
+    return _train(recipe, None, began)[0]
 
 
-def train_arms(recipe: Recipe, arms: Sequence[str]) -> dict[str, Result]:
+def train_arms(recipe: Recipe, arms: Sequence[str], *, began: float | None = None) -> dict[str, Result]:
     """Several drafters on the same batches of target states: each as if it were trained alone (see `arm_recipes`)."""
     recipes = arm_recipes(recipe, arms)
-    return {Path(one.output).name: result for one, result in zip(recipes, _train(recipe, recipes), strict=True)}
+    return {Path(one.output).name: result for one, result in zip(recipes, _train(recipe, recipes, began), strict=True)}
 
 
-def _train(common: Recipe, arms: Sequence[Recipe] | None) -> list[Result]:
+def _train(common: Recipe, arms: Sequence[Recipe] | None, began: float | None) -> list[Result]:
     asked = common.run.device
     world = DistributedContext.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
     say = Journal.tell if world.is_first else (lambda text: None)
@@ -335,7 +359,7 @@ def _train(common: Recipe, arms: Sequence[Recipe] | None) -> list[Result]:
         # A sharded target needs all processes for every pass, though the first alone evaluates.
         takes_part = world.is_first or run.shard_target
         held_out = held_out_texts(contexts[0]) if takes_part else None
-        trainer = Trainer(contexts, world, held_out if world.is_first else None)
+        trainer = Trainer(contexts, world, held_out if world.is_first else None, began)
         del contexts, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")
         if run.hidden_states == "offline":

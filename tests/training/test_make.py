@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -19,10 +20,14 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
+from fledge.engine import build, offline
+from fledge.engine.engine import Engine
 from fledge.errors import UserError
+from fledge.kernels.attention.paged import PagedKV
+from fledge.training import journal, make_answers, toy
 from fledge.training import make as making
-from fledge.training import toy
-from fledge.training.make import Progress, _split, _train, make
+from fledge.training.make import _train, make
+from fledge.training.make_answers import Progress, sizes, split
 from fledge.training.make_plan import MakePlan, expected_acceptance
 from fledge.training.recipe import build_recipe
 from fledge.training.trainer import TrainingStopped
@@ -73,7 +78,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     # About 4.7 after the 300 steps that two idle cores make in the time given. A busy machine makes too few to learn.
     assert record["evaluation"]["acceptance_length"]["5"] > (2.0 if record["step"] >= 150 else 0.99)
     assert {"README.md", "curves.png"} <= {path.name for path in (out / "drafter").iterdir()}
-    assert json.loads((out / "make.json").read_text())["done"] == ["answers", "drafter"]
+    assert json.loads((out / "make.json").read_text())["done"] == ["answers", "training", "drafter"]
     with pytest.raises(UserError, match="was begun with model 'toy', now it is 'other'"):
         make("other", out, device="cpu")
 
@@ -86,9 +91,7 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     decoder = toy.learned_target(60)
     target = save_decoder(decoder, tmp_path / "target") if settings else write_quantised(decoder, tmp_path, kind)[0]
     toy.save_tokenizer(target)
-    draw, prompts = random.Random(0), tmp_path / "prompts.jsonl"
-    texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(400)]
-    prompts.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))
+    prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 400)
     began = time.monotonic()
     made = make(str(target), tmp_path / "out", hours=0.003, prompts=prompts, device="cpu", say=lambda _: None)
     assert time.monotonic() - began < 180
@@ -98,9 +101,9 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     assert record["step"] > 0
 
 
-def plan_for(tokenizer=None, **sizes) -> MakePlan:
-    shape = SimpleNamespace(**vars(tiny_model_config(**sizes)))
-    return MakePlan.of("some/model", shape, tokenizer or chat_tokenizer(), torch.device("cpu"), hours=2.0)
+def plan_for(tokenizer=None, prompts=None, **shape) -> MakePlan:
+    config = SimpleNamespace(**vars(tiny_model_config(**shape)))
+    return MakePlan.of("some/model", config, tokenizer or chat_tokenizer(), torch.device("cpu"), 2.0, prompts)
 
 
 def test_the_plan_says_what_will_be_done():
@@ -114,13 +117,42 @@ def test_the_plan_says_what_will_be_done():
 
 def test_the_plan_becomes_a_recipe():
     plan = plan_for(num_layers=8)
-    content = plan.recipe(Path("out"), Path("train.jsonl"), Path("held.jsonl"), [100] * 500, plan.train_seconds(600.0))
+    content = plan.recipe(Path("out"), Path("train.jsonl"), Path("held.jsonl"), 50_000, 100, plan.train_seconds(600.0))
     recipe = build_recipe(content)
-    assert recipe.run.max_seconds == pytest.approx(0.85 * (7200 - 600))
+    assert recipe.run.max_seconds == pytest.approx(7200 - 600 - 120)  # the last two minutes are for the checks
     assert recipe.data.sequence_length == 128
-    steps = sum([100] * 500) * recipe.run.epochs / (recipe.data.global_batch_size * recipe.data.sequence_length)
+    steps = 50_000 * recipe.run.epochs / (recipe.data.global_batch_size * recipe.data.sequence_length)
     assert steps > 250
     assert recipe.data.augmentation.active
+
+
+def test_on_a_gpu_a_short_training_has_smaller_steps():
+    plan = replace(plan_for(max_positions=8192), device="cuda", sequence_length=2048)
+
+    def rows(tokens_per_s: float, seconds: float) -> int:
+        faster = replace(plan, train_tokens_per_s=tokens_per_s)
+        content = faster.recipe(Path("out"), Path("train"), Path("held"), 1e8, 2000, seconds)
+        return build_recipe(content).data.global_batch_size
+
+    assert rows(520_000, 500) == 16
+    assert rows(70_000, 600) == 8
+    assert rows(70_000, 10) == 4
+
+
+def test_time_that_answers_took_too_long_is_not_taken_from_all_of_the_training():
+    plan = plan_for()
+    assert plan.train_seconds(7100.0) == pytest.approx(0.25 * 7200)
+    assert plan.train_seconds(plan.answer_seconds) > 1.5 * plan.answer_seconds
+
+
+def test_a_file_of_prompts_is_answered_twice_before_the_target_writes_its_own():
+    def kinds(plan: MakePlan) -> list[tuple[bool, float]]:
+        return [(part.self_written, part.temperature) for part in plan.answer_parts]
+
+    assert kinds(plan_for(prompts=Path("p.jsonl"))) == [(False, 0.0), (False, 0.8), (True, 0.0)]
+    assert kinds(plan_for()) == [(True, 0.0), (True, 0.8)]
+    for plan in (plan_for(), plan_for(prompts=Path("p.jsonl"))):
+        assert len({part.file for part in plan.answer_parts}) == len({part.seed for part in plan.answer_parts})
 
 
 def test_expectations_grow_with_the_data():
@@ -129,19 +161,77 @@ def test_expectations_grow_with_the_data():
     assert expected_acceptance(39e6) == pytest.approx(2.9)
 
 
-def test_conversations_are_held_out_by_their_ids(tmp_path):
-    lines = [json.dumps({"id": f"n{number}"}) + "\n" for number in range(50)]
+def test_prompts_are_held_out_of_all_files(tmp_path):
+    lines = [json.dumps({"id": f'n"{number}', "messages": [{"id": "other"}]}) + "\n" for number in range(50)]
     (tmp_path / "answers.jsonl").write_text("".join(lines))
-    _split(tmp_path / "answers.jsonl", tmp_path / "data")
+    (tmp_path / "again.jsonl").write_text("".join(lines[::2]))
+    split([tmp_path / "answers.jsonl", tmp_path / "again.jsonl"], tmp_path / "data")
     train, held_out = ((tmp_path / "data" / f"{name}.jsonl").read_text().splitlines(True) for name in ("train", "held-out"))
-    assert (len(train), len(held_out)) == (45, 5)
-    assert sorted(train + held_out) == sorted(lines)
+    assert len(held_out) == 5
+    assert len(set(train)) == 45
+    assert sorted(train) == sorted(line for line in [*lines, *lines[::2]] if line not in held_out)
+
+
+def test_the_sizes_of_the_first_conversations_tell_those_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_answers, "SIZED_LINES", 10)
+    turn = {"prompt_ids": [1] * 30, "answer_ids": [2] * 20}
+    (tmp_path / "train.jsonl").write_text((json.dumps({"id": "a", "turns_ids": [turn, turn]}) + "\n") * 40)
+    assert sizes(tmp_path / "train.jsonl") == (pytest.approx(40 * 50), 50)
+
+
+def prompts_of_toy(path: Path, count: int) -> Path:
+    draw = random.Random(0)
+    texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(count)]
+    path.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, monkeypatch):
+    """And when a few prompts are answered greedily, they are answered once more, and the target writes its own."""
+    for package in ("matplotlib", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    told: list[str] = []
+    monkeypatch.setattr(journal.progress, "say", told.append)
+    prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 40)
+    began = time.monotonic()
+    made = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, say=told.append)
+    assert time.monotonic() - began < 120
+    assert any("matplotlib is not installed" in text for text in told)
+    assert "curves.png" not in (made.folder / "README.md").read_text()
+    assert load_drafter(made.folder).config.version == "3.1"
+    assert load_drafter(tmp_path / "out" / "twin").config.version == "3"
+    ids = [[json.loads(line)["id"] for line in (tmp_path / "out" / f"answers{kind}.jsonl").open()] for kind in ("", "-sampled")]
+    assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
+    log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
+    again = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, say=told.append)
+    assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
+    assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
+    trained = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "train.jsonl").open()}
+    held_out = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "held-out.jsonl").open()}
+    assert len(held_out) == 4
+    assert not trained & held_out
+
+
+def test_the_engine_that_answered_is_gone_before_the_training(tmp_path, monkeypatch):
+    """Its KV cache would leave the training a seventh of a GPU. The GPU's executor refers to itself: it must be collected."""
+    monkeypatch.setattr(offline, "build_engine", lambda *args, **options: build.build_engine(*args, **options, capture=False))
+    target = toy.make(tmp_path / "toy", num_answers=1) / "target"
+    plan = MakePlan.of(
+        str(target), load_config(target), making.Tokenizer(target), torch.device("cpu"), 1.0, prompts_of_toy(tmp_path / "p", 9)
+    )
+    plan = replace(plan, hours=10 / 3600 / 0.35)
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) in (Engine, PagedKV)}
+    progress = Progress.load(tmp_path / "make.json", {})
+    make_answers.answer(plan, load_config(target), making.Tokenizer(target), tmp_path, progress, (), lambda _: None)
+    left = [type(one).__name__ for one in gc.get_objects() if type(one) in (Engine, PagedKV) and id(one) not in before]
+    assert left == []
 
 
 def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch):
     tried = []
 
-    def fails_twice(recipe):
+    def fails_twice(recipe, began):
         tried.append((recipe.data.micro_batch_size, recipe.objective.recompute))
         if len(tried) < 3:
             raise TrainingStopped("no memory") from torch.OutOfMemoryError("CUDA out of memory")
@@ -151,14 +241,26 @@ def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch):
     data = {"train": ["x"], "micro_batch_size": 8, "global_batch_size": 8}
     recipe = build_recipe({"output": "o", "target": {"model": "m"}, "data": data, "run": {"steps": 1}})
     told: list[str] = []
-    assert _train(recipe, told.append).data.micro_batch_size == 2
+    assert _train(recipe, False, told.append).data.micro_batch_size == 2
     assert tried == [(8, False), (4, True), (2, True)]
     assert len(told) == 2
 
 
 def test_progress_is_kept(tmp_path):
     progress = Progress.load(tmp_path / "make.json", {"model": "a"})
-    progress.answer_seconds = 3.0
+    progress.seconds = 3.0
     progress.finish("answers")
     again = Progress.load(tmp_path / "make.json", {"model": "a"})
-    assert (again.answer_seconds, again.done) == (3.0, ("answers",))
+    assert (again.seconds, again.done) == (pytest.approx(3.0, abs=0.5), ("answers",))
+
+
+def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
+    progress = Progress.load(tmp_path / "make.json", {"model": "a"})
+    progress.save()
+    (tmp_path / "answers-sampled.jsonl").touch()
+    now = (tmp_path / "make.json").stat().st_mtime
+    os.utime(tmp_path / "answers-sampled.jsonl", (now, now + 100))
+    assert Progress.load(tmp_path / "make.json", {"model": "a"}).spent == pytest.approx(100, abs=1)
+    progress.finish("answers")
+    os.utime(tmp_path / "make.json", (now, now))
+    assert Progress.load(tmp_path / "make.json", {"model": "a"}).spent < 1

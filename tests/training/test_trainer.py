@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,6 +189,30 @@ def test_a_time_budget_ends_the_run_and_its_schedule(recipe):
     assert result.finished
     rates = [x["learning_rate"] for x in read_journal(Path(recipe.output) / "log.jsonl") if x["kind"] == "train"]
     assert rates[-1] < 0.5 * max(rates)
+
+
+def test_time_before_the_first_step_is_spent_and_the_learning_rate_still_rises_slowly(recipe, monkeypatch):
+    """Loading and compiling took most of the time: the rate must not begin in the middle of its course."""
+    original, slow = Trainer._train_step, iter([2.5])
+
+    def compiles(self, *args, **kwargs):
+        time.sleep(next(slow, 0.0))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "_train_step", compiles)
+    optimizer = replace(recipe.optimizer, warmup=0.5)
+    recipe = replace(recipe, optimizer=optimizer, run=replace(recipe.run, steps=None, max_seconds=15.0, log_every=1))
+    began = time.perf_counter()
+    assert train(recipe, began=began - 9.0).finished
+    assert time.perf_counter() - began < 30
+    rates = [x["learning_rate"] for x in read_journal(Path(recipe.output) / "log.jsonl") if x["kind"] == "train"]
+    assert rates[1] < 0.2 * recipe.optimizer.learning_rate
+    assert rates[-1] < 0.5 * max(rates)
+
+
+def test_a_run_whose_time_is_over_makes_one_step(recipe):
+    recipe = replace(recipe, run=replace(recipe.run, steps=None, max_seconds=1.0))
+    assert train(recipe, began=time.perf_counter() - 100.0).step == 1
 
 
 def test_patience_ends_a_run_that_does_not_improve(recipe):

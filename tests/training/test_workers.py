@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,41 @@ def test_when_the_time_is_over_no_prompt_is_begun(processes, tmp_path, monkeypat
     run(tmp_path / "some.jsonl", processes=processes)
     run(tmp_path / "all.jsonl", processes=processes)
     assert records(tmp_path / "some.jsonl").keys() == records(tmp_path / "all.jsonl").keys()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_answers_that_take_too_long_are_dropped_and_conversations_end_where_they_are(processes, tmp_path, monkeypatch):
+    write_prompts(tmp_path / "p.jsonl")
+    clock = itertools.count()
+
+    def check(self):
+        if next(clock) == 60:
+            raise regeneration._TimeOver
+
+    monkeypatch.setattr(regeneration._Run, "_check_time", check)
+    report = run(tmp_path / "some.jsonl", processes=processes, max_seconds=1e9)
+    found = records(tmp_path / "some.jsonl")
+    assert 5 < len(found) == report.conversations < 58
+    for record in found.values():
+        assert len(record["messages"]) == 2 * len(record["turns_ids"])
+        assert record["messages"][-1]["role"] == "assistant"
+    monkeypatch.undo()
+    run(tmp_path / "some.jsonl", processes=processes)
+    run(tmp_path / "all.jsonl", processes=processes)
+    assert records(tmp_path / "some.jsonl").keys() == records(tmp_path / "all.jsonl").keys()
+
+
+def test_no_answer_is_waited_for_long_after_the_time(tmp_path):
+    class Slow(StreamGenerator):
+        def answer(self, *args):
+            time.sleep(0.05)
+            return super().answer(*args)
+
+    write_prompts(tmp_path / "p.jsonl")
+    began = time.monotonic()
+    report = run(tmp_path / "o.jsonl", Slow, processes=0, max_seconds=0.2)
+    assert time.monotonic() - began < 2.0  # all of them take 5 s
+    assert report.answers < 20
 
 
 def test_processes_change_nothing_but_who_works(tmp_path):

@@ -149,6 +149,10 @@ class Executor(Protocol):
         """Prepares what the first requests need; lines for the log."""
         ...
 
+    def compile_kernels(self) -> None:
+        """The part of `warm_up` that offline work needs, which records what it uses on the way."""
+        ...
+
     def idle(self) -> bool:
         """Nothing runs: prepares more, for a moment. False: there is nothing left to prepare."""
         ...

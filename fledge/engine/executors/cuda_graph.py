@@ -20,7 +20,7 @@ import torch
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.base import Chunk, Output, Plan
-from fledge.engine.executors.batch_state import ADJUSTED, RowInit
+from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, RowInit
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.hidden_states import DeviceStates
@@ -414,6 +414,11 @@ class CudaGraphExecutor:
             return []
         self.usual_graphs = UsualGraphs(self.batch, [0, *self.controller.acceptance.depths])
         return self.usual_graphs.warm_up()
+
+    def compile_kernels(self) -> None:
+        """By all cores, those of every batch size: one after another, as they are needed, they take a minute and more."""
+        if self.batch.graphs.capture:
+            UsualGraphs(self.batch, [0, *self.controller.acceptance.depths]).compile_cycles((SAMPLED, GREEDY))
 
     def idle(self) -> bool:
         return self.usual_graphs is not None and self.usual_graphs.idle()

@@ -331,6 +331,9 @@ class EagerExecutor:
     def warm_up(self) -> list[str]:
         return []
 
+    def compile_kernels(self) -> None:
+        """There are none to compile."""
+
     def idle(self) -> bool:
         return False
 

@@ -29,9 +29,7 @@ class UsualGraphs:
     def warm_up(self) -> list[str]:
         """Compiles all kernels, then records. Batches that sample run in the graphs of top-p until theirs are there."""
         started = time.perf_counter()
-        with compile_ahead.side_by_side():
-            for record in self._records((TRUNCATED, SAMPLED, GREEDY)):
-                record()
+        _compile(self._records((TRUNCATED, SAMPLED, GREEDY)))
         compiled = time.perf_counter()
         for record in self._records((TRUNCATED, GREEDY)):
             record()
@@ -39,6 +37,10 @@ class UsualGraphs:
         families = (self.batch.graphs, self.batch.prefills.graphs, self.batch.chunks.graphs)
         count, seconds = sum(len(one.graphs) for one in families), time.perf_counter() - compiled
         return [f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefills recorded in {seconds:.0f} s"]
+
+    def compile_cycles(self, modes: Sequence[int]) -> None:
+        """Compiles the kernels of decoding cycles and records nothing: where few shapes will come, on their first use."""
+        _compile(self._cycles(modes))
 
     def idle(self) -> bool:
         """Records one more graph. False: all are there."""
@@ -50,6 +52,18 @@ class UsualGraphs:
 
     def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
         """What records them, the largest first, whose memory the others share."""
+        batch = self.batch
+        yield from self._cycles(modes)
+        longest = [*LONGEST[::-1], *([OVER_CACHE] if batch.config.prefix_caching else [])]
+        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
+        passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
+        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
+            yield partial(batch.prefills.record, [(*size, reach, mode)])
+        if batch.config.max_model_len > batch.chunk_tokens:
+            for mode in (MIDDLE, *modes):
+                yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
+
+    def _cycles(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
         batch, short = self.batch, self.batch.kv_bucket(0)
         sizes = batch.sizes[::-1]
         shapes = [(size, depth, mode, *short) for size, mode, depth in product(sizes, modes, self.depths)]
@@ -61,11 +75,9 @@ class UsualGraphs:
             shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, self.depths)]
         for shape in shapes:
             yield partial(batch.record, [shape])
-        longest = [*LONGEST[::-1], *([OVER_CACHE] if batch.config.prefix_caching else [])]
-        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
-        passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
-        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
-            yield partial(batch.prefills.record, [(*size, reach, mode)])
-        if batch.config.max_model_len > batch.chunk_tokens:
-            for mode in (MIDDLE, *modes):
-                yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
+
+
+def _compile(records: Iterator[Callable[[], None]]) -> None:
+    with compile_ahead.side_by_side():
+        for record in records:
+            record()

@@ -83,6 +83,18 @@ class Conversations(Iterator["list[int] | None"]):
         while self._settling:
             self._take_settled(self._settling.popleft().result())
 
+    def abandon(self) -> None:
+        """When the time is over: conversations end with the last turn that was answered, and those without one are dropped."""
+        begun = [dialogue for dialogue in [*self._asked.values(), *self._follow_ups] if dialogue.turns]
+        self._asked.clear()
+        self._follow_ups.clear()
+        self.finish()
+        begun += self._follow_ups
+        for dialogue in begun:
+            dialogue.messages.pop()  # the user's, which is not answered
+        self._file.append([(dialogue.prompt.id, dialogue.line()) for dialogue in begun])
+        self._report.conversations += len(begun)
+
     def salvage(self) -> None:
         """After an error: what was answered is written down, as far as that is still possible."""
         try:

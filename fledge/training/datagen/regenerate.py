@@ -35,10 +35,16 @@ WAVE = 32768
 # The user's turns that the target writes: sampled freely.
 SELF_TEMPERATURE = 1.0
 SELF_MAX_TOKENS = 256
+# When the time is over no prompt is begun; this share of it later, what is still being answered is dropped.
+GRACE = 0.1
 
 
 class PromptsExhausted(DataError):
     """The target writes no new prompts any more; what it wrote is answered."""
+
+
+class _TimeOver(Exception):
+    """What is still being answered is not waited for."""
 
 
 class AnswerGenerator(Protocol):
@@ -158,9 +164,10 @@ def regenerate(
     `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
     `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
     `started`: when the whole command did (time.monotonic()), for its report; None: now.
-    `max_seconds`: from now on, after which no prompt is begun.
+    `max_seconds`: from now on, after which no prompt is begun. A tenth of that later, what is still being answered is dropped.
     """
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
+    last = None if max_seconds is None else time.monotonic() + max_seconds * (1 + GRACE)
     started = time.monotonic() if started is None else started
     if prompts_path is None and not self_prompted:
         raise DataError("nothing to answer: give a file of prompts, a number of self-written prompts, or both")
@@ -182,7 +189,7 @@ def regenerate(
         gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
         try:
             run = _Run(generator, work, workers, file, sampling, seed, wave, started, decontamination, stop_ids)
-            run.template_options, run.deadline = list(template_options), deadline
+            run.template_options, run.deadline, run.last = list(template_options), deadline, last
             return run.answer_all(prompts, self_prompted or 0)
         finally:
             gc.unfreeze()
@@ -210,6 +217,7 @@ class _Run:
         self.stop_ids = stop_ids
         self.template_options: list[Options] = [{}]
         self.deadline: float | None = None  # time.monotonic() after which no prompt is begun
+        self.last: float | None = None  # and after which no answer is waited for
         self.report = RegenerateReport()
         # A resumed run must not draw again what the first one drew.
         self.waves = len(file.done) * 1009
@@ -235,6 +243,10 @@ class _Run:
     @property
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def _check_time(self) -> None:
+        if self.last is not None and time.monotonic() > self.last:
+            raise _TimeOver
 
     def _with_options(self, prompt: Prompt) -> Prompt:
         """By its id alone, so that a resumed run chooses the same."""
@@ -316,7 +328,10 @@ class _Run:
                 report.cut_off += reason == "length"
                 conversations.answer(index, ids, reason)
                 show()
+                self._check_time()
             conversations.finish()
+        except _TimeOver:
+            conversations.abandon()
         except BaseException:
             conversations.salvage()
             raise
@@ -328,9 +343,10 @@ class _Run:
         return self.generator.generate(stream, seed=conversations.seed, stop_ids=self.stop_ids, **self.sampling)
 
     def _watched(self, conversations: Conversations) -> Iterator[list[int] | None]:
-        """Notes when the first prompt goes in."""
+        """Notes when the first prompt goes in, and when the time is over: it is asked at every step of an engine."""
         for prompt in conversations:
             self._end_warm_up()
+            self._check_time()
             yield prompt
 
     def _next_seed(self) -> int:

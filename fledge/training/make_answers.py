@@ -1,0 +1,192 @@
+"""The answers that `fledge make` trains on: written in the time that there is, then split into training and held-out ones."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fledge.errors import UserError
+from fledge.files import write_atomically
+from fledge.tokenizer import Tokenizer
+from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
+from fledge.training.make_plan import AnswerPart, MakePlan
+from fledge.training.targets.endpoint import EndpointAnswers
+from fledge.training.targets.states_client import StatesClient, launch_command
+
+FIRST_ROUND = {"cuda": 2048, "cpu": 64}  # self-written prompts; later rounds are as large as the speed allows
+ENDPOINT_REQUESTS = 64
+MIN_SHARE = 0.15  # of all time, for answers, where what came before them took theirs
+SIZED_LINES = 4096  # conversations whose tokens are counted; the others are taken to be alike
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Progress:
+    """What is done, on disk, and the seconds it took."""
+
+    path: Path
+    settings: dict[str, Any]
+    seconds: float = 0.0  # by earlier processes
+    done: tuple[str, ...] = ()
+    began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def load(cls, path: Path, settings: dict[str, Any]) -> Progress:
+        if not path.is_file():
+            return cls(path, settings)
+        found = json.loads(path.read_text())
+        for name, value in settings.items():
+            if found["settings"].get(name) != value:
+                raise UserError(
+                    f"{path.parent}: was begun with {name} {found['settings'].get(name)!r}, now it is {value!r}; name another "
+                    "output folder, or use the same settings"
+                )
+        seconds, done = found["seconds"], tuple(found["done"])
+        if "answers" not in done:  # killed: it lived at least until its last answer
+            last = max((file.stat().st_mtime for file in path.parent.glob("answers*.jsonl")), default=0.0)
+            seconds += max(0.0, last - path.stat().st_mtime)
+        return cls(path, settings, seconds, done)
+
+    @property
+    def spent(self) -> float:
+        """Seconds up to now, in all processes. Those of training are in its checkpoints."""
+        return self.seconds + time.monotonic() - self.began
+
+    def save(self) -> None:
+        record = {"settings": self.settings, "seconds": self.spent, "done": list(self.done)}
+        write_atomically(self.path, lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
+
+    def finish(self, part: str) -> None:
+        self.done = (*self.done, part)
+        self.save()
+
+
+def answer(
+    plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progress: Progress, decontaminate: Sequence[Path], say: Say
+) -> None:
+    generator, files = _generator(plan, shape), []
+    start = progress.spent
+    left = max(plan.answer_seconds - start, MIN_SHARE * plan.seconds)
+    for part in plan.answer_parts:
+        _answer_part(part, start + part.until * left, plan, generator, tokenizer, out, progress, decontaminate, say)
+        files += [out / part.file] if (out / part.file).is_file() else []
+    del generator
+    free(torch.device(plan.device))
+    done = sum(map(num_lines, files))
+    if done < 8:
+        raise UserError(f"{out}: {done} answers are too few to train on; give more time (--hours) or more prompts (--prompts)")
+    split(files, out / "data")
+    progress.finish("answers")
+
+
+def _answer_part(
+    part: AnswerPart,
+    until: float,
+    plan: MakePlan,
+    generator: AnswerGenerator,
+    tokenizer: Tokenizer,
+    out: Path,
+    progress: Progress,
+    decontaminate: Sequence[Path],
+    say: Say,
+) -> None:
+    """Until so many seconds are spent. A file's prompts at once. Self-written ones in rounds, each as large as the time that is
+    left allows by the speed of those before it: all prompts of a round are written before the first is answered."""
+    file, before, began = out / part.file, num_lines(out / part.file), time.monotonic()
+    num_new, size = 0, FIRST_ROUND["cpu" if plan.device == "cpu" else "cuda"]
+    while (left := until - progress.spent) > 0:
+        if num_new:
+            size = min(4 * num_new, max(16, int(num_new / (time.monotonic() - began) * left)))
+        try:
+            report = regenerate(
+                generator,
+                tokenizer,
+                None if part.self_written else plan.prompts,
+                file,
+                max_tokens=plan.max_answer_tokens,
+                temperature=part.temperature,
+                seed=part.seed,
+                model=plan.model,
+                template_options=[{"enable_thinking": True}, {"enable_thinking": False}] if plan.has_thinking else [{}],
+                decontaminate=decontaminate,
+                max_seconds=left,
+                self_prompted=before + num_new + size if part.self_written else None,
+            )
+            say(f"{file.name}: {report}")
+        except PromptsExhausted as error:
+            say(f"{file.name}: {error}")
+            return
+        finally:
+            progress.save()
+        num_new += report.conversations
+        if not part.self_written or not report.conversations:
+            return
+
+
+def free(device: torch.device) -> None:
+    """Gives memory back that only the garbage collector finds: engines and trainers refer to themselves."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _generator(plan: MakePlan, shape: Any) -> AnswerGenerator:
+    if plan.endpoint is not None:
+        layers = (*plan.aux_layers, plan.num_layers)
+        command = launch_command(plan.model, layers)
+        client = StatesClient(plan.endpoint, layers, shape.hidden_size, plan.endpoint_states, command)
+        return EndpointAnswers(client, ENDPOINT_REQUESTS)
+    from fledge.engine.offline import answer_generator
+
+    # What is longer than a row of the training is not learnt from.
+    return answer_generator(plan.model, device=plan.device, max_model_len=plan.sequence_length)
+
+
+def num_lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def split(answers: Sequence[Path], folder: Path) -> None:
+    """A tenth of the first file's prompts, 64 at most, are held out: the same ones for the same answers."""
+    with answers[0].open("rb") as file:
+        ids = sorted((_id_of(line) for line in file), key=lambda name: hashlib.sha256(name.encode()).digest())
+    chosen = set(ids[: min(64, max(2, len(ids) // 10))])
+
+    def write(target: Any, files: Sequence[Path], wanted: bool) -> None:
+        for path in files:
+            with path.open("rb") as file:
+                target.writelines(line for line in file if (_id_of(line) in chosen) == wanted)
+
+    write_atomically(folder / "held-out.jsonl", lambda file: write(file, answers[:1], True))
+    write_atomically(folder / "train.jsonl", lambda file: write(file, answers, False))
+
+
+def _id_of(line: bytes) -> str:
+    """Its first key, without reading the rest of the line: a file of answers may have gigabytes."""
+    found = re.match(rb'\{"id":\s*("(?:[^"\\]|\\.)*")', line)
+    return json.loads(found[1]) if found else json.loads(line)["id"]
+
+
+def sizes(path: Path) -> tuple[float, int]:
+    """About how many tokens the conversations have, and how many the longest: by the first of them."""
+    num_tokens = num_bytes = longest = 0
+    with path.open("rb") as file:
+        for line in islice(file, SIZED_LINES):
+            turn = json.loads(line)["turns_ids"][-1]
+            size = len(turn["prompt_ids"]) + len(turn["answer_ids"])
+            num_tokens, num_bytes, longest = num_tokens + size, num_bytes + len(line), max(longest, size)
+    return num_tokens * path.stat().st_size / num_bytes, longest

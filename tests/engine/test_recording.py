@@ -1,0 +1,54 @@
+"""Which graphs are compiled and recorded ahead, without a GPU: what a batch is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fledge.engine.config import EngineConfig
+from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
+from fledge.engine.executors.recording import UsualGraphs
+
+
+class Asked:
+    """Notes the shapes that are to be recorded."""
+
+    def __init__(self) -> None:
+        self.graphs = SimpleNamespace(graphs={})
+
+    def record(self, shapes) -> None:
+        self.graphs.graphs |= dict.fromkeys(shapes)
+
+
+class Batch(Asked):
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes, self.chunk_tokens = sizes, 1024
+        self.config = EngineConfig(max_model_len=2048, max_num_seqs=sizes[-1], prefix_caching=False)
+        self.prefills, self.chunks = Asked(), Asked()
+
+    def kv_bucket(self, _: int) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return Batch([1, 2, 4, 8, 2048])
+
+
+def test_offline_work_compiles_the_cycles_of_all_sizes_and_no_prefill(batch):
+    UsualGraphs(batch, [0]).compile_cycles((SAMPLED, GREEDY))
+    plain = {shape for shape in batch.graphs.graphs if shape[2] != ADJUSTED}
+    assert plain == {(size, 0, mode) for size in batch.sizes for mode in (SAMPLED, GREEDY)}
+    assert not batch.prefills.graphs.graphs
+    assert not batch.chunks.graphs.graphs
+
+
+def test_a_server_records_prefills_and_chunks_too(batch):
+    UsualGraphs(batch, [0, 3]).warm_up()
+    cycles = batch.graphs.graphs
+    assert {shape[2] for shape in cycles} == {GREEDY, SAMPLED, TRUNCATED, ADJUSTED}
+    assert {shape[1] for shape in cycles} == {0, 3}
+    assert batch.prefills.graphs.graphs
+    assert batch.chunks.graphs.graphs
