@@ -47,7 +47,7 @@ class Progress:
             return cls(path, settings)
         found = json.loads(path.read_text())
         for name, value in settings.items():
-            if found["settings"].get(name) != value:
+            if (found["settings"].get(name) or None) != (value or None):  # newer settings are not in older files
                 raise UserError(
                     f"{path.parent}: was begun with {name} {found['settings'].get(name)!r}, now it is {value!r}; name another "
                     "output folder, or use the same settings"
@@ -83,6 +83,8 @@ def answer(
         files += [out / part.file] if (out / part.file).is_file() else []
     del generator
     free(torch.device(plan.device))
+    if plan.device != "cpu":
+        say(f"GPU memory still taken when the answers are there: {torch.cuda.memory_reserved(plan.device) / 2**30:.1f} GiB")
     done = sum(map(num_lines, files))
     if done < 8:
         raise UserError(f"{out}: {done} answers are too few to train on; give more time (--hours) or more prompts (--prompts)")
@@ -139,6 +141,7 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # what comes next has its own
 
 
 def _generator(plan: MakePlan, shape: Any) -> AnswerGenerator:

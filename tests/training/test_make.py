@@ -252,6 +252,9 @@ def test_progress_is_kept(tmp_path):
     progress.finish("answers")
     again = Progress.load(tmp_path / "make.json", {"model": "a"})
     assert (again.seconds, again.done) == (pytest.approx(3.0, abs=0.5), ("answers",))
+    Progress.load(tmp_path / "make.json", {"model": "a", "twin": False})  # a setting that is newer than the file
+    with pytest.raises(UserError, match="was begun with twin None, now it is True"):
+        Progress.load(tmp_path / "make.json", {"model": "a", "twin": True})
 
 
 def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
