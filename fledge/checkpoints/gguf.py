@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ def convert(path: str | Path, folder: str | Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(file.metadata, folder, str(path))
-    return hf.write_folder(folder, hf.config_to_hf(config), weights(), dtype)
+    # Without a version transformers takes any tokenizer for one of Mistral's with a wrong pattern, and warns of it.
+    written = hf.config_to_hf(config) | {"transformers_version": version("transformers")}
+    return hf.write_folder(folder, written, weights(), dtype)
 
 
 def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:

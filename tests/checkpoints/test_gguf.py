@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 
 import gguf
@@ -184,6 +186,22 @@ def test_pre_tokenizers(pre: str, text: str, tokens: list[str], tmp_path: Path) 
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", pre=pre)
     tokenizer = Tokenizer(convert(file, tmp_path / "folder"))
     assert [tokenizer.token(token_id) for token_id in tokenizer.encode(text)] == tokens
+
+
+def test_no_warning_of_a_pattern_that_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns of large tokenizers whose config has no version: Mistral's were wrong once."""
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", pre="qwen2")
+    folder = convert(file, tmp_path / "folder")
+    large = json.loads((folder / "tokenizer.json").read_text())
+    large["model"]["vocab"] |= {f"more {number}": number for number in range(VOCAB, 100_002)}
+    (folder / "tokenizer.json").write_text(json.dumps(large))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        Tokenizer(folder)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_tokenizer_marks_and_chat_template(tmp_path: Path) -> None:
