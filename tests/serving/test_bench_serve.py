@@ -26,7 +26,7 @@ from tests.serving.processes import ServerProcess
 def command_line() -> typer.Typer:
     app = typer.Typer()
     app.command()(bench_serve.bench_serve)
-    app.command(**serve.COMMAND)(serve.serve)
+    app.command(context_settings=serve.CONTEXT_SETTINGS, add_help_option=False)(serve.serve)
     return app
 
 

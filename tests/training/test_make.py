@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,7 @@ import torch
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.engine import build, offline
-from fledge.engine.engine import Engine
 from fledge.errors import UserError
-from fledge.kernels.attention.paged import PagedKV
 from fledge.training import journal, make_answers, toy
 from fledge.training import make as making
 from fledge.training.make import _train, make
@@ -214,18 +212,22 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
 
 def test_the_engine_that_answered_is_gone_before_the_training(tmp_path, monkeypatch):
     """Its KV cache would leave the training a seventh of a GPU. The GPU's executor refers to itself: it must be collected."""
-    monkeypatch.setattr(offline, "build_engine", lambda *args, **options: build.build_engine(*args, **options, capture=False))
+    built: list[weakref.ref[object]] = []
+
+    def build_captured(*args, **options):
+        engine = build.build_engine(*args, **options, capture=False)
+        built.extend((weakref.ref(engine), weakref.ref(engine.executor.batch.cache)))
+        return engine
+
+    monkeypatch.setattr(offline, "build_engine", build_captured)
     target = toy.make(tmp_path / "toy", num_answers=1) / "target"
     plan = MakePlan.of(
         str(target), load_config(target), making.Tokenizer(target), torch.device("cpu"), 1.0, prompts_of_toy(tmp_path / "p", 9)
     )
     plan = replace(plan, hours=10 / 3600 / 0.35)
-    gc.collect()
-    before = {id(one) for one in gc.get_objects() if type(one) in (Engine, PagedKV)}
     progress = Progress.load(tmp_path / "make.json", {})
     make_answers.answer(plan, load_config(target), making.Tokenizer(target), tmp_path, progress, (), lambda _: None)
-    left = [type(one).__name__ for one in gc.get_objects() if type(one) in (Engine, PagedKV) and id(one) not in before]
-    assert left == []
+    assert [reference() for reference in built] == [None, None]
 
 
 def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch):
