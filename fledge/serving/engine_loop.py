@@ -101,7 +101,7 @@ class EngineLoop:
 
     @property
     def has_masks_left(self) -> bool:
-        """Whether a thread is still inside the grammar library, for a mask that nobody waits for."""
+        """Whether a thread is still inside the grammar library, for a mask that timed out."""
         return self._grammar_jobs is not None and self._grammar_jobs.is_busy
 
     def run(self) -> UserError | None:

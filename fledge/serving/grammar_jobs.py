@@ -116,15 +116,15 @@ class GrammarJobs(Generic[Key]):
         from fledge.serving.structured import after_mark
 
         assert self.compiler is not None
-        if not grammar.is_plain and self.compiler.mask_thread.num_given_up(caller) >= GRAMMARS_PER_CALLER:
+        if not grammar.is_plain and self.compiler.mask_thread.num_timed_out(caller) >= GRAMMARS_PER_CALLER:
             message = "earlier grammars of yours took too long to follow and still take time; try again later"
             raise ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
         return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a mask that nobody waits for still takes time."""
-        return self.compiler is not None and self.compiler.mask_thread.num_given_up() > 0
+        """Whether a mask that timed out is still computed."""
+        return self.compiler is not None and self.compiler.mask_thread.num_timed_out() > 0
 
     def new_step(self) -> None:
         if self.compiler is not None:

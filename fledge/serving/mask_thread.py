@@ -88,7 +88,7 @@ class _Thread:
             except BaseException as error:
                 self._error = error
             self._work = _nothing  # nothing of a request is kept until the next one
-            self._done.release()  # nobody waits for it if it was given up: then it ends above
+            self._done.release()  # after a timeout no thread acquires it: the loop ends above
 
 
 class MaskThread:
@@ -96,7 +96,7 @@ class MaskThread:
 
     def __init__(self) -> None:
         self._current: _Thread | None = None
-        self._given_up: list[tuple[str, _Thread]] = []  # by caller
+        self._timed_out: list[tuple[str, _Thread]] = []  # by caller
 
     def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
         """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds."""
@@ -105,14 +105,14 @@ class MaskThread:
         try:
             return self._current.run(work, limit)
         except MaskTimeout:
-            self._given_up.append((caller, self._current))
+            self._timed_out.append((caller, self._current))
             self._current = None
             raise
 
-    def num_given_up(self, caller: str | None = None) -> int:
-        """Masks that nobody waits for and that still take time: of one caller, or of all."""
-        self._given_up = [(owner, thread) for owner, thread in self._given_up if thread.is_alive]
-        return sum(caller in (None, owner) for owner, _ in self._given_up)
+    def num_timed_out(self, caller: str | None = None) -> int:
+        """Masks that timed out and are still computed: of one caller, or of all."""
+        self._timed_out = [(owner, thread) for owner, thread in self._timed_out if thread.is_alive]
+        return sum(caller in (None, owner) for owner, _ in self._timed_out)
 
     def close(self) -> None:
         if self._current is not None:

@@ -449,7 +449,7 @@ def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
         assert (await client.post(CHAT, json=plain, headers=key)).status_code == 200  # its masks are quick anywhere
         assert (await client.post(CHAT, json=regex, headers=other)).status_code == 200
         is_over.set()
-        while threads.num_given_up():
+        while threads.num_timed_out():
             await asyncio.sleep(0.01)
         assert (await client.post(CHAT, json=regex, headers=key)).status_code == 200
 

@@ -20,7 +20,7 @@ def busy(seconds: float) -> str:
 
 def wait_until_none(threads: MaskThread) -> None:
     deadline = time.monotonic() + 60
-    while threads.num_given_up():
+    while threads.num_timed_out():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -35,7 +35,7 @@ def test_results_and_errors_come_back() -> None:
     threads.close()
 
 
-def test_too_much_work_is_given_up() -> None:
+def test_too_much_work_times_out() -> None:
     threads, is_over = MaskThread(), threading.Event()
 
     def endless() -> None:
@@ -44,7 +44,7 @@ def test_too_much_work_is_given_up() -> None:
 
     with pytest.raises(MaskTimeout):
         threads.run(endless, 0.02, "a")
-    assert (threads.num_given_up("a"), threads.num_given_up("b"), threads.num_given_up()) == (1, 0, 1)
+    assert (threads.num_timed_out("a"), threads.num_timed_out("b"), threads.num_timed_out()) == (1, 0, 1)
     assert threads.run(lambda: "next", 1.0, "a") == "next"
     is_over.set()
     wait_until_none(threads)
