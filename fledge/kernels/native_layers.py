@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_long, c_void_p
+from ctypes import Structure, c_double, c_float, c_int, c_int64, c_long, c_void_p
 from typing import Any, Protocol
 
 import torch
@@ -43,16 +43,6 @@ class ExpertArguments(Structure):
     _fields_ = [("gate_up", LinearArguments), ("down", LinearArguments)]
 
 
-class SequenceArguments(Structure):
-    _fields_ = [
-        ("query_len", c_long),
-        ("kv_len", c_long),
-        ("runs", c_void_p),
-        ("tail_mask", c_void_p),
-        ("tail", c_long),
-    ]
-
-
 class CacheArguments(Structure):
     _fields_ = [
         *((name, c_long) for name in ("heads", "kv_heads", "head_size", "window")),
@@ -61,22 +51,26 @@ class CacheArguments(Structure):
     ]
 
 
-class BatchArguments(Structure):
+class EmbeddingArguments(Structure):
+    _fields_ = [("rows", c_void_p), *((name, c_long) for name in ("format", "row_bytes", "vocab", "size"))]
+
+
+class TargetArguments(Structure):
     _fields_ = [
-        ("sequences", POINTER(SequenceArguments)),
-        ("cosine", c_void_p * MAX_ROPES),
-        ("sine", c_void_p * MAX_ROPES),
-        ("positions", c_void_p),
-        ("num_sequences", c_long),
-        ("rows", c_long),
-        ("threads", c_int),
+        ("embeddings", EmbeddingArguments),
+        ("layers", c_void_p),
+        ("caches", c_void_p),
+        ("num_layers", c_long),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("embedding_scale", c_float),
+        ("head", LinearArguments),
     ]
 
 
 class DrafterArguments(Structure):
     _fields_ = [
-        ("table", c_void_p),
-        *((name, c_long) for name in ("format", "row_bytes", "vocab", "size")),
+        ("embeddings", EmbeddingArguments),
         *((name, c_void_p) for name in ("embedding_norm", "hidden_norm", "norm")),
         ("eps", c_float),
         *((name, c_int) for name in ("norm_before_residual", "norm_output")),
@@ -113,29 +107,40 @@ class LayerLike(Protocol):
 
 
 class NativeBatch:
-    """The sequences of one pass, for all its layers. `num_more`: see `CpuOps.batch`."""
+    """The sequences of one pass, for all its layers. `num_more`: see `CpuOps.batch`.
+
+    One array of longs holds C's `Batch`, its `Sequence`s and their runs, each pointing to the next. ctypes structures took half
+    as long again, and a cycle makes two.
+    """
+
+    BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # longs of each; cpu/library.c, cpu/attention.h
 
     def __init__(
         self, host: HostLayouts, tables: Sequence[tuple[Tensor, Tensor]], positions_N: Tensor, num_more: int = 0
     ) -> None:
         """`tables`: cosines and sines [positions, E] of each of the network's rotary embeddings."""
-        self.rows = len(positions_N)
-        layouts = host.sequences
-        self.sequences = (SequenceArguments * len(layouts))()
+        self.rows, layouts = len(positions_N), host.sequences
         positions_N = positions_N.contiguous()
         self.kept: list[Any] = [tables, positions_N]  # their memory is pointed to
-        for layout, arguments in zip(layouts, self.sequences, strict=True):
-            runs = array("l", [number for run in layout.runs(host.page_size, num_more) for number in run])
-            arguments.query_len, arguments.kv_len, arguments.runs = layout.query_len, layout.kv_len, runs.buffer_info()[0]
-            self.kept.append(runs)
+        first_run = self.BATCH + self.SEQUENCE * len(layouts)
+        sequences: list[int] = []
+        runs: list[int] = []
+        for layout in layouts:
+            mask_at = tail = 0
             if layout.tail_mask is not None:
                 mask = layout.tail_mask.contiguous()
-                arguments.tail_mask, arguments.tail = mask.data_ptr(), mask.shape[1]
+                mask_at, tail = mask.data_ptr(), mask.shape[1]
                 self.kept.append(mask)
-        angles = [(c_void_p * MAX_ROPES)(*(table.data_ptr() for table in parts)) for parts in zip(*tables, strict=True)]
+            sequences += (layout.query_len, layout.kv_len, first_run + len(runs), mask_at, tail)
+            for run in layout.runs(host.page_size, num_more):
+                runs += run
+        angles = [[table.data_ptr() for table in parts] + [0] * (MAX_ROPES - len(parts)) for parts in zip(*tables, strict=True)]
         sizes = (len(layouts), self.rows, torch.get_num_threads())
-        self.arguments = BatchArguments(self.sequences, *angles, positions_N.data_ptr(), *sizes)
-        self.pointer = ctypes.addressof(self.arguments)
+        self.numbers = array("l", [0, *angles[0], *angles[1], positions_N.data_ptr(), *sizes, *sequences, *runs])
+        self.pointer = self.numbers.buffer_info()[0]
+        self.numbers[0] = self.pointer + self.numbers.itemsize * self.BATCH
+        for place in range(self.BATCH + 2, first_run, self.SEQUENCE):
+            self.numbers[place] = self.pointer + self.numbers.itemsize * self.numbers[place]
 
 
 class NativeLayer:
@@ -207,6 +212,52 @@ class NativeLayers:
         return states if order == list(taps) else [states[order.index(tap)] for tap in taps]
 
 
+def embedding_arguments(embedding: nn.Module) -> EmbeddingArguments:
+    if isinstance(embedding, GgufEmbedding):
+        blocks = embedding.blocks
+        number = FORMATS[blocks.format].number
+        return EmbeddingArguments(blocks.address, number, blocks.row_bytes, blocks.outputs, blocks.inputs)
+    weight = embedding.weight
+    number, row_bytes = FORMATS[TENSOR_FORMATS[weight.dtype]].number, weight.stride(0) * weight.element_size()
+    return EmbeddingArguments(weight.data_ptr(), number, row_bytes, *weight.shape)
+
+
+class NativeTarget:
+    """A target in C: from tokens to logits in one call."""
+
+    def __init__(self, network: Any, layers: NativeLayers) -> None:
+        """`network`: a `models.decoder.Decoder`."""
+        self.kept = (network, layers)  # their memory is pointed to
+        scale = network.config.embedding_scale
+        norm, head = network.norm, network.lm_head.native.arguments
+        self.size, self.num_logits = head.inputs, head.outputs
+        parts = (norm.weight.data_ptr(), norm.eps, 1.0 if scale is None else scale, head)
+        self.arguments = TargetArguments(embedding_arguments(network.embed_tokens), *layers.pointers, *parts)
+        self.pointer = ctypes.addressof(self.arguments)
+
+    @staticmethod
+    def serves(network: Any) -> bool:
+        embedding = network.embed_tokens
+        is_known = isinstance(embedding, GgufEmbedding) or embedding.weight.dtype in TENSOR_FORMATS
+        return is_known and network.dtype == torch.float32 and getattr(network.lm_head, "native", None) is not None
+
+    def __call__(
+        self, batch: NativeBatch, tokens_N: Tensor, taps: Sequence[int], wanted: Sequence[int]
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        order, tokens_N = sorted(taps), tokens_N.contiguous()
+        states = torch.empty(len(order) + 1, batch.rows, self.size)
+        *tapped, x = states.unbind()
+        logits = torch.empty(len(wanted), self.num_logits)
+        lists = [array("l", numbers) for numbers in (order, wanted)]
+        (tap_at, num_taps), (wanted_at, num_wanted) = (numbers.buffer_info() for numbers in lists)
+        run, out = library().for_rows(batch.rows).run_target, (x.data_ptr(), logits.data_ptr())
+        inputs = (self.pointer, batch.pointer, tokens_N.data_ptr())
+        failed = run(*inputs, tap_at, num_taps, states.data_ptr(), wanted_at, num_wanted, *out)
+        if failed:
+            raise MemoryError("no memory for a pass") if failed == 1 else IndexError("a token beyond the vocabulary")
+        return logits, tapped if order == list(taps) else [tapped[order.index(tap)] for tap in taps], x
+
+
 class NativeExperts:
     """The experts of one layer."""
 
@@ -231,14 +282,7 @@ class NativeDrafter:
 
     def __init__(self, network: Any, layers: NativeLayers) -> None:
         """`network`: a `models.drafter.EagleDrafter`."""
-        first, config, embedding = network.layers[0], network.config, network.embedding
-        if isinstance(embedding, GgufEmbedding):
-            blocks = embedding.blocks
-            table = (blocks.address, FORMATS[blocks.format].number, blocks.row_bytes, blocks.outputs, blocks.inputs)
-        else:
-            weight = embedding.weight
-            row_bytes = weight.stride(0) * weight.element_size()
-            table = (weight.data_ptr(), FORMATS[TENSOR_FORMATS[weight.dtype]].number, row_bytes, *weight.shape)
+        first, config = network.layers[0], network.config
         norms = (first.input_layernorm, first.hidden_norm, network.norm)
         linears = [getattr(linear, "native", None) for linear in (network.fc, network.head)]
         self.drafts_chains = None not in linears
@@ -246,7 +290,7 @@ class NativeDrafter:
         target_ids = network.target_ids(torch.arange(config.draft_vocab_size))
         self.kept = (network, norms, layers, tap_norms, target_ids)  # their memory is pointed to
         self.arguments = DrafterArguments(
-            *table,
+            embedding_arguments(network.embedding),
             *(norm.weight.data_ptr() for norm in norms),
             network.norm.eps,
             first.norm_before_residual,
@@ -259,6 +303,7 @@ class NativeDrafter:
             *(LinearArguments() if linear is None else linear.arguments for linear in linears),
             target_ids.data_ptr(),
         )
+        self.arguments.head.streamed = 0  # the target's may be; here every draft reads it again
         self.pointer = ctypes.addressof(self.arguments)
 
     def step(self, batch: NativeBatch, tokens_N: Tensor, h_ND: Tensor) -> tuple[Tensor, Tensor]:

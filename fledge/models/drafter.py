@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fledge.config import DrafterConfig
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
 from fledge.models.mla import LatentAttention
@@ -135,7 +135,7 @@ class EagleDrafter(nn.Module):
         x, post = ops.draft_step(self, tokens_N, h_ND, meta)
         return DrafterOutput(post, post if self.config.norm_output else x)
 
-    def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
+    def inputs(self, tokens: Tensor | PartialArgmax, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
         """What the first layer reads; `drafting`: see `Ops.draft_inputs`."""
         return ops.draft_inputs(self.layers[0], self.embedding, tokens, h_ND, **drafting)
 

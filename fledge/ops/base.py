@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.geglu import geglu
+from fledge.kernels.gate import geglu
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.moe import experts_reference, experts_triton, route
-from fledge.kernels.sample import Choice, Draws
+from fledge.kernels.sample import PartialArgmax, SamplingState
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
 
@@ -137,6 +137,22 @@ class NetworkModule(Protocol):
     def layers(self) -> Sequence[LayerModule]: ...
 
 
+class TargetModule(NetworkModule, Protocol):
+    """`models.decoder.Decoder`."""
+
+    @property
+    def norm(self) -> NormModule: ...
+
+    @property
+    def lm_head(self) -> nn.Module: ...
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def run(
+        self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Sequence[Tensor]]: ...
+
+
 class DrafterModule(NetworkModule, Protocol):
     """`models.drafter.EagleDrafter`."""
 
@@ -149,7 +165,7 @@ class DrafterModule(NetworkModule, Protocol):
     @property
     def embedding(self) -> nn.Module: ...
 
-    def inputs(self, tokens: Tensor | Choice, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs: ...
+    def inputs(self, tokens: Tensor | PartialArgmax, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs: ...
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor: ...
 
@@ -228,11 +244,11 @@ class Ops(ABC):
         x_ND: Tensor,
         norm: NormModule,
         head: nn.Module,
-        draws: Draws | None = None,
+        draws: SamplingState | None = None,
         num_new: int = 1,
         ahead: int = 0,
         ids_V: Tensor | None = None,
-    ) -> Choice:
+    ) -> PartialArgmax:
         """The token after each row, from the states before the final norm; see `kernels.sample.choose`."""
 
     @abstractmethod
@@ -243,7 +259,7 @@ class Ops(ABC):
 
     @abstractmethod
     def draft_inputs(
-        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | PartialArgmax, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
 
@@ -288,6 +304,21 @@ class Ops(ABC):
             x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, before_attention=index < num_holding)
         captured[len(layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
+
+    def target_pass(
+        self,
+        network: TargetModule,
+        tokens_N: Tensor,
+        meta: AttentionMetadata | None,
+        taps: Sequence[int],
+        wanted: Sequence[int],
+    ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+        """A pass of a target: logits of the rows `wanted`, taps (see `layers`), and the states before the final norm."""
+        x_ND, tapped = network.run(network.embed(tokens_N), meta, self, taps)
+        hidden = self.norm(network.norm, x_ND)
+        if len(wanted) < len(tokens_N):
+            hidden = hidden[torch.tensor(wanted, device=hidden.device, dtype=torch.long)]
+        return self.linear(network.lm_head, hidden), tapped, x_ND
 
     def draft_step(
         self, network: DrafterModule, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None

@@ -23,7 +23,7 @@ from fledge.kernels.linear.dispatch import linear
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
@@ -82,7 +82,7 @@ class CudaOps(Ops):
             return add_rms_norm(x_ND, None, module.weight, module.eps)
         return F.rms_norm(x_ND, module.weight.shape, module.weight, module.eps)
 
-    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
+    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> PartialArgmax:
         return head_choice(x_ND, norm, weight_of(head), *sampling, **options)
 
     def fuse_inputs(
@@ -91,7 +91,7 @@ class CudaOps(Ops):
         return fuse_inputs(taps, whole, each)
 
     def draft_inputs(
-        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | PartialArgmax, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         assert layer.hidden_norm is not None, "the first layer's"
         norms = (layer.input_layernorm, layer.hidden_norm, drafting.pop("output_norm", None))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import Attend, PagedKV, paged_attention
 from fledge.kernels.attention.rope_cache import rotate
-from fledge.kernels.sample import Choice, choose
+from fledge.kernels.gate import swiglu_reference
+from fledge.kernels.sample import PartialArgmax, choose
 from fledge.kernels.step_inputs import DraftInputs
-from fledge.kernels.swiglu import swiglu_reference
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops, RotaryModule
 
 
@@ -63,7 +63,7 @@ class TorchOps(Ops):
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         return module(x_ND)
 
-    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> Choice:
+    def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> PartialArgmax:
         return choose(self.linear(head, self.norm(norm, x_ND)), *sampling, **options)
 
     def fuse_inputs(
@@ -77,7 +77,7 @@ class TorchOps(Ops):
         return torch.cat([norm(part) for norm, part in zip(each, fused.chunk(len(each), -1), strict=True)], -1)
 
     def draft_inputs(
-        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | Choice, h_ND: Tensor, **drafting: Any
+        self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | PartialArgmax, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
         assert not drafting, "captured cycles alone draft from choices"
         assert layer.hidden_norm is not None, "the first layer's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,11 @@ from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.native_layers import NativeBatch, NativeLayer, NativeLayers
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.models.layers import MLP, Attention, Layer, RMSNorm
+from fledge.ops.base import Ops
 from fledge.ops.cpu_ops import CpuOps
 from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
-from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -90,6 +92,22 @@ def test_more_threads_than_cores():
         for turn in range(600):
             torch.set_num_threads(2 + turn % 7)
             assert torch.equal(linears[turn % 3](x), expected[turn % 3])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
+def test_a_forked_process_starts_threads_of_its_own():
+    """Those of its parent are not there."""
+    linear, x, before = native.NativeLinear(torch.randn(256, 64), None), torch.randn(2, 64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected = linear(x)
+        child = os.fork()
+        if not child:
+            same = torch.equal(linear(x), expected)
+            os._exit(0 if same and len(os.listdir("/proc/self/task")) == 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         torch.set_num_threads(before)
 
@@ -214,6 +232,24 @@ def test_a_native_pass_equals_the_network(family):
         found.append([ops.norm(decoder.norm, x), *aux])
     for mine, theirs in zip(*found, strict=True):
         assert_near(theirs, mine)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_in_one_call_has_the_bits_of_its_parts(family, streamed, monkeypatch):
+    decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
+    layouts = [SequenceLayout(list(range(4)), 9, 9), SequenceLayout(list(range(10, 16)), 14, 14)]
+    tokens, positions = torch.randint(0, 128, (23,)), torch.cat([torch.arange(9), torch.arange(14)])
+    found = []
+    for target_pass, cache_bytes in ((Ops.target_pass, 0), (CpuOps.target_pass, 1 if streamed else 0)):
+        monkeypatch.setattr(native, "cache_bytes", lambda size=cache_bytes: size)
+        ops = CpuOps(decoder, PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu"))
+        meta = AttentionMetadata.from_layouts(layouts, positions, 8, 14)
+        logits, taps, x = target_pass(ops, decoder, tokens, meta, (4, 0, 2), [8, 22])
+        found.append([logits, *taps, x])
+    assert bool(decoder.lm_head.native.arguments.streamed) is streamed
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])

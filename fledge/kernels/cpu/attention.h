@@ -141,10 +141,19 @@ static void tile_of(const Cache *cache, const uint8_t *keys, const Run *run, lon
     turn_keys(floats, size, tile);
 }
 
-static inline long slot_of(const Sequence *sequence, long s) {
+static inline const Run *run_of(const Sequence *sequence, long s) {
     const Run *run = sequence->runs;
     while (run->end <= s) run++;
-    return s + run->shift;
+    return run;
+}
+
+static inline long slot_of(const Sequence *sequence, long s) { return s + run_of(sequence, s)->shift; }
+
+/* Requests `count` keys or values from s on, as far as they follow each other. */
+static inline void fetch(const Cache *cache, const uint8_t *stored, const Run *run, long s, long count) {
+    const uint8_t *first = stored + (s + run->shift) * cache->slot_bytes;
+    count = run->end - s < count ? run->end - s : count;
+    for (long line = 0; line < count * cache->slot_bytes; line += 64) __builtin_prefetch(first + line, 0, 2);
 }
 
 /* Query heads of a row that go through keys and values together, so that these are loaded once; as many sums fit the registers. */

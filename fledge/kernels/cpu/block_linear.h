@@ -114,7 +114,8 @@ INLINE words codes_at(int format, const words *plane, int c) {
 #endif
 
 /* out[r][0 … WIDTH) = strip · x[r], for a format and a number of rows known at compile time: sums stay in registers. */
-INLINE void block_strip(const int format, const int R, const Activations *x, long step, long units, const uint8_t *strip, float *out) {
+INLINE void block_strip(const int format, const int R, const Activations *x, long step, long units, const uint8_t *strip,
+                        int streamed, float *out) {
     const int group = group_of(format), groups = UNIT / group, part = groups - 1;  /* of the sums */
     const int zero = is_signed(format) ? SIGNED_SHIFT : zero_shift(format);
     const long bytes = unit_bytes(format) * WIDTH, header = header_bytes(format) * WIDTH;
@@ -130,7 +131,7 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
             d = widen_halves((const half *)strip);
             if (has_min(format)) m = widen_halves((const half *)strip + WIDTH);
         }
-        for (long line = 0; line < bytes; line += 64) __builtin_prefetch(strip + AHEAD_BYTES + line);
+        load_ahead(strip + AHEAD_BYTES, bytes, streamed);
         const uint8_t *scales = strip;
         const words *plane = (const words *)(strip + (is_super(format) || !has_min(format) ? 2 : 4) * WIDTH);
         UNROLL for (int g = 0; g < groups; g++) {
@@ -168,10 +169,10 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
     UNROLL for (int r = 0; r < R; r++) memcpy(out + r * PANEL, &sums[r], sizeof sums[r]);
 }
 
-typedef void (*StripOf)(const Activations *, long, long, const uint8_t *, float *);
+typedef void (*StripOf)(const Activations *, long, long, const uint8_t *, int, float *);
 #define STRIP_OF(FORMAT, R)                                                                                               \
-    static void FORMAT##_strip_##R(const Activations *x, long step, long units, const uint8_t *strip, float *out) {       \
-        block_strip(FORMAT, R, x, step, units, strip, out);                                                               \
+    static void FORMAT##_strip_##R(const Activations *x, long step, long units, const uint8_t *strip, int streamed, float *out) { \
+        block_strip(FORMAT, R, x, step, units, strip, streamed, out);                                                     \
     }
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 #define STRIPS_OF(FORMAT)                                                                                                 \
@@ -196,23 +197,34 @@ static const StripOf *strips_of(int format) {
 }
 
 /* out[r][0 … PANEL) = panel · x[r]; `x`, `step`: of the first row */
-static void block_panel(int format, const Activations *x, long step, long rows, long inputs, const uint8_t *panel, float *out) {
+static void block_panel(int format, const Activations *x, long step, long rows, long inputs, const uint8_t *panel,
+                        int streamed, float *out) {
     StripOf strip = strips_of(format)[rows];
     long bytes = block_output_bytes(format, inputs) * WIDTH;
-    for (int v = 0; v < VECTORS; v++) strip(x, step, inputs / UNIT, panel + v * bytes, out + v * WIDTH);
+    for (int v = 0; v < VECTORS; v++) strip(x, step, inputs / UNIT, panel + v * bytes, streamed, out + v * WIDTH);
 }
 
-/* One row of activations in 8 bits, units `step` apart; a unit of noughts has scale 0. */
+/* Unit `unit` of row `row` of [rows, inputs]. */
+static inline Activations *unit_at(Activations *units, long row, long rows, long inputs, long unit) {
+    long step, first = first_unit(row, rows, inputs / UNIT, &step);
+    return units + first + unit * step;
+}
+
+/* A unit of activations in 8 bits; one of noughts has scale 0. */
+static inline void quantise_unit(const float *x, Activations *to) {
+    float largest = 0.0f;
+    int sums[2] = {0, 0}, codes[UNIT];  /* of bytes the sums were taken one by one: twice the time */
+    for (int i = 0; i < UNIT; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    float factor = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+    for (int i = 0; i < UNIT; i++) codes[i] = (int)rintf(x[i] * factor);
+    for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[i + UNIT / 2];
+    for (int i = 0; i < UNIT; i++) to->codes[i] = (int8_t)codes[i];
+    to->scale = scale;
+    to->minus[0] = -sums[0] - sums[1], to->sums[0] = scale * (float)(sums[0] + sums[1]);
+    for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];
+}
+
+/* One row of activations in 8 bits, units `step` apart. */
 static void quantise_row(const float *x, long units, Activations *to, long step) {
-    for (long k = 0; k < units; k++, x += UNIT, to += step) {
-        float largest = 0.0f;
-        int sums[2] = {0, 0};
-        for (int i = 0; i < UNIT; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        float factor = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
-        for (int i = 0; i < UNIT; i++) to->codes[i] = (int8_t)rintf(x[i] * factor);
-        for (int i = 0; i < UNIT / 2; i++) sums[0] += to->codes[i], sums[1] += to->codes[i + UNIT / 2];
-        to->scale = scale;
-        to->minus[0] = -sums[0] - sums[1], to->sums[0] = scale * (float)(sums[0] + sums[1]);
-        for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];
-    }
+    for (long k = 0; k < units; k++, x += UNIT, to += step) quantise_unit(x, to);
 }

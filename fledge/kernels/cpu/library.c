@@ -21,12 +21,12 @@ typedef struct {
     Linear qkv, o, gate_up, down;  /* down without inputs: the MLP is not run here */
 } Layer;
 
+/* Longs and pointers alone: Python lays it out as an array of longs. */
 typedef struct {
     const Sequence *sequences;
     const float *cosine[MAX_ROPES], *sine[MAX_ROPES];  /* by position: [positions, head size]; the rotation's sign is in the sine */
     const int64_t *positions;  /* of the rows */
-    long num_sequences, rows;
-    int threads;
+    long num_sequences, rows, threads;
 } Batch;
 
 static float inverse_rms(const float *x, long size, float eps) {
@@ -55,17 +55,25 @@ static void add_rms_norm(const float *x, const float *weight, float *out, long r
 typedef struct {
     const float *x, *weight;
     float *out;
-    long size;
+    Activations *in_bytes;
+    long rows, size;
     float eps;
 } Norm;
 
 static void norm_row(const void *task, long row) {
     const Norm *n = task;
-    rms_norm(n->x + row * n->size, n->weight, n->out + row * n->size, 1, n->size, n->size, n->eps);
+    float *out = n->out + row * n->size;
+    rms_norm(n->x + row * n->size, n->weight, out, 1, n->size, n->size, n->eps);
+    if (n->in_bytes) {
+        long step, first = first_unit(row, n->rows, n->size / UNIT, &step);
+        quantise_row(out, n->size / UNIT, n->in_bytes + first, step);
+    }
 }
 
-static void norm_rows(const float *x, const float *weight, float *out, long rows, long size, float eps, int threads) {
-    Norm norm = {x, weight, out, size, eps};
+/* Norms of rows, in 8 bits too if there is a place for that. */
+static void norm_rows(const float *x, const float *weight, float *out, Activations *in_bytes, long rows, long size, float eps,
+                      int threads) {
+    Norm norm = {x, weight, out, in_bytes, rows, size, eps};
     parallel(norm_row, &norm, rows, threads);
 }
 
@@ -75,6 +83,7 @@ typedef struct {
     const Cache *cache;
     float *heads;     /* [rows, (H + 2K) E]: queries and keys are rotated in place */
     float *attended;  /* [rows, H E] */
+    Activations *in_bytes;  /* the same in 8 bits, or NULL */
     const long *block_sequence, *block_start, *block_row;  /* blocks of at most block_rows tokens of one sequence */
     long block_rows;
 } Attending;
@@ -94,28 +103,30 @@ static void rotate(float *x, const float *cosine, const float *sine, const float
     }
 }
 
-/* Queries and keys are rotated in place, queries scaled; keys and values stored. One item: one block of tokens. */
-static void place_block(const void *task, long block) {
+/* The sequence that has this row; *token: which of its new tokens it is. */
+static const Sequence *sequence_of(const Batch *batch, long row, long *token) {
+    const Sequence *sequence = batch->sequences;
+    while (row >= sequence->query_len) row -= sequence++->query_len;
+    *token = row;
+    return sequence;
+}
+
+/* Queries and keys are rotated in place, queries scaled; keys and values stored. */
+static void place_row(const void *task, long row) {
     const Attending *a = task;
     const Cache *cache = a->cache;
-    const Sequence *sequence = a->batch->sequences + a->block_sequence[block];
-    long E = cache->head_size, H = cache->heads, K = cache->kv_heads, start = a->block_start[block];
-    long rows = sequence->query_len - start < a->block_rows ? sequence->query_len - start : a->block_rows;
-    float scale = 1.0f / sqrtf((float)E);
-    for (long r = 0; r < rows; r++) {
-        long row = a->block_row[block] + r;
-        float *heads = a->heads + row * (H + 2 * K) * E;
-        long at = a->batch->positions[row] * E;
-        const float *cosine = a->batch->cosine[a->layer->rope] + at, *sine = a->batch->sine[a->layer->rope] + at;
-        long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + start + r) * cache->slot_bytes;
-        for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
-        for (long h = 0; h < K; h++) {
-            long at = h * cache->head_bytes + slot;
-            float *key = heads + (H + h) * E;
-            rotate(key, cosine, sine, a->layer->k_norm, a->layer->eps, 1.0f, E, key);
-            narrow(cache->format, key, E, cache->keys + at);
-            narrow(cache->format, heads + (H + K + h) * E, E, cache->values + at);
-        }
+    long E = cache->head_size, H = cache->heads, K = cache->kv_heads, at = a->batch->positions[row] * E, token;
+    const Sequence *sequence = sequence_of(a->batch, row, &token);
+    float scale = 1.0f / sqrtf((float)E), *heads = a->heads + row * (H + 2 * K) * E;
+    const float *cosine = a->batch->cosine[a->layer->rope] + at, *sine = a->batch->sine[a->layer->rope] + at;
+    long slot = slot_of(sequence, sequence->kv_len - sequence->query_len + token) * cache->slot_bytes;
+    for (long h = 0; h < H; h++) rotate(heads + h * E, cosine, sine, a->layer->q_norm, a->layer->eps, scale, E, heads + h * E);
+    for (long h = 0; h < K; h++) {
+        long place = h * cache->head_bytes + slot;
+        float *key = heads + (H + h) * E;
+        rotate(key, cosine, sine, a->layer->k_norm, a->layer->eps, 1.0f, E, key);
+        narrow(cache->format, key, E, cache->keys + place);
+        narrow(cache->format, heads + (H + K + h) * E, E, cache->values + place);
     }
 }
 
@@ -144,6 +155,32 @@ static void attend_block(const void *task, long item) {
     long rows = sequence->query_len - start < a->block_rows ? sequence->query_len - start : a->block_rows;
     attend_rows(cache, sequence, kv_head, start, rows, a->heads + row * (H + 2 * K) * E, (H + 2 * K) * E,
                 a->attended + row * H * E, own_memory(attention_floats(cache, sequence, rows)));
+    for (long r = row; a->in_bytes && r < row + rows; r++)
+        for (long at = kv_head * (H / K) * E; at < (kv_head + 1) * (H / K) * E; at += UNIT)
+            quantise_unit(a->attended + r * H * E + at, unit_at(a->in_bytes, r, a->batch->rows, H * E, at / UNIT));
+}
+
+enum {
+    FEW_ROWS = 16,
+    MOST_KEYS = 1024  /* what the second-level caches hold beside the weights */
+};
+
+/* Requests the keys and values that few rows will read. They come from memory, as all weights have passed since the last pass: in
+   this way they arrive while the linear before is computed, and no miss is waited for. */
+static void request_cache(const void *what, long share, long shares) {
+    const Attending *a = what;
+    const Cache *cache = a->cache;
+    for (long s = 0; s < a->batch->num_sequences; s++) {
+        const Sequence *sequence = a->batch->sequences + s;
+        long seen = cache->window && cache->window < MOST_KEYS ? cache->window : MOST_KEYS;
+        long first = sequence->kv_len > seen ? sequence->kv_len - seen : 0, count = (sequence->kv_len - first + shares - 1) / shares;
+        long from = first + share * count, to = from + count < sequence->kv_len ? from + count : sequence->kv_len;
+        for (long h = 0; from < to && h < cache->kv_heads; h++) {
+            const Run *run = run_of(sequence, from);
+            fetch(cache, cache->keys + h * cache->head_bytes, run, from, to - from);
+            fetch(cache, cache->values + h * cache->head_bytes, run, from, to - from);
+        }
+    }
 }
 
 /* The callers' working memory; whoever holds the pool's lock has it. */
@@ -161,35 +198,41 @@ static void *shared_memory(size_t bytes) {
 
 static int layer_locked(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed) {
     long rows = batch->rows, hidden = layer->o.outputs, middle = layer->down.inputs, num_blocks = 0;
-    long width = layer->qkv.outputs, H_E = cache->heads * cache->head_size;
+    long width = layer->qkv.outputs, H_E = cache->heads * cache->head_size, units = (hidden + (H_E > middle ? H_E : middle)) / UNIT;
+    int threads = (int)batch->threads, normed_outputs = layer->attention_output_norm != NULL;
     /* Few rows are dealt out to the threads evenly; many go in blocks that share the turned keys. */
-    long share = (rows + batch->threads - 1) / batch->threads, block_rows = share < ROWS ? share : ROWS;
+    long share = (rows + threads - 1) / threads, block_rows = share < ROWS ? share : ROWS;
     for (long s = 0; s < batch->num_sequences; s++) num_blocks += (batch->sequences[s].query_len + block_rows - 1) / block_rows;
-    int normed_outputs = layer->attention_output_norm != NULL;
-    size_t floats = rows * (hidden + width + H_E + middle + (normed_outputs ? hidden : 0));
-    float *memory = shared_memory(floats * sizeof(float) + 3 * num_blocks * sizeof(long) + 64);
+    size_t floats = (rows * (hidden + width + H_E + middle + (normed_outputs ? hidden : 0)) + 15) / 16 * 16;
+    float *memory = shared_memory(floats * sizeof(float) + rows * units * sizeof(Activations) + 3 * num_blocks * sizeof(long));
     if (!memory) return 1;
     float *input = memory, *heads = input + rows * hidden, *attended = heads + rows * width, *gated = attended + rows * H_E;
     float *added = normed_outputs ? gated + rows * middle : x;
-    long *blocks = (long *)(memory + (floats + 15) / 16 * 16), block = 0, row = 0;
+    /* What linears of blocks read, in 8 bits: made where it is computed, a unit at a time. */
+    Activations *all = (Activations *)(memory + floats), *between = all + rows * (hidden / UNIT);
+    Activations *for_qkv = layer->input_norm && in_blocks(&layer->qkv) ? all : NULL, *for_up = in_blocks(&layer->gate_up) ? all : NULL;
+    Activations *for_o = in_blocks(&layer->o) && cache->head_size % UNIT == 0 ? between : NULL;
+    Activations *for_down = in_blocks(&layer->down) ? between : NULL;
+    long *blocks = (long *)(all + rows * units), block = 0, row = 0;
     for (long s = 0; s < batch->num_sequences; row += batch->sequences[s++].query_len)
         for (long t = 0; t < batch->sequences[s].query_len; t += block_rows, block++)
             blocks[block] = s, blocks[num_blocks + block] = t, blocks[2 * num_blocks + block] = row + t;
-    Attending a = {layer, batch, cache, heads, attended, blocks, blocks + num_blocks, blocks + 2 * num_blocks, block_rows};
+    Attending a = {layer, batch, cache, heads, attended, for_o, blocks, blocks + num_blocks, blocks + 2 * num_blocks, block_rows};
+    Ahead cached = {request_cache, &a};
 
     if (layer->input_norm) {
-        norm_rows(x, layer->input_norm, input, rows, hidden, layer->eps, batch->threads);
+        norm_rows(x, layer->input_norm, input, for_qkv, rows, hidden, layer->eps, threads);
         normed = input;
     }
-    multiply(&layer->qkv, normed, heads, rows, 0, batch->threads);
-    parallel(place_block, &a, num_blocks, batch->threads);
-    parallel(attend_block, &a, num_blocks * cache->kv_heads, batch->threads);
-    multiply(&layer->o, attended, added, rows, !normed_outputs, batch->threads);
+    multiply(&layer->qkv, normed, for_qkv, heads, rows, 0, rows <= FEW_ROWS ? &cached : NULL, threads);
+    parallel(place_row, &a, rows, threads);
+    parallel(attend_block, &a, num_blocks * cache->kv_heads, threads);
+    multiply(&layer->o, attended, for_o, added, rows, !normed_outputs, NULL, threads);
     if (normed_outputs) add_rms_norm(added, layer->attention_output_norm, x, rows, hidden, layer->eps);
     if (!middle) return 0;
-    norm_rows(x, layer->post_norm, input, rows, hidden, layer->eps, batch->threads);
-    multiply_gated(&layer->gate_up, input, gated, rows, layer->gelu, batch->threads);
-    multiply(&layer->down, gated, added, rows, !normed_outputs, batch->threads);
+    norm_rows(x, layer->post_norm, input, for_up, rows, hidden, layer->eps, threads);
+    multiply_gated(&layer->gate_up, input, for_up, gated, for_down, rows, layer->gelu, threads);
+    multiply(&layer->down, gated, for_down, added, rows, !normed_outputs, NULL, threads);
     if (normed_outputs) add_rms_norm(added, layer->mlp_output_norm, x, rows, hidden, layer->eps);
     return 0;
 }
@@ -235,8 +278,8 @@ static int experts_locked(const Expert *experts, long num_experts, const float *
                 if (chosen[r * per_row + k] == e) row[count] = r, weight[count++] = weights[r * per_row + k];
         if (!count) continue;
         for (long i = 0; i < count; i++) memcpy(input + i * hidden, x + row[i] * hidden, hidden * sizeof(float));
-        multiply_gated(&experts[e].gate_up, input, gated, count, 0, threads);
-        multiply(&experts[e].down, gated, output, count, 0, threads);
+        multiply_gated(&experts[e].gate_up, input, NULL, gated, NULL, count, 0, threads);
+        multiply(&experts[e].down, gated, NULL, output, count, 0, NULL, threads);
         for (long i = 0; i < count; i++)
             for (long d = 0; d < hidden; d++) out[row[i] * hidden + d] += weight[i] * output[i * hidden + d];
     }
@@ -254,7 +297,7 @@ int run_experts(const Expert *experts, long num_experts, const float *x, const i
 /* out [rows, outputs] = x [rows, inputs] · weights + bias */
 void run_linear(const Linear *linear, const float *x, float *out, long rows, int threads) {
     pthread_mutex_lock(&pool.caller);
-    multiply(linear, x, out, rows, 0, threads);
+    multiply(linear, x, NULL, out, rows, 0, NULL, threads);
     pthread_mutex_unlock(&pool.caller);
 }
 
@@ -314,8 +357,47 @@ void best_of(const float *logits, long rows, long size, long *index, float *prob
 }
 
 typedef struct {
-    const void *table;  /* of embeddings, as `look_up` takes it */
+    const void *rows;
     long format, row_bytes, vocab, size;
+} Embeddings;
+
+static int embed(const Embeddings *table, const int64_t *tokens, long count, float *out) {
+    return look_up((int)table->format, table->rows, table->row_bytes, table->size, table->vocab, tokens, count, out);
+}
+
+typedef struct {
+    Embeddings embeddings;
+    const Layer *layers;
+    const Cache *caches;
+    long num_layers;
+    const float *norm;
+    float eps, embedding_scale;
+    Linear head;
+} Target;
+
+/* A target's pass: x [rows, size], the residual stream after the layers; `tapped`: see `layers_locked`; logits [count, vocab] of the
+   rows `wanted`. Returns 1 if there was no memory, 2 if there is no such token. */
+int run_target(const Target *target, const Batch *batch, const int64_t *tokens, const long *taps, long num_taps, float *tapped,
+               const long *wanted, long count, float *x, float *logits) {
+    long size = target->embeddings.size, rows = batch->rows;
+    float *normed = malloc((count + 1) * size * sizeof(float));
+    if (!normed) return 1;
+    int failed = 2 * embed(&target->embeddings, tokens, rows, x);
+    if (!failed) {
+        if (target->embedding_scale != 1.0f)
+            for (long i = 0; i < rows * size; i++) x[i] *= target->embedding_scale;
+        failed = run_layers(target->layers, target->caches, target->num_layers, batch, x, NULL, taps, num_taps, tapped);
+    }
+    if (!failed && count) {
+        for (long i = 0; i < count; i++) rms_norm(x + wanted[i] * size, target->norm, normed + i * size, 1, size, size, target->eps);
+        run_linear(&target->head, normed, logits, count, (int)batch->threads);
+    }
+    free(normed);
+    return failed;
+}
+
+typedef struct {
+    Embeddings embeddings;
     const float *embedding_norm, *hidden_norm, *norm;
     float eps;
     int norm_before_residual, norm_output;
@@ -333,10 +415,10 @@ typedef struct {
 /* A draft step: tokens with the states h [rows, size] that they are paired with. x [rows, size]: the residual stream after the
    layers; out: its norm. Returns 1 if there was no memory, 2 if there is no such token. */
 int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *tokens, const float *h, float *x, float *out) {
-    long size = drafter->size, rows = batch->rows, numbers = rows * size;
+    long size = drafter->embeddings.size, rows = batch->rows, numbers = rows * size;
     float *pairs = malloc(3 * numbers * sizeof(float)), *embedded = pairs + 2 * numbers;
     if (!pairs) return 1;
-    int failed = 2 * look_up((int)drafter->format, drafter->table, drafter->row_bytes, size, drafter->vocab, tokens, rows, embedded);
+    int failed = 2 * embed(&drafter->embeddings, tokens, rows, embedded);
     if (!failed) {
         rms_norm(embedded, drafter->embedding_norm, pairs, rows, size, 2 * size, drafter->eps);
         rms_norm(h, drafter->hidden_norm, pairs + size, rows, size, 2 * size, drafter->eps);
@@ -364,7 +446,7 @@ static void join_taps(const Drafter *drafter, const float **taps, long rows, flo
    is drafted. Returns how many tokens there are; 0 if there was no memory, -1 if there is no such token. */
 long draft_chain(const Drafter *drafter, const Batch *synced, const int64_t *tokens, const float **taps, long limit, double threshold,
                  double covered, int64_t *drafted, double *confidences) {
-    long size = drafter->size, rows = synced->rows, width = drafter->num_taps * drafter->tap_size, outputs = drafter->head.outputs;
+    long size = drafter->embeddings.size, rows = synced->rows, width = drafter->num_taps * drafter->tap_size, outputs = drafter->head.outputs;
     float *memory = malloc((rows * (width + 3 * size) + outputs) * sizeof(float)), probability;
     if (!memory) return 0;
     float *joined = memory, *h = joined + rows * width, *x = h + rows * size, *post = x + rows * size, *logits = post + rows * size;
@@ -374,13 +456,13 @@ long draft_chain(const Drafter *drafter, const Batch *synced, const int64_t *tok
     int64_t position = sequence.kv_len - 1;
     double joint = 1.0;
     join_taps(drafter, taps, rows, joined);
-    run_linear(&drafter->fc, joined, h, rows, batch.threads);
+    run_linear(&drafter->fc, joined, h, rows, (int)batch.threads);
     int failed = run_drafter(drafter, synced, tokens, h, x, post);
     batch.sequences = &sequence, batch.positions = &position, batch.rows = sequence.query_len = 1;
     long depth = 0;
     while (!failed && depth < limit) {
         long best;
-        run_linear(&drafter->head, last, logits, 1, batch.threads);
+        run_linear(&drafter->head, last, logits, 1, (int)batch.threads);
         best_of(logits, 1, outputs, &best, &probability, 1);
         drafted[depth] = drafter->target_ids[best];
         joint *= confidences[depth++] = covered * probability;

@@ -12,7 +12,7 @@
 
    In groups a code times its scale, plus its offset, is the weight. Codes meet activations in 16-bit fixed point, a scale a
    group: their sums are exact integers, and the rounding (2^-16 of a group's largest) is far below that of fp16 weights. */
-enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24, AHEAD_BYTES = 2048 };
+enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24, AHEAD_BYTES = 4096 };
 /* Rows whose sums fit the registers; of blocks, whose panels are computed WIDTH outputs at a time, more. */
 #if defined(__AVX512BW__)
 enum { ROWS = 8, BLOCK_ROWS = 8 };
@@ -22,6 +22,14 @@ enum { ROWS = 3, BLOCK_ROWS = 4 };
 enum { ROWS = 3, BLOCK_ROWS = 8 };
 #endif
 enum { CHUNK = 8 };  /* rows taken through a panel at a time */
+
+/* Starts to load weights. `streamed`: they are read once a pass and fill no cache but the first. A target past the last cache's size
+   would find none of itself there anyway, and leaves it to its drafter, the activations and the interpreter. */
+static inline void load_ahead(const void *weights, long bytes, int streamed) {
+    for (long line = 0; line < bytes; line += 64)
+        if (streamed) __builtin_prefetch((const char *)weights + line, 0, 0);
+        else __builtin_prefetch((const char *)weights + line);
+}
 
 #include "blocks.h"
 #include "block_linear.h"
@@ -41,7 +49,14 @@ typedef struct {
     long inputs, outputs;
     long group;         /* of formats in groups: inputs that share a scale, up to 512 */
     const int64_t *order;  /* of formats in groups: the input that each column reads; NULL: its own */
+    long streamed;         /* few rows read the weights without keeping them in the caches */
 } Linear;
+
+/* Memory that is requested while something else is computed, in shares. */
+typedef struct {
+    void (*request)(const void *what, long share, long shares);
+    const void *what;
+} Ahead;
 
 typedef struct {
     const Linear *linear;
@@ -49,11 +64,14 @@ typedef struct {
     const int16_t *fixed;   /* x in fixed point, for groups: */
     const float *scales;    /* [rows, groups] */
     const float *sums;      /* [rows, groups] of x */
-    Activations *in_bytes;  /* x in 8 bits, for blocks */
+    Activations *in_bytes;  /* x in 8 bits, for blocks; NULL: not yet */
+    Activations *out_bytes; /* of gates: their outputs in 8 bits too, or NULL */
     float *out;
     long rows;
     int add;                /* to what is in `out` already */
     int gelu;               /* of gates: gelu (tanh) instead of silu */
+    const Ahead *ahead;     /* or NULL */
+    int streamed;           /* more rows than one block read a panel again */
 } Product;
 
 static inline int is_grouped(long format) {
@@ -88,7 +106,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
         const float *x = product->x + row * inputs;                                                                       \
         vector sums[R][VECTORS] = {0}, wide[VECTORS];                                                                     \
         for (long k = 0; k < inputs; k++, panel += PANEL) {                                                               \
-            __builtin_prefetch(panel + AHEAD * PANEL);                                                                    \
+            load_ahead(panel + AHEAD * PANEL, PANEL * sizeof(WEIGHT), product->streamed);                                 \
             for (int v = 0; v < VECTORS; v++) wide[v] = WIDEN(panel + v * WIDTH);                                         \
             FOR_ALL(R) sums[r][v] += wide[v] * x[r * inputs + k];                                                         \
         }                                                                                                                 \
@@ -110,7 +128,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
             const float *wide_offsets = (const float *)(panel + PANEL * sizeof(half));                                    \
             panel += (BITS == 8 ? 1 : WIDE ? 3 : 2) * PANEL * sizeof(half);                                               \
             for (long end = (g + 1) * group / 2, k = g * group / 2; k < end; k += 4, panel += PANEL * BITS) {             \
-                for (int line = 0; line < PANEL * BITS; line += 64) __builtin_prefetch(panel + 64 * AHEAD + line);        \
+                load_ahead(panel + 64 * AHEAD, PANEL * BITS, product->streamed);                                          \
                 _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {                                                     \
                     for (int v = 0; v < VECTORS; v++) pairs[v] = PAIRS(panel, i, v);                                      \
                     FOR_ALL(R) dots[r][v] = add_products(dots[r][v], pairs[v], x[r * inputs / 2 + k + i]);                \
@@ -167,11 +185,12 @@ static const Part *find_panel(const Linear *linear, long *index, long *first, lo
 }
 
 /* Starts to load the first bytes of a panel that does not follow the one before in memory. */
-static inline void fetch_start(const Linear *linear, long index) {
+static inline void fetch_start(const Product *product, long index) {
+    const Linear *linear = product->linear;
     long first, width;
     const Part *part = find_panel(linear, &index, &first, &width);
     const char *weights = (const char *)part->panels + index * panel_bytes(part->format, linear->inputs, linear->group);
-    for (long line = 0; line < AHEAD_BYTES; line += 64) __builtin_prefetch(weights + line);
+    load_ahead(weights, AHEAD_BYTES, product->streamed);
 }
 
 /* out[r][0 … PANEL) for the rows of a chunk */
@@ -190,7 +209,7 @@ static void one_panel(const Product *product, long index, long row, long rows, f
         else {
             long step, first_x = first_unit(row + r, product->rows, inputs / UNIT, &step);
             const Activations *x = product->in_bytes + first_x;
-            block_panel((int)part->format, x, step, some, inputs, (const uint8_t *)weights, out + r * PANEL);
+            block_panel((int)part->format, x, step, some, inputs, (const uint8_t *)weights, product->streamed, out + r * PANEL);
         }
     }
     if (linear->bias)
@@ -202,6 +221,7 @@ static void product_panel(const void *task, long index) {
     const Product *product = task;
     long outputs = product->linear->outputs, first, width, in_part = index;
     float sums[CHUNK * PANEL];
+    if (product->ahead) product->ahead->request(product->ahead->what, index, num_panels(product->linear));
     find_panel(product->linear, &in_part, &first, &width);
     for (long row = 0, rows; row < product->rows; row += rows) {
         rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
@@ -271,17 +291,23 @@ static void quantise(Product *product, int threads) {
     parallel(quantise_row_of, product, product->rows, threads);
 }
 
-static void prepare(Product *product, int threads) {
-    const Linear *linear = product->linear;
-    int in_bytes = 0;
-    for (long i = 0; i < linear->num_parts; i++) in_bytes |= strips_of((int)linear->parts[i].format) != 0;
-    if (is_grouped(linear->parts[0].format)) fix(product);
-    else if (in_bytes) quantise(product, threads);
+/* Whether any of its weights lie in blocks. */
+static int in_blocks(const Linear *linear) {
+    for (long i = 0; i < linear->num_parts; i++)
+        if (strips_of((int)linear->parts[i].format)) return 1;
+    return 0;
 }
 
-/* out [rows, outputs] = (out +) x [rows, inputs] · weights + bias */
-static void multiply(const Linear *linear, const float *x, float *out, long rows, int add, int threads) {
-    Product product = {.linear = linear, .x = x, .out = out, .rows = rows, .add = add};
+static void prepare(Product *product, int threads) {
+    product->streamed = product->linear->streamed && product->rows <= (in_blocks(product->linear) ? BLOCK_ROWS : ROWS);
+    if (is_grouped(product->linear->parts[0].format)) fix(product);
+    else if (!product->in_bytes && in_blocks(product->linear)) quantise(product, threads);
+}
+
+/* out [rows, outputs] = (out +) x [rows, inputs] · weights + bias; in_bytes: x in 8 bits, or NULL */
+static void multiply(const Linear *linear, const float *x, Activations *in_bytes, float *out, long rows, int add,
+                     const Ahead *ahead, int threads) {
+    Product product = {.linear = linear, .x = x, .in_bytes = in_bytes, .out = out, .rows = rows, .add = add, .ahead = ahead};
     prepare(&product, threads);
     parallel(product_panel, &product, num_panels(linear), threads);
 }
@@ -292,26 +318,29 @@ static inline float activated(float x, int gelu) {
     return x / (1.0f + quick_exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
 }
 
-/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up, or gelu */
+/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up, or gelu. A panel
+   of outputs is a unit of activations. */
 static void gated_panel(const void *task, long index) {
     const Product *product = task;
     long size = product->linear->outputs / 2;
     float gate[CHUNK * PANEL], up[CHUNK * PANEL];
     for (long row = 0, rows; row < product->rows; row += rows) {
         rows = product->rows - row < CHUNK ? product->rows - row : CHUNK;
-        if (!row) fetch_start(product->linear, index + size / PANEL);
+        if (!row) fetch_start(product, index + size / PANEL);
         one_panel(product, index, row, rows, gate);
-        if (!row && index + 1 < size / PANEL) fetch_start(product->linear, index + 1);
+        if (!row && index + 1 < size / PANEL) fetch_start(product, index + 1);
         one_panel(product, index + size / PANEL, row, rows, up);
         for (long r = 0; r < rows; r++) {
             float *out = product->out + (row + r) * size + index * PANEL;
             for (long i = 0; i < PANEL; i++) out[i] = activated(gate[r * PANEL + i], product->gelu) * up[r * PANEL + i];
+            if (product->out_bytes) quantise_unit(out, unit_at(product->out_bytes, row + r, product->rows, size, index));
         }
     }
 }
 
-static void multiply_gated(const Linear *gate_up, const float *x, float *out, long rows, int gelu, int threads) {
-    Product product = {.linear = gate_up, .x = x, .out = out, .rows = rows, .gelu = gelu};
+static void multiply_gated(const Linear *gate_up, const float *x, Activations *in_bytes, float *out, Activations *out_bytes,
+                           long rows, int gelu, int threads) {
+    Product product = {.linear = gate_up, .x = x, .in_bytes = in_bytes, .out = out, .out_bytes = out_bytes, .rows = rows, .gelu = gelu};
     prepare(&product, threads);
     parallel(gated_panel, &product, num_panels(gate_up) / 2, threads);
 }

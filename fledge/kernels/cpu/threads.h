@@ -20,7 +20,6 @@ typedef void (*Work)(const void *task, long item);
 static struct {
     pthread_mutex_t caller, sleep;
     pthread_cond_t wake;
-    pid_t owner;           /* threads do not survive a fork */
     int num_threads;       /* started, besides the caller */
     atomic_int sleepers;
     atomic_ulong ticket;   /* round << 32 | stretches left to take: a new round means that there is work */
@@ -73,13 +72,16 @@ static void *helper(void *argument) {
     return NULL;
 }
 
+/* Threads do not survive a fork. (Asking for the process id in each round took 0.1 us: 40 us a pass of 30 layers.) */
+static void forget_threads(void) {
+    pool.num_threads = 0;
+    atomic_store(&pool.sleepers, 0);
+    atomic_store(&pool.ticket, 0);
+}
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
+
 static void start_threads(int wanted) {
-    if (pool.owner != getpid()) {
-        pool.owner = getpid();
-        pool.num_threads = 0;
-        atomic_store(&pool.sleepers, 0);
-        atomic_store(&pool.ticket, 0);
-    }
     while (pool.num_threads < wanted && pool.num_threads < MAX_THREADS) {
         pthread_t thread;
         pthread_attr_t detached;
