@@ -14,7 +14,7 @@ from fledge.config import ModelConfig
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch, Verified
 from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
 from fledge.kernels.linear.dispatch import forced, linear
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.models.decoder import Decoder
 from fledge.models.layers import MLP, Rotary
 from fledge.ops.base import Ops
@@ -96,9 +96,9 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
     def no_attention(ops: Ops, attention: object, qkv: torch.Tensor, meta: object) -> torch.Tensor:
         return qkv[:, :size].contiguous() if len(qkv) > 1 else qkv[:, :size]
 
-    def no_head(verified: Verified, depth: int, mode: int) -> Choice:
+    def no_head(verified: Verified, depth: int, mode: int) -> PartialArgmax:
         shape = (len(verified.x_ND), 768)
-        return Choice(torch.zeros(shape, device=DEVICE), torch.zeros(shape, dtype=torch.int32, device=DEVICE))
+        return PartialArgmax(torch.zeros(shape, device=DEVICE), torch.zeros(shape, dtype=torch.int32, device=DEVICE))
 
     def no_mlp(mlp: MLP, x: torch.Tensor, ops: Ops, norm: object) -> torch.Tensor:
         return x

@@ -1,6 +1,9 @@
-"""What a user may call a device."""
+"""Devices: what a user may call them, how fast they multiply, and memory given back to them."""
 
 from __future__ import annotations
+
+import gc
+import time
 
 import torch
 
@@ -23,3 +26,33 @@ def resolve_device(name: str) -> torch.device:
         last = torch.cuda.device_count() - 1
         raise UserError(f"there is no {name} on this machine; use {'cuda:0' if not last else f'cuda:0 to cuda:{last}'}")
     return device
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a matrix product on this device, measured in a tenth of a second."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (4096, torch.bfloat16) if on_gpu else (384, torch.float32)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    for _ in range(3):
+        a @ a
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    wait()
+    began, times = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.1:
+        for _ in range(4):
+            a @ a
+        wait()
+        times += 4
+    return 2 * size**3 * times / (time.perf_counter() - began)
+
+
+def release_memory(device: torch.device) -> None:
+    """Gives back memory that only the garbage collector finds: engines and trainers refer to themselves."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # what comes next has its own

@@ -19,7 +19,7 @@ from fledge.models.moe import SparseMLP
 
 
 def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape]:
-    """The linears of one layer and the head. `quantization`: none, int8 or int4 (a GGUF file's formats are its own)."""
+    """The linears of one layer and the head. `quantization`: none, fp8, int8 or int4 (a GGUF file's formats are its own)."""
     with torch.device("meta"):
         decoder = Decoder(config)
     layer = decoder.layers[0]
@@ -34,6 +34,8 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
         format, group_size = "plain", 1
         if quantization in BITS and name != "router":
             format, group_size = f"int{BITS[quantization][name == 'lm_head']}", GROUP_SIZE
+            if quantization == "fp8":
+                format, group_size = "fp8", linear.in_features
         gated = name.endswith("gate_up_proj")
         shapes.append(Shape(name, linear.in_features, linear.out_features, format, gated, group_size))
     return shapes

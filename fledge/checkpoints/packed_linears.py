@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints.quantized import PackedWeight, merged
+from fledge.kernels.formats.fp8 import Fp8Weight
 from fledge.kernels.formats.packed_int import IntWeight
-from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, kept_fp8
 from fledge.models.decoder import Decoder
 
 
@@ -30,12 +31,15 @@ class PackedLinears:
         weight = merged(parts)
         if weight is not None and rows is not None:
             weight = weight.rows(rows)
-        if isinstance(weight, IntWeight) and self._keeps(owner, weight) and (exact := weight.exact()) is not None:
+        exact = None
+        if weight is not None and self._keeps(owner, weight):
+            exact = weight.exact() if isinstance(weight, IntWeight) else kept_fp8(weight)
+        if exact is not None:
             offsets = None if exact.offsets is None else exact.offsets.to(self.device)
             moved = replace(exact, codes=exact.codes.to(self.device), scales=exact.scales.to(self.device), offsets=offsets)
-            order = weight.order_I
+            order = weight.order_I if isinstance(weight, IntWeight) else None
             self.kept[owner] = (moved, order)
-            self.counts[f"int{exact.bits}, exact" + (", act-order" if order is not None else "")] += 1
+            self.counts[f"{exact.format}, exact" + (", act-order" if order is not None else "")] += 1
             return
         if weight is None:
             value = torch.cat([part.dequantize(self.dtype) for part in parts])
@@ -46,10 +50,11 @@ class PackedLinears:
         module.weight = nn.Parameter(value.to(self.device), requires_grad=False)
         self.counts[f"turned into {str(self.dtype).removeprefix('torch.')}"] += 1
 
-    def _keeps(self, owner: str, weight: IntWeight) -> bool:
-        if self.device.type == "cuda" and (".experts." in owner or (owner == "lm_head" and weight.order_I is not None)):
+    def _keeps(self, owner: str, weight: PackedWeight) -> bool:
+        format, order = ("fp8", None) if isinstance(weight, Fp8Weight) else (f"int{weight.bits}", weight.order_I)
+        if self.device.type == "cuda" and (".experts." in owner or (owner == "lm_head" and order is not None)):
             return False
-        return f"int{weight.bits}" in self.keep
+        return format in self.keep
 
     def replace(self) -> None:
         for owner, (weight, order) in self.kept.items():

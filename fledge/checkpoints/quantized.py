@@ -30,7 +30,7 @@ METHODS = {
     "gptq": "4 and 8 bits, act-order, gptq and gptq_v2",
 }
 # What kernels read as it is, by device. Experts on a GPU, and what no such format holds exactly, become plain weights too.
-KEPT = {"cpu": frozenset({"int4", "int8"}), "cuda": frozenset({"int4", "int8"})}
+KEPT = {"cpu": frozenset({"int4", "int8"}), "cuda": frozenset({"int4", "int8", "fp8"})}
 # Scales of activations and caches: both stay unquantised here.
 OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
 

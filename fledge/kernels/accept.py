@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.bits import has_bit
-from fledge.kernels.sample import Choice, pick, picked
+from fledge.kernels.sample import PartialArgmax, pick, picked
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
@@ -40,7 +40,7 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    state: RowState, choice: Choice, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
+    state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
     """`rows_B`: the rows concerned; None: the first ones."""
     run = accept_triton if use_triton(state.token) else accept_reference
@@ -48,7 +48,7 @@ def accept(
 
 
 def accept_reference(
-    state: RowState, choice: Choice, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
+    state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
     chosen_BT = picked(choice, vocab_size).view(-1, num_new)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
@@ -79,7 +79,7 @@ def accept_reference(
 
 
 def accept_triton(
-    state: RowState, choice: Choice, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
+    state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
     batch, num_blocks = len(choice.ids_NC) // num_new, choice.ids_NC.shape[1]
     device = state.token.device

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from fledge.kernels.triton_support import kernel_names
+from fledge.kernels.triton_support import counts_of, kernel_names
 
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:
-    gluon = gl = mma_v2 = None
+    gluon = gl = async_copy = hopper = mma_v2 = TensorDescriptor = None
 
 
 def jit(function):
     kernel_names.add(function.__name__)
-    return function if gluon is None else gluon.jit(function)
+    return function if gluon is None else gluon.jit(function, do_not_specialize=counts_of(function))

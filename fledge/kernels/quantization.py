@@ -3,8 +3,9 @@
 A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G divides I). What kernels read:
 
     codes    8 bits: int8  [O, I]       value = code * scale
+             FP8:    float8_e4m3fn [O, I], likewise; on a GPU alone
              4 bits: uint8 [O, I / 2]   two codes a byte along I: the low nibble is the even input, the high nibble the odd
-    scales   fp16 [O, I / G]            may be negative
+    scales   fp16 [O, I / G]            may be negative; fp32 with FP8, where G may be all inputs
     offsets  fp16 or fp32 [O, I / G],   4 bits only; fp32 where a checkpoint has zero points, which fp16 would round
              or None
                                         None:  value = (nibble - 8) * scale
@@ -25,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.errors import UserError
+from fledge.kernels.formats.fp8 import Fp8Weight, quantize_fp8
 
 # Inputs a scale, as in GGUF: 8.5 bits a weight, or 5.0 with offsets.
 GROUP_SIZE = 32
 # The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
 # copy of its own: a tied embedding stays what it is, for rows are looked up in it.
-BITS = {"int8": (8, 8), "int4": (4, 8)}
+BITS = {"int8": (8, 8), "int4": (4, 8), "fp8": (8, 8)}
 # The choice of experts is read off a few thousand outputs: it is small, and a wrong one costs more than a wrong weight.
 ROUTER = "mlp.gate"
 
@@ -42,6 +44,11 @@ class QuantizedWeight:
     offsets: Tensor | None
     bits: int
     group_size: int
+    offsets_fold: bool = False  # see `offsets_fold`; a kernel saves an instruction a weight, and no bit changes
+
+    @property
+    def format(self) -> str:
+        return "fp8" if self.codes.is_floating_point() else f"int{self.bits}"
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +70,16 @@ def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offs
         lowest, scales = None, _fp16(furthest / -8)
         codes = _codes(groups, scales, -8, 7) + 8
     nibbles = codes.to(torch.uint8).flatten(1)
-    return QuantizedWeight(nibbles[:, ::2] | nibbles[:, 1::2] << 4, scales, lowest, 4, group_size)
+    packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    return QuantizedWeight(packed, scales, lowest, 4, group_size, offsets_fold(scales, lowest))
+
+
+def offsets_fold(scales: Tensor, offsets: Tensor | None) -> bool:
+    """Whether fp32 holds all offsets less 128 scales: (128 + nibble) * scale + that, rounded once, is then the value."""
+    if offsets is None:
+        return False
+    folded = offsets.float() - 128 * scales.float()
+    return torch.equal(folded.double(), offsets.double() - 128 * scales.double())
 
 
 def rounded(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -86,8 +102,16 @@ def _codes(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
     return (groups / torch.where(steps == 0, 1.0, steps)).round().clamp(lowest, highest)
 
 
+def kept_fp8(weight: Fp8Weight) -> QuantizedWeight | None:
+    """The same weight for kernels; None where its groups are none of theirs (a last block that is partial)."""
+    inputs, group_size = weight.codes_OI.shape[1], weight.group_size
+    if inputs % group_size or group_size % GROUP_SIZE:
+        return None
+    return QuantizedWeight(weight.codes_OI.contiguous(), weight.scales_OG.contiguous(), None, 8, group_size)
+
+
 def unpacked(weight: QuantizedWeight) -> Tensor:
-    """The codes as int8 [O, I]; of 4 bits, what the scale is multiplied by."""
+    """The codes [O, I], int8 or FP8; of 4 bits, what the scale is multiplied by."""
     if weight.bits == 8:
         return weight.codes
     nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1).to(torch.int8)
@@ -126,7 +150,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, order_I: Tensor | None = None) -> None:
         """`order`: the input that each column of the weight reads (GPTQ's act-order); None: its own."""
         super().__init__()
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.bits, self.group_size, self.offsets_fold = weight.bits, weight.group_size, weight.offsets_fold
         self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
@@ -142,7 +166,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size)
+        return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size, self.offsets_fold)
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +178,7 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Follows the network to its device but not to its type, except the bias: scales in bf16 would be other weights."""
-        kept = {name: getattr(self, name) for name in ("scales", "offsets")}
+        kept = {name: getattr(self, name) for name in ("codes", "scales", "offsets")}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             if buffer is not None:
@@ -175,7 +199,11 @@ def quantize_linears(network: nn.Module, quantization: str, device: str | torch.
             )
         weight = linear.weight.to(device)
         is_head = name == "lm_head"
-        quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
+        if quantization == "fp8":
+            quantized = kept_fp8(quantize_fp8(weight))
+            assert quantized is not None
+        else:
+            quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
         bias = None if linear.bias is None else linear.bias.to(device)
         owner, _, attribute = name.rpartition(".")
         setattr(network.get_submodule(owner), attribute, QuantizedLinear(quantized, bias))

@@ -9,7 +9,7 @@ It also couples drafter and target: both draw their n-th token with the same noi
 draws the same token. A drafted token stands if it is the token that the target draws; what is said is always the
 target's own draw, the same with and without speculation.
 
-A `Choice` is a draw in the making: the best of each block of the vocabulary. Whoever needs the token finds the best of them.
+A `PartialArgmax` is a draw in the making: the best of each block of the vocabulary. The token is the best of them.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, 
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
 
 
-class Choice(NamedTuple):
+class PartialArgmax(NamedTuple):
     best_NC: Tensor  # float32, one per block of the vocabulary
     ids_NC: Tensor  # int32, target ids
 
 
-class Cuts(NamedTuple):
+class TruncationParams(NamedTuple):
     """What B sequences do not draw. As in `speculation.distribution`: top-p counts what the others have left."""
 
     top_ps_B: Tensor  # 1: all
     top_ks_B: Tensor  # 0: all
     min_ps_B: Tensor  # 0: all
 
-    def repeated(self, times: int) -> Cuts:
-        return Cuts(*(x.repeat_interleave(times) for x in self))
+    def repeated(self, times: int) -> TruncationParams:
+        return TruncationParams(*(x.repeat_interleave(times) for x in self))
 
 
-class Draws(NamedTuple):
+class SamplingState(NamedTuple):
     """How B sequences draw."""
 
     temperatures_B: Tensor
     seeds_B: Tensor
     counters_B: Tensor  # tokens drawn before
-    cuts: Cuts | None = None  # None: nothing is cut off
+    truncation: TruncationParams | None = None  # None: nothing is cut off
 
 
 def choose(
-    logits_NV: Tensor, draws: Draws | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
-) -> Choice:
+    logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
+) -> PartialArgmax:
     """For `num_new` consecutive tokens of each of B sequences, the first of them `ahead` of the next one. None: greedy.
 
     `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
@@ -66,26 +66,26 @@ def choose(
 
 def choose_reference(
     logits_NV: Tensor,
-    draws: Draws | None = None,
+    draws: SamplingState | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
     *,
     sample: Callable[..., Tensor] | None = None,
-) -> Choice:
+) -> PartialArgmax:
     """`sample`: draws columns; None: by the reference."""
     if draws is None:
         column = logits_NV.argmax(-1)
     else:
         temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
         counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
-        cuts = None if draws.cuts is None else draws.cuts.repeated(num_new)
-        column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, cuts=cuts, ids_V=ids_V)
+        truncation = None if draws.truncation is None else draws.truncation.repeated(num_new)
+        column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
     ids = column if ids_V is None else ids_V[column]
-    return Choice(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
+    return PartialArgmax(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
 
 
-def picked(choice: Choice, vocab_size: int) -> Tensor:
+def picked(choice: PartialArgmax, vocab_size: int) -> Tensor:
     """The tokens, int64 [N]; ties go to the lower id."""
     if choice.ids_NC.shape[1] == 1:
         return choice.ids_NC[:, 0].long()
@@ -100,25 +100,27 @@ def picked(choice: Choice, vocab_size: int) -> Tensor:
     return tokens
 
 
-def sample(logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, cuts: Cuts | None = None) -> Tensor:
-    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `cuts` None: nothing is cut off."""
+def sample(
+    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, truncation: TruncationParams | None = None
+) -> Tensor:
+    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off."""
     if use_triton(logits_BV):
-        floors = None if cuts is None else floor_triton(logits_BV, temperatures_B, cuts)
+        floors = None if truncation is None else floor_triton(logits_BV, temperatures_B, truncation)
         return sample_triton(logits_BV, temperatures_B, seeds_B, counters_B, floors)
     run = sample_cpu if logits_BV.is_cpu else sample_reference
-    return run(logits_BV, temperatures_B, seeds_B, counters_B, cuts=cuts)
+    return run(logits_BV, temperatures_B, seeds_B, counters_B, truncation=truncation)
 
 
-def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, cuts: Cuts) -> Tensor:
+def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
     """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
     ordered = _scaled(logits_BV, temperatures_B).sort(-1, descending=True).values
     place = torch.arange(ordered.shape[-1], device=ordered.device)
-    last_of_k = torch.where(cuts.top_ks_B > 0, cuts.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
-    kept = (ordered >= ordered.gather(-1, last_of_k)) & (ordered - ordered[:, :1] >= cuts.min_ps_B.log()[:, None])
+    last_of_k = torch.where(truncation.top_ks_B > 0, truncation.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
+    kept = (ordered >= ordered.gather(-1, last_of_k)) & (ordered - ordered[:, :1] >= truncation.min_ps_B.log()[:, None])
     probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    num_kept = (kept & (before < cuts.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(_keeps_all(temperatures_B, cuts), -torch.inf)
+    num_kept = (kept & (before < truncation.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(_keeps_all(temperatures_B, truncation), -torch.inf)
 
 
 def sample_reference(
@@ -127,13 +129,13 @@ def sample_reference(
     seeds_B: Tensor,
     counters_B: Tensor,
     floors_B: Tensor | None = None,
-    cuts: Cuts | None = None,
+    truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Columns. `floors_B`: instead of `cuts`. `ids_V`: the ids that the columns stand for."""
+    """Columns. `floors_B`: instead of `truncation`. `ids_V`: the ids that the columns stand for."""
     scaled = _scaled(logits_BV, temperatures_B)
-    if cuts is not None:
-        floors_B = floor_reference(logits_BV, temperatures_B, cuts)
+    if truncation is not None:
+        floors_B = floor_reference(logits_BV, temperatures_B, truncation)
     if floors_B is not None:
         scaled = scaled.masked_fill(scaled < floors_B[:, None], -torch.inf)
     if bool((temperatures_B > 0).any()):
@@ -148,14 +150,16 @@ def sample_cpu(
     temperatures_B: Tensor,
     seeds_B: Tensor,
     counters_B: Tensor,
-    cuts: Cuts | None = None,
+    truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
     """`sample_reference`, fast."""
     scaled, floors = _scaled(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
-    if cuts is not None:
+    if truncation is not None:
         settings = zip(
-            _keeps_all(temperatures_B, cuts).tolist(), *(x.tolist() for x in (*cuts[:2], cuts.min_ps_B.log())), strict=True
+            _keeps_all(temperatures_B, truncation).tolist(),
+            *(x.tolist() for x in (*truncation[:2], truncation.min_ps_B.log())),
+            strict=True,
         )
         floors = [
             -math.inf if all_kept else lowest_kept(row, *cut) for row, (all_kept, *cut) in zip(scaled, settings, strict=True)
@@ -164,8 +168,8 @@ def sample_cpu(
     return torch.tensor([draw_row(*row, ids_V) if sampled else int(row[0].argmax()) for *row, sampled in rows])
 
 
-def _keeps_all(temperatures_B: Tensor, cuts: Cuts) -> Tensor:
-    cuts_nothing = (cuts.top_ps_B >= 1) & (cuts.top_ks_B <= 0) & (cuts.min_ps_B <= 0)
+def _keeps_all(temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
+    cuts_nothing = (truncation.top_ps_B >= 1) & (truncation.top_ks_B <= 0) & (truncation.min_ps_B <= 0)
     return cuts_nothing | (temperatures_B <= 0)
 
 
@@ -203,7 +207,7 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new: int = 1) -> Tensor:
+def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: TruncationParams, num_new: int = 1) -> Tensor:
     """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
@@ -211,7 +215,7 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new:
         _floor[(num_rows,)](
             logits_NV,
             temperatures_B,
-            *cuts,
+            *truncation,
             floors,
             logits_NV.stride(0),
             NEW=num_new,
@@ -227,22 +231,22 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, cuts: Cuts, num_new:
 def sample_triton(
     logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, floors_B: Tensor | None = None
 ) -> Tensor:
-    draws = Draws(temperatures_B, seeds_B, counters_B)
+    draws = SamplingState(temperatures_B, seeds_B, counters_B)
     return picked(choose_triton(logits_BV, draws, floors_N=floors_B), logits_BV.shape[1])
 
 
 def choose_triton(
     logits_NV: Tensor,
-    draws: Draws | None = None,
+    draws: SamplingState | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
     floors_N: Tensor | None = None,
-) -> Choice:
+) -> PartialArgmax:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
-    if draws is not None and draws.cuts is not None:
-        floors_N = floor_triton(logits_NV, draws.temperatures_B, draws.cuts, num_new)
+    if draws is not None and draws.truncation is not None:
+        floors_N = floor_triton(logits_NV, draws.temperatures_B, draws.truncation, num_new)
     num_blocks = -(-vocab_size // (4 * QUARTER))
     best = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits_NV.device)
     ids = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits_NV.device)
@@ -268,7 +272,7 @@ def choose_triton(
             num_warps=4,
             **overlap(logits_NV),
         )
-    return Choice(best, ids)
+    return PartialArgmax(best, ids)
 
 
 @jit

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.sample import Choice, pick, picked
+from fledge.kernels.sample import PartialArgmax, pick, picked
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
 MAX_TAPS = 4  # states that the kernel takes; with more the reference runs
@@ -43,7 +43,7 @@ def verify_inputs(
     length_R: Tensor,
     active_R: Tensor,
     embedding_VD: Tensor,
-    last_draft: Choice | None = None,
+    last_draft: PartialArgmax | None = None,
 ) -> VerifyInputs:
     """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
     run = verify_inputs_triton if use_triton(embedding_VD) else verify_inputs_reference
@@ -58,7 +58,7 @@ def verify_inputs_reference(
     length_R: Tensor,
     active_R: Tensor,
     embedding_VD: Tensor,
-    last_draft: Choice | None = None,
+    last_draft: PartialArgmax | None = None,
 ) -> VerifyInputs:
     if last_draft is not None:
         drafts_RD[:batch, depth - 1] = picked(last_draft, len(embedding_VD))
@@ -74,7 +74,7 @@ def verify_inputs_triton(
     length_R: Tensor,
     active_R: Tensor,
     embedding_VD: Tensor,
-    last_draft: Choice | None = None,
+    last_draft: PartialArgmax | None = None,
 ) -> VerifyInputs:
     (vocab_size, size), device = embedding_VD.shape, embedding_VD.device
     x = torch.empty((batch * (depth + 1), size), dtype=embedding_VD.dtype, device=device)
@@ -107,7 +107,7 @@ def verify_inputs_triton(
 
 def draft_inputs(
     h_ND: Tensor,
-    tokens: Tensor | Choice,
+    tokens: Tensor | PartialArgmax,
     embedding_VD: Tensor,
     embedding_norm: NormLike,
     hidden_norm: NormLike,
@@ -135,7 +135,7 @@ def draft_inputs(
 
 def draft_inputs_reference(
     h_ND: Tensor,
-    tokens: Tensor | Choice,
+    tokens: Tensor | PartialArgmax,
     embedding_VD: Tensor,
     embedding_norm: NormLike,
     hidden_norm: NormLike,
@@ -165,7 +165,7 @@ def _normed_reference(x: Tensor, norm: NormLike) -> Tensor:
 
 def draft_inputs_triton(
     h_ND: Tensor,
-    tokens: Tensor | Choice,
+    tokens: Tensor | PartialArgmax,
     embedding_VD: Tensor,
     embedding_norm: NormLike,
     hidden_norm: NormLike,

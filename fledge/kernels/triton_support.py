@@ -11,6 +11,7 @@ How far they overlap is a choice: a kernel that lets the next one start at once 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -41,7 +42,12 @@ _loaded: list[int] = []  # their handles
 
 def jit(function: Callable) -> Callable:
     kernel_names.add(function.__name__)
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, do_not_specialize=counts_of(function))
+
+
+def counts_of(function: Callable) -> list[str]:
+    """Arguments for whose values (one, multiples of 16) Triton would compile a kernel again, for no gain."""
+    return [name for name in inspect.signature(function).parameters if name == "num_rows"]
 
 
 def share_memory(percent: int) -> None:
@@ -89,13 +95,14 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Of the card that the launch configurations were measured on; in the interpreter kernels take that card's.
+# Of the card that the launch configurations were measured on; the interpreter, and tables that are printed without a card, take
+# that card's.
 MEASURED_MULTIPROCESSORS = 132  # NVIDIA H200
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return MEASURED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -64,9 +64,6 @@ def test_options(bench) -> None:
         assert all(run["ratio"] > 0 for run in found[f"{way}, 2 users"].values())
     assert len(found["cycles"]) == 7
     assert all(run["replay_us"] > 0 and run["as_run_us"] > 0 for run in found["cycles"].values())
-    page = importlib.import_module("gpu_report").options({"options": found})
-    assert "| depth 3, 2 users | JSON-like mask |" in page
-    assert "| tree of 12, width 4, depth 5, 2 rows |" in page
 
 
 def test_the_mask_bans_its_tokens_alone() -> None:
@@ -185,3 +182,94 @@ def test_vllm_that_fails_is_a_problem_not_an_error(shape_bench, tmp_path: Path) 
     (tmp_path / "vllm.py").write_text("raise RuntimeError('no such kernel')")
     shape_bench.args.vllm_path = str(tmp_path)
     assert "no such kernel" in sys.modules["gpu_sizes"].vllm(shape_bench)["problem"]
+
+
+def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The whole script on a small model, with the card's choices and the reference's results; then the table it fills."""
+    from fledge.kernels.linear import dispatch, summation
+
+    linears, forms = (importlib.import_module(name) for name in ("gpu_linears", "gpu_linear_forms"))
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    for name, value in {
+        "MODELS": {"tiny": forms.layer("tiny", 64, 128, 64, 96, 256, True)},
+        "ROWS": {"tiny": (1, 16, 64)},
+        "LAYERS": {"tiny": 2},
+        "DEVICE": "cpu",
+        "compile_share": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(linears, name, value)
+    timed = []
+
+    def graph_time(calls, flush) -> float:
+        calls[0]()
+        timed.append(len(calls))
+        return float(len(timed) % 7 + 1)
+
+    monkeypatch.setattr(linears, "graph_time", graph_time)
+    monkeypatch.setattr(linears, "tiled_head", lambda hidden, weight, *_, **__: linears.choose(hidden @ weight.t()))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    results = tmp_path / "linears.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_linears.py", "--models", "tiny", "--json", str(results), "--workers", "0"])
+    linears.main()
+    report = json.loads(results.read_text())
+    assert len(report["lines"]) == 4 * 3 + 4
+    assert all(line["best_us"] == min(line["forms"].values()) and not line["wrong"] for line in report["lines"])
+    assert set(report["other bits, of 255"]["tiny"].values()) == {0}
+    assert set(timed) == {1, 4, 20}
+    assert [set(line) for line in report["layers"]] == [
+        {"model", "rows", "before", "rules", "cublas", "best alone", "best"}
+    ] * 3
+    assert all(line["best"] <= min(line["rules"], line["best alone"]) for line in report["layers"])
+
+    table = tmp_path / "measured.py"
+    table.write_text(forms.MEASURED.read_text())
+    forms.fill(report["lines"], table)
+    filled = {}
+    exec(table.read_text(), filled)
+    monkeypatch.setattr(dispatch, "FORMS", filled["FORMS"])
+    for line in report["lines"]:
+        shape = (line["rows"], line["K"], line["N"], "plain", torch.bfloat16, torch.device("cuda", 0))
+        chosen = dispatch.choose_form(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
+        assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
+
+
+def test_large_plain_weights_may_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few forms, as each is compiled on the card; 16 rows also in programs that read the weight once."""
+    from fledge.kernels.linear import summation
+
+    forms = importlib.import_module("gpu_linear_forms")
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    for kind in (kind for model in forms.MODELS.values() for kind in model if not kind.head):
+        found = {
+            rows: {numbers for kernel, numbers in forms.candidates(kind, rows) if kernel == "register_stream"}
+            for rows in (4, 16, 32)
+        }
+        scales_sums = any(kernel == "register_mma" for kernel, _ in forms.candidates(kind, 4))
+        assert (len(found[4]), len(found[16]), len(found[32])) == ((0, 0, 0) if scales_sums else (6, 12, 0))
+        assert all(numbers[0] == 8 for numbers in found[4])
+
+
+def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights with several slices, few enough to be measured; what is fastest for a prefill serves longer ones."""
+    from fledge.kernels.linear import dispatch, summation
+
+    forms = importlib.import_module("gpu_linear_forms")
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    monkeypatch.setattr(dispatch, "supports_wgmma", lambda _: True)
+    kinds = {(kind.model, kind.name): kind for model in forms.MODELS.values() for kind in model}
+
+    def found(model: str, name: str, rows: int) -> list[tuple[int, ...]]:
+        return [numbers for kernel, numbers in forms.candidates(kinds[model, name], rows) if kernel == "tma_tiles"]
+
+    for name, rows in (("qkv", 256), ("o", 1024), ("down", 1024), ("down", 4096)):
+        assert 2 <= len(found("1.5b", name, rows)) <= 8, (name, rows)
+    assert found("8b", "down", 4096)
+    assert all(form.sums != forms.tma_tiles.MEMORY for form in found("135m", "gate_up", 4096))
+    assert not found("1.5b", "qkv", 64)
+    assert not found("8b", "qkv", 1024), "one slice"
+
+    form = ["tma_tiles", list(found("1.5b", "down", 4096)[0])]
+    lines = [{"K": 8960, "N": 1536, "linear": "down", "rows": rows, "form": form} for rows in (1024, 4096)]
+    monkeypatch.setattr(dispatch, "FORMS", forms.filled(lines))
+    case = dispatch.Case(8192, 8960, 1536, "plain", torch.bfloat16, torch.device("cuda", 0))
+    assert list(dispatch.choose_form(case)) == ["tma_tiles", tuple(form[1])]

@@ -138,8 +138,11 @@ def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
         assert torch.equal(mine, theirs), one
     quantised = [module for module in kept.modules() if isinstance(module, QuantizedLinear)]
     assert len(quantised) == (8 if name in EXACT else 0)
-    logits = [d.logits(d(tokens, torch.arange(40), causal_attend()).hidden_ND) for d in (wanted, kept)]
+    everything = load_decoder(packed, keep=KEPT["cuda"])  # computed by the references here
+    assert sum(isinstance(module, QuantizedLinear) for module in everything.modules()) == 8
+    logits = [d.logits(d(tokens, torch.arange(40), causal_attend()).hidden_ND) for d in (wanted, kept, everything)]
     assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+    assert (logits[0] - logits[2]).abs().max() < 1e-3 * logits[0].abs().max()
 
 
 def test_its_texts_are_those_of_the_twin(checkpoint) -> None:

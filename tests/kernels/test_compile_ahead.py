@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fledge.kernels import compile_ahead
-from fledge.kernels.swiglu import swiglu
+from fledge.kernels.gate import swiglu
 
 
 def written(folder: Path) -> list[str]:

@@ -8,18 +8,26 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear import dispatch, summation
 from fledge.kernels.linear import tiles as tiles_module
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
 from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
 from fledge.kernels.linear.reference import Norm, linear_reference
+from fledge.kernels.linear.register_mma import register_mma
+from fledge.kernels.linear.register_stream import Form as StreamForm
+from fledge.kernels.linear.register_stream import register_stream
+from fledge.kernels.linear.staged_mma import FORMS, Form, programs_at_once, staged_mma
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import LARGE, SMALL, Tile, choose_tile, tiled_linear
-from fledge.kernels.quantization import dequantize, quantize
+from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, supports_wgmma, tma_tiles
+from fledge.kernels.linear.tma_tiles import Form as TmaForm
+from fledge.kernels.quantization import dequantize, kept_fp8, quantize
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
 
 on_card = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA")]
-FORMATS = {"plain": (16, False), "int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
+INTEGERS = {"int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
+FORMATS = ["plain", *INTEGERS, "fp8", "fp8 in blocks"]
 SURROUNDINGS = ["nothing", "norm", "norm and gate", "residual", "all with bias"]
 CARD = torch.device("cuda", 0)
 
@@ -35,9 +43,13 @@ def plain(x, weight, bias, norm, gated, residual):
 
 
 def some_weight(format: str, outputs: int, size: int, device: str, group: int = 32):
-    bits, offsets = FORMATS[format]
     weight = torch.randn(outputs, size, device=device) / size**0.5
-    return weight if bits == 16 else quantize(weight, bits, group, offsets=offsets)
+    if format.startswith("fp8"):
+        return kept_fp8(quantize_fp8(weight, (32, 32) if "blocks" in format else None))
+    if format == "plain":
+        return weight
+    bits, offsets = INTEGERS[format]
+    return quantize(weight, bits, group, offsets=offsets)
 
 
 def some_case(size, outputs, rows, surroundings, device, format="plain", dtype=torch.float32):
@@ -154,18 +166,70 @@ def kernels(rows, inputs, outputs, format="plain", gated=False, group_size=1):
 
 
 def test_kernels_by_size(monkeypatch):
-    """On a card before Hopper, and on one that multiplies from registers."""
+    """On a card before Hopper, and on one that multiplies from registers; of shapes that were not measured."""
+    monkeypatch.setattr(dispatch, "FORMS", {})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
     assert kernels((1, 64, 512), 576, 960) == ["tiles", "tiles", "cublas"]
     assert kernels((64, 65), 4096, 28672, gated=True) == ["tiles", "cublas"]
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
     assert kernels((1, 64, 65, 2048), 576, 960) == ["register_mma", "register_mma", "tiles", "tiles"]
-    assert kernels((16, 17), 1536, 2048) == ["register_mma", "tiles"]
-    assert kernels((1, 64, 2048), 4096, 28672, "int4", True, 128) == ["tiles"] * 3
+    assert kernels((16, 17, 64, 65), 576, 3072, gated=True) == ["register_mma", "staged_mma", "staged_mma", "tiles"]
+    assert kernels((16, 17, 256), 1536, 2048) == ["register_mma", "tiles", "tiles"]
+    assert kernels((16, 17), 576, 960, "int8", group_size=32) == ["register_mma", "register_mma"]
+    assert kernels((65,), 576, 960, "int8", group_size=32) == ["tiles"]
+    assert kernels((1, 8, 9, 2048), 4096, 28672, "int4", True, 128) == ["register_stream"] * 2 + ["tiles"] * 2
+    assert kernels((1, 17), 576, 960, "fp8", group_size=576) == ["register_mma"] * 2
+    assert kernels((1,), 4096, 4096, "int8", group_size=16) == ["tiles"]
     assert kernels((1, 511, 512), 14336, 4096) == ["tiles", "tiles", "cublas"]
 
 
+def test_measured_forms_come_first(monkeypatch):
+    forms = ((16, "register_mma", (8, 1)), (64, "tiles", (64, 64, 64, 4, 4, 0)))
+    monkeypatch.setattr(dispatch, "FORMS", {(576, 960, False): forms})
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    case = Case(1, 576, 960, "plain", torch.bfloat16, CARD)
+    found = [dispatch.choose_form(case._replace(rows=rows)) for rows in (16, 17, 65)]
+    assert found == [("register_mma", (8, 1)), ("tiles", (64, 64, 64, 4, 4, 0)), ("tiles", ())]
+    assert dispatch.choose_form(case._replace(format="int8", group_size=32)) == ("register_mma", ())
+    with monkeypatch.context() as other_card:
+        other_card.setattr(dispatch, "multiprocessors", lambda device: 114)
+        assert dispatch.choose_form(case._replace(rows=16)) == ("register_mma", ())
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    assert dispatch.choose_form(case._replace(rows=16)) == ("tiles", (64, 64, 64, 4, 4, 0)), "no registers, no such form"
+
+
+def test_plain_weights_stream_where_they_were_measured_to(monkeypatch):
+    forms = ((16, "register_stream", (16, 32, 1)), (64, "tiles", (64, 64, 64, 4, 4, 0)))
+    monkeypatch.setattr(dispatch, "FORMS", {(4096, 28672, True): forms, (576, 960, False): forms})
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    large = Case(16, 4096, 28672, "plain", torch.bfloat16, CARD, True)
+    assert dispatch.choose_form(large) == ("register_stream", (16, 32, 1))
+    assert dispatch.choose_form(large._replace(rows=17)) == ("tiles", (64, 64, 64, 4, 4, 0))
+    assert dispatch.choose_form(large._replace(rows=1, format="int4", group_size=128)) == ("register_stream", ())
+    small = Case(16, 576, 960, "plain", torch.bfloat16, CARD)
+    assert dispatch.choose_form(small)[0] != "register_stream", "a norm scales its sums"
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    assert dispatch.choose_form(large) == ("tiles", (64, 64, 64, 4, 4, 0))
+
+
+def test_a_form_reaches_the_stream_and_its_norm_comes_before(monkeypatch):
+    """With the barrier before attention, whose kernel reads what an early start would not have waited for."""
+    monkeypatch.setattr(dispatch, "FORMS", {(4096, 6144, False): ((16, "register_stream", (16, 48, 1)),)})
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "case_of", lambda *_: Case(2, 4096, 6144, "plain", torch.bfloat16, CARD))
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    ran = []
+    monkeypatch.setattr(dispatch.streams, "register_stream", lambda x, *_, **options: ran.append((x, options)))
+    x, norm = torch.randn(2, 64).bfloat16(), Norm(torch.randn(64).bfloat16(), 1e-5)
+    linear(x, torch.zeros(40, 64).bfloat16(), norm=norm, before_attention=True)
+    ((given, options),) = ran
+    assert options["form"] == StreamForm(16, 48, 1)
+    assert options["before_attention"]
+    torch.testing.assert_close(given, torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps))
+
+
 def test_the_table_for_people(monkeypatch):
+    monkeypatch.setattr(dispatch, "FORMS", {})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
     shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 30720, "int8", True, 32)]
     assert table(CARD, shapes, rows=(1, 512)) == [
@@ -178,10 +242,16 @@ def test_the_table_for_people(monkeypatch):
 WEIGHTS = [(576, 960), (576, 576), (1536, 576), (1536, 2048), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
 
 
-@pytest.mark.parametrize("format", ["plain", "int8", "int4 with offsets"])
-@pytest.mark.parametrize(("size", "outputs"), WEIGHTS)
-@pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_a_row_has_the_same_bits_in_every_kernel(size, outputs, surroundings, format):
+# All of plain weights; of each quantised format the ends of that list, for one narrow, wide, long and gated weight each.
+QUANTISED = [(576, 960), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
+CASES = [("plain", *weight, what) for weight in WEIGHTS for what in SURROUNDINGS]
+CASES += [
+    (format, *weight, what) for format in FORMATS[1:] for weight in QUANTISED for what in (SURROUNDINGS[0], SURROUNDINGS[-1])
+]
+
+
+@pytest.mark.parametrize(("format", "size", "outputs", "surroundings"), CASES)
+def test_a_row_has_the_same_bits_in_every_kernel(format, size, outputs, surroundings):
     """All kernels that `linear` chooses between, from one row to a prefill, are near float64 and equal to the bit."""
     rows = 1024
     outputs = outputs if surroundings not in ("norm and gate", "all with bias") else outputs // 2
@@ -203,6 +273,94 @@ def test_a_row_has_the_same_bits_in_every_kernel(size, outputs, surroundings, fo
 
 
 test_a_row_has_the_same_bits_in_every_kernel.pytestmark += on_card
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(576, 960), (1536, 576), (1024, 1536)])
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_every_form_has_the_same_bits(size, outputs, surroundings):
+    rows, size = 200, min(size, 1024) if surroundings in ("norm and gate", "all with bias") else size
+    x, weight, bias, norm, gated, residual = some_case(size, outputs, rows, surroundings, "cuda", "plain", torch.bfloat16)
+    order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
+    options = {"order": order, "norm": norm, "gated": gated}
+    wanted = register_mma(x, weight, bias, residual_MO=residual, **options)
+    # None holds 1,024 inputs of a gated weight in registers.
+    for form in (form for form in (*FORMS, Form(32, 32, 2)) if programs_at_once(form, order, gated)):
+        for count in (17, 64, 77, rows):
+            some = None if residual is None else residual[:count].contiguous()
+            found = staged_mma(x[:count].contiguous(), weight, bias, form=form, residual_MO=some, **options)
+            assert torch.equal(found, wanted[:count]), (form, count)
+    for count in (8, 16):
+        found = register_mma(x, weight, bias, residual_MO=residual, rows=count, wide=True, **options)
+        assert torch.equal(found, wanted), count
+
+
+test_every_form_has_the_same_bits.pytestmark += on_card
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(1536, 17920), (8960, 1536), (4096, 6144), (14336, 4096), (1728, 576)])
+@pytest.mark.parametrize("surroundings", ["nothing", "residual", "all with bias"])
+def test_plain_weights_stream_to_the_same_bits(size, outputs, surroundings):
+    gated = surroundings == "all with bias"
+    x, weight, bias, _, gated, residual = some_case(
+        size, outputs // (2 if gated else 1), 16, surroundings, "cuda", "plain", torch.bfloat16
+    )
+    order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
+    wanted = tiled_linear(x, weight, bias, order=order, gated=gated, residual_MO=residual)
+    for form in (StreamForm(8, 16), StreamForm(8, 96, 1), StreamForm(16, 32, 1), StreamForm(16, 64)):
+        for count in (1, 5, 8, 9, 16):
+            some = None if residual is None else residual[:count].contiguous()
+            options = {"gated": gated, "residual_MO": some, "form": form}
+            found = register_stream(x[:count].contiguous(), weight, bias, order=order, **options)
+            assert torch.equal(found, wanted[:count]), (form, count)
+
+
+test_plain_weights_stream_to_the_same_bits.pytestmark += on_card
+
+
+TMA_FORMS = [
+    TmaForm(128, 128, 8, 6, REGISTERS),
+    TmaForm(128, 128, 8, 6, PROGRAMS),
+    TmaForm(128, 128, 4, 3, PROGRAMS, 2),
+    TmaForm(64, 128, 4, 4, REGISTERS, 2),
+    TmaForm(64, 64, 4, 6, REGISTERS, 2),
+    TmaForm(64, 64, 4, 6, PROGRAMS, 2),
+    TmaForm(128, 256, 8, 4, PROGRAMS),
+    TmaForm(128, 256, 8, 4, MEMORY),
+]
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(576, 960), (1536, 2048), (1000, 1544), (8960, 1536), (14336, 4096)])
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_tma_tiles_have_the_same_bits(size, outputs, surroundings):
+    """As `tiles`, for numbers of rows that end within a tile and take programs several turns; also in a graph."""
+    if not supports_wgmma(CARD):
+        pytest.skip("needs Hopper")
+    rows = 2100
+    gated = surroundings in ("norm and gate", "all with bias")
+    outputs = outputs // 2 if gated else outputs
+    x, weight, bias, norm, gated, residual = some_case(size, outputs, rows, surroundings, "cuda", "plain", torch.bfloat16)
+    scale = None if norm is None else torch.rand(rows, device="cuda")
+    order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
+
+    def parts(count: int) -> dict:
+        cut = {"residual_MO": residual, "scale_M": scale}
+        cut = {name: None if part is None else part[:count].contiguous() for name, part in cut.items()}
+        return {"order": order, "gated": gated} | cut
+
+    wanted = tiled_linear(x, weight, bias, **parts(rows))
+    for form in (form for form in TMA_FORMS if not (gated and form.sums == MEMORY)):
+        for count in (1, 129, 256, 300, 1024, rows):
+            found = tma_tiles(x[:count].contiguous(), weight, bias, form=form, **parts(count))
+            assert torch.equal(found, wanted[:count]), (form, count)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = tma_tiles(x, weight, bias, form=form, **parts(rows))
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted), form
+
+
+test_tma_tiles_have_the_same_bits.pytestmark += on_card
 
 
 @pytest.mark.parametrize(("rows", "size", "outputs"), [(256, 4096, 28672), (1024, 14336, 4096), (2048, 8960, 1536)])

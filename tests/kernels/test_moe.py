@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fledge.kernels.geglu import geglu_reference, geglu_triton
+from fledge.kernels.gate import gate_triton, geglu_reference, swiglu_reference
 from fledge.kernels.moe import (
     experts_reference,
     experts_triton,
@@ -15,7 +15,6 @@ from fledge.kernels.moe import (
     route_reference,
     route_triton,
 )
-from fledge.kernels.swiglu import swiglu_reference
 from tests.kernels.support import device_of_kernels, runs_triton
 
 pytestmark = runs_triton
@@ -82,4 +81,4 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])
 def test_geglu(num_rows, size):
     x = 3 * torch.randn(num_rows, 2 * size, device=device_of_kernels())
-    torch.testing.assert_close(geglu_triton(x), geglu_reference(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gate_triton(x, gelu=True), geglu_reference(x), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 
 from fledge.kernels import ngram
 from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference, ngram_drafts_triton
-from fledge.speculation.ngram import _NgramIndex
+from fledge.speculation.methods.ngram import _NgramIndex
 from tests.kernels.support import device_of_kernels, runs_triton
 
 

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fledge.engine.config import check_quantization
+from fledge.engine.config import EngineConfig, check_quantization
 from fledge.errors import UserError
+from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.quantization import (
     QuantizedLinear,
     QuantizedWeight,
     dequantize,
     held,
     holds,
+    kept_fp8,
     quantize,
     quantize_linears,
 )
@@ -86,6 +88,46 @@ def test_linear(bits):
     assert quantised.scales.dtype == torch.float16
     assert torch.equal(quantised.scales, scales)
     assert quantised(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_offsets_fold():
+    """Into one number of fp32 that gives the same values, to the bit; or not."""
+    weight = quantize(torch.randn(50, 96), 4)
+    assert weight.offsets_fold
+    nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1).unflatten(1, (-1, 32))
+    folded = weight.offsets.float() - 128 * weight.scales.float()
+    once = ((128 + nibbles).double() * weight.scales.double()[..., None] + folded.double()[..., None]).float()
+    assert torch.equal(once.flatten(1), dequantize(weight))
+    assert not quantize(torch.rand(50, 96) + torch.tensor([1e-7]), 4).offsets_fold, "offsets far below the scales"
+    linear = QuantizedLinear(weight)
+    assert linear.quantized.offsets_fold
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_fp8(block):
+    made = quantize_fp8(torch.randn(200, 256), block)
+    weight = kept_fp8(made)
+    assert (weight.format, weight.group_size) == ("fp8", 128 if block else 256)
+    assert torch.equal(dequantize(weight, torch.bfloat16), made.dequantize(torch.bfloat16))
+    linear, x = QuantizedLinear(weight), torch.randn(3, 256)
+    torch.testing.assert_close(linear(x), x @ made.dequantize().t())
+    linear.to(torch.bfloat16)
+    assert (linear.codes.dtype, linear.scales.dtype) == (torch.float8_e4m3fn, torch.float32), "its type is its own"
+    assert kept_fp8(quantize_fp8(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
+
+
+def test_fp8_needs_a_gpu():
+    with pytest.raises(UserError, match="fp8 needs a GPU"):
+        EngineConfig(device="cpu", quantization="fp8").resolve(tiny_decoder().config)
+
+
+def test_a_network_in_fp8():
+    decoder = tiny_decoder(tie_embeddings=True)
+    weight = decoder.layers[1].mlp.down_proj.weight.clone()
+    quantize_linears(decoder, "fp8")
+    assert {m.quantized.format for m in decoder.modules() if isinstance(m, QuantizedLinear)} == {"fp8"}
+    assert not any(isinstance(module, nn.Linear) for module in decoder.modules())
+    assert torch.equal(dequantize(decoder.layers[1].mlp.down_proj.quantized), quantize_fp8(weight).dequantize())
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
 
 from fledge.kernels.linear import register_codes
 from fledge.kernels.linear import register_mma as module
 from fledge.kernels.linear.register_mma import layouts, program_rows
+from tests.kernels.ptx import as_floats, run_assembly
 from tests.kernels.support import INTERPRETED
 
 compiles = pytest.mark.skipif(module.gl is None or INTERPRETED, reason="needs Triton")
-CODES = {"bfloat16": (16, False), "int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
+CODES = {"bfloat16": (16, False), "int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True), "fp8": (8, False)}
 
 
-def compiled_for_hopper(kernel, constants, types=None) -> str:
-    """Its assembly."""
+def compiled_for_hopper(kernel, constants, types=None, warps=4, kind="ptx"):
+    """Its assembly, or another kind of what the compiler makes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -25,39 +26,9 @@ def compiled_for_hopper(kernel, constants, types=None) -> str:
         kernel,
         {name: types.get(name, "*bf16") for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(8)},
+        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name.endswith("_ptr")},
     )
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-
-
-def run_assembly(text: str, num_outputs: int, source: int) -> list[float]:
-    """What a few instructions of PTX leave in the outputs, as float32; the last operand is the input."""
-    registers = {f"${num_outputs}": np.uint32(source)}
-
-    def value(name: str) -> np.uint32:
-        if name in registers:
-            return registers[name]
-        return np.uint32(int(name[2:], 16)) if name.startswith("0f") else np.uint32(int(name, 0))
-
-    def permuted(a: np.uint32, b: np.uint32, selector: np.uint32) -> np.uint32:
-        data = np.array([a, b], dtype="<u4").view(np.uint8)
-        return np.array([data[int(selector) >> 4 * i & 7] for i in range(4)], dtype=np.uint8).view("<u4")[0]
-
-    operations = {
-        "xor.b32": np.bitwise_xor,
-        "and.b32": np.bitwise_and,
-        "shr.u32": np.right_shift,
-        "prmt.b32": permuted,
-        "sub.rn.f32": lambda a, b: (a.view(np.float32) - b.view(np.float32)).view(np.uint32),
-    }
-    for line in text.strip("{} ").split(";"):
-        name, _, operands = line.strip().partition(" ")
-        if name in operations:
-            target, *sources = operands.split(", ")
-            registers[target] = operations[name](*map(value, sources))
-        else:
-            assert name in ("", ".reg"), name
-    return [float(registers[f"${i}"].view(np.float32)) for i in range(num_outputs)]
+    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm[kind]
 
 
 def test_codes_become_the_floats_they_stand_for():
@@ -65,10 +36,15 @@ def test_codes_become_the_floats_they_stand_for():
     for first in range(0, 256, 4):
         packed = sum((first + i) << 8 * i for i in range(4))
         signed = [(first + i + 128) % 256 - 128 for i in range(4)]
-        assert run_assembly(register_codes.ASSEMBLY["bytes"], 4, packed) == signed
+        assert as_floats(run_assembly(register_codes.ASSEMBLY["bytes"], 4, packed)) == signed
         nibbles = [(first + i) & 15 for i in range(4)] + [(first + i) >> 4 for i in range(4)]
-        assert run_assembly(register_codes.ASSEMBLY["nibbles"], 8, packed) == nibbles
-        assert run_assembly(register_codes.ASSEMBLY["nibbles less 8"], 8, packed) == [nibble - 8 for nibble in nibbles]
+        assert as_floats(run_assembly(register_codes.ASSEMBLY["nibbles"], 8, packed)) == nibbles
+        halves = torch.tensor([first + i for i in range(4)], dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+        found = as_floats(run_assembly(register_codes.ASSEMBLY["fp8"], 4, packed))
+        assert [x for x in found if x == x] == [x for x in halves if x == x]
+        assert as_floats(run_assembly(register_codes.ASSEMBLY["nibbles less 8"], 8, packed)) == [
+            nibble - 8 for nibble in nibbles
+        ]
 
 
 def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
@@ -77,6 +53,8 @@ def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
     kind = {"BITS": bits, "GROUP": 32, "HAS_OFFSETS": offsets}
     if bits == 16:
         return kind, {}
+    if format == "fp8":
+        return kind | {"GROUP": 576}, {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "offsets_ptr": "*fp32"}
     return kind, {"weight_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16", "offsets_ptr": "*fp16"}
 
 
@@ -94,6 +72,16 @@ def test_it_compiles_for_hopper_with_one_barrier(gated, format):
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
     if format == "bfloat16":
         assert assembly.count("ld.global.v2.b32") == assembly.count("ld.global"), "four inputs a load"
+
+
+@compiles
+@pytest.mark.parametrize("gated", [False, True])
+def test_wide_loads_are_exchanged_without_shared_memory(gated):
+    constants = {"ROWS": 8, "COLUMNS": 16, "SLICES": 4, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False}
+    constants |= {"HAS_NORM": False, "HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1}
+    assembly = compiled_for_hopper(module._register_mma, constants | of_weight("bfloat16")[0] | layouts(8, gated, True))
+    assert assembly.count("bar.sync") == 1
+    assert assembly.count("ld.global.v4.b32") == (24 if gated else 12), "eight weights a load"
 
 
 def test_rows_of_a_program():

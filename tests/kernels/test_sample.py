@@ -12,8 +12,8 @@ from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.rms_norm import add_rms_norm_triton
 from fledge.kernels.sample import (
-    Cuts,
-    Draws,
+    SamplingState,
+    TruncationParams,
     choose_reference,
     choose_triton,
     floor_reference,
@@ -112,15 +112,18 @@ def test_the_fast_way_on_a_cpu_changes_nothing(cut, spread, vocab_size, mapped):
     temperatures = torch.rand(count) * 1.5 + 0.2
     temperatures[1] = 0.0
     seeds, counters = torch.randint(-(2**62), 2**62, (count,)), torch.randint(0, 100000, (count,))
-    cuts = CUTS[cut] and Cuts(*(torch.tensor([part] * count) for part in CUTS[cut]))
+    truncation = CUTS[cut] and TruncationParams(*(torch.tensor([part] * count) for part in CUTS[cut]))
     ids = torch.randperm(2 * vocab_size)[:vocab_size].sort().values if mapped else None
-    expected = sample_reference(logits, temperatures, seeds, counters, cuts=cuts, ids_V=ids)
-    assert sample_cpu(logits, temperatures, seeds, counters, cuts, ids).tolist() == expected.tolist()
-    if cuts is not None and cut != "nothing":
+    expected = sample_reference(logits, temperatures, seeds, counters, truncation=truncation, ids_V=ids)
+    assert sample_cpu(logits, temperatures, seeds, counters, truncation, ids).tolist() == expected.tolist()
+    if truncation is not None and cut != "nothing":
         scaled = logits.float() * torch.where(temperatures > 0, 1.0 / temperatures, 1.0)[:, None]
         drawn = [0, *range(4, count)]  # where logits are -inf the cut may be, or the lowest above: nobody draws between
-        found = [lowest_kept(scaled[row], *(x[row].item() for x in (cuts[0], cuts[1], cuts[2].log()))) for row in drawn]
-        assert found == floor_reference(logits, temperatures, cuts)[drawn].tolist()
+        found = [
+            lowest_kept(scaled[row], *(x[row].item() for x in (truncation[0], truncation[1], truncation[2].log())))
+            for row in drawn
+        ]
+        assert found == floor_reference(logits, temperatures, truncation)[drawn].tolist()
 
 
 def test_the_bounds_of_the_noise():
@@ -137,15 +140,15 @@ def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
     run = floor_reference if kernel == "reference" else floor_triton
     logits = 3 * torch.randn(9, vocab_size, device=device)
     temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.7, 1.5, 1.0], device=device)
-    cuts = Cuts(
+    truncation = TruncationParams(
         torch.tensor([0.9, 0.5, 0.99, 0.9, 0.01, 1.0, 0.8, 0.9, 1.0], device=device),
         torch.tensor([0, 0, 0, 0, 0, 7, 12, 0, 3], device=device, dtype=torch.int32),
         torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.05], device=device),
     )
-    floors = run(logits, temperatures, cuts)
+    floors = run(logits, temperatures, truncation)
     assert floors[3] == -torch.inf
     for row in (0, 1, 2, 4, 5, 6, 7, 8):
-        top_p, top_k, min_p = (float(cut[row]) for cut in cuts)
+        top_p, top_k, min_p = (float(cut[row]) for cut in truncation)
         params = SamplingParams(temperature=float(temperatures[row]), top_p=top_p, top_k=int(top_k), min_p=min_p)
         scaled = (logits[row] * (1 / temperatures[row])).cpu()
         # The cut is a token's own value, so that whether this token is kept does not hang on rounding.
@@ -172,11 +175,13 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
     vocab_size, num_new, ahead = 5000, 3, 2
     ids = torch.randperm(20000)[:vocab_size].sort().values.to(device) if mapped else None
     logits = 3 * torch.randn(2 * num_new, vocab_size, device=device)
-    draws = Draws(
+    draws = SamplingState(
         torch.tensor([0.7, 0.0], device=device),
         torch.tensor([11, 12], device=device),
         torch.tensor([4, 9], device=device),
-        Cuts(*(torch.tensor(cut, device=device) for cut in ([0.5, 0.9], [0, 0], [0.0, 0.0]))) if kind == "top_p" else None,
+        TruncationParams(*(torch.tensor(cut, device=device) for cut in ([0.5, 0.9], [0, 0], [0.0, 0.0])))
+        if kind == "top_p"
+        else None,
     )
     run = choose_reference if kernel == "reference" else choose_triton
     tokens = picked(run(logits, None if kind == "greedy" else draws, num_new, ahead, ids), vocab_size if ids is None else 20000)

@@ -17,7 +17,7 @@ from fledge.kernels.bits import (
     unpack_bits,
 )
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.step_inputs import (
     draft_inputs_reference,
     draft_inputs_triton,
@@ -33,11 +33,11 @@ from tests.kernels.support import device_of_kernels, runs_triton
 VOCAB = 500
 
 
-def random_choice(num_rows: int, num_blocks: int, device: str) -> Choice:
+def random_choice(num_rows: int, num_blocks: int, device: str) -> PartialArgmax:
     """Blocks in order of their ids, some of them equally good."""
     best = torch.randn(num_rows, num_blocks).mul(2).round() / 2
     ids = torch.stack([torch.randperm(VOCAB)[:num_blocks].sort().values for _ in range(num_rows)]).int()
-    return Choice(best.to(device), ids.to(device))
+    return PartialArgmax(best.to(device), ids.to(device))
 
 
 def rows(num_rows: int, device: str) -> RowState:
@@ -56,7 +56,7 @@ def rows(num_rows: int, device: str) -> RowState:
     return RowState(*(tensor.to(device) for tensor in state))
 
 
-def drafts_near(choice: Choice, num_new: int, device: str) -> torch.Tensor:
+def drafts_near(choice: PartialArgmax, num_new: int, device: str) -> torch.Tensor:
     """Drafts of which some are what the target chooses: all, or the first few."""
     top = choice.best_NC == choice.best_NC.amax(-1, keepdim=True)
     chosen = choice.ids_NC.masked_fill(~top, VOCAB).amin(-1).long().view(-1, num_new)
@@ -79,7 +79,7 @@ def test_acceptance_by_hand():
     chosen = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]], dtype=torch.int32)
     drafts = torch.tensor([[10, 99], [20, 21], [30, 31], [40, 41]])
     lengths = state.length.clone()
-    accepted = accept_reference(state, Choice(torch.zeros(12, 1), chosen.view(12, 1)), drafts, 3, VOCAB)
+    accepted = accept_reference(state, PartialArgmax(torch.zeros(12, 1), chosen.view(12, 1)), drafts, 3, VOCAB)
     # accepted one; stopped inside the draft; reached the limit inside the draft; empty
     assert accepted.counts_B.tolist() == [2, 0, 0, 0]
     assert accepted.starts_B.tolist() == (lengths - 1).tolist()

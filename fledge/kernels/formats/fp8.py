@@ -14,6 +14,11 @@ from torch import Tensor
 LARGEST = 448.0  # of e4m3
 
 
+def reads_fp8(device: torch.device) -> bool:
+    """Whether kernels of the device do: GPUs from Ada (8.9) on have the conversion."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @dataclass(frozen=True)
 class Fp8Weight:
     codes_OI: Tensor

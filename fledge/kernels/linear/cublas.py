@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.gate import swiglu
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import finish, tiled_linear
-from fledge.kernels.swiglu import swiglu
 
 _trials: dict[tuple, bool] = {}
 

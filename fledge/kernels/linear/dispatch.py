@@ -3,8 +3,9 @@
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
 Every kernel sums in the order of `summation`, so the choice changes the speed and no bit of a result. A decoding step is bound
-by launches or by reading weights: for few rows such a layer is one kernel (two where a wide weight has a norm). The first rule
-of `TABLE` that serves a case names its kernel.
+by launches or by reading weights: for few rows such a layer is one kernel (two where a wide weight has a norm). Measured shapes
+have their forms in `measured.FORMS`, on cards like the measured one; else the first rule of `TABLE` that serves a case names
+the kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -13,27 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.kernels import native
+from fledge.kernels.linear import register_stream as streams
+from fledge.kernels.linear import staged_mma as staged
+from fledge.kernels.linear import summation as orders
+from fledge.kernels.linear import tma_tiles as tma
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
+from fledge.kernels.linear.measured import FORMS
 from fledge.kernels.linear.reference import NormLike, linear_reference
 from fledge.kernels.linear.register_mma import norm_parts, register_mma
+from fledge.kernels.linear.staged_mma import staged_mma
 from fledge.kernels.linear.summation import Summation, summation
-from fledge.kernels.linear.tiles import tiled_linear, weight_parts
+from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
+from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.triton_support import use_triton
+from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, use_triton
 
 
 class Case(NamedTuple):
     rows: int
     inputs: int
     outputs: int  # of the weight: both halves of a gated one
-    format: str  # plain | int8 | int4
+    format: str  # plain | fp8 | int8 | int4
     dtype: torch.dtype  # of the activations
     device: torch.device
     gated: bool = False
@@ -51,12 +59,18 @@ class Rule(NamedTuple):
     needs: Callable[[Case], bool] = lambda case: True
 
 
-# `benchmarks/gpu.py --stages linears` measures the limits.
-#   register_mma   few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
-#   cublas         many rows of a plain weight, where a trial shows that it sums in the same order
-#   tiles          anything: programs of outputs x rows, with the slices beside, after or apart from each other
+# `benchmarks/gpu_linears.py` measures the limits.
+#   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
+#   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
+#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory; of a
+#                    plain one where FORMS names it
+#   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
+#   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
+#   tiles            anything: programs of outputs x rows, with the slices beside, after or apart from each other
 TABLE: tuple[Rule, ...] = (
     Rule("register_mma", lambda case: case.order.scales_sums and case.rows <= most_register_rows(case)),
+    Rule("staged_mma", lambda case: case.format == "plain" and case.order.scales_sums and can_be_staged(case)),
+    Rule("register_stream", lambda case: case.format != "plain" and case.rows <= streams.ROWS and can_stream(case)),
     Rule("cublas", lambda case: case.format == "plain" and case.rows >= fewest_cublas_rows(case)),
     Rule("tiles"),
 )
@@ -67,11 +81,30 @@ def most_register_rows(case: Case) -> int:
     return max(16, min(64, 40_000_000 // (case.inputs * case.outputs) // 16 * 16))
 
 
+def can_stream(case: Case) -> bool:
+    if not orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size):
+        return False
+    if case.format == "plain":
+        return not case.order.scales_sums
+    return streams.serves(case.inputs, case.order, case.group_size)
+
+
 def fewest_cublas_rows(case: Case) -> int:
     """With several slices it computes one after the other in fp32, which pays for prefills alone."""
     if case.order.scales_sums:
         return NEVER
     return 65 if case.order.slices == 1 else 512
+
+
+def can_be_staged(case: Case) -> bool:
+    """Beyond these limits tiles are faster: 128 rows of 135M's gate and up take 7.1 instead of 9.6 µs, 64 of 1.5B's o 4.7
+    instead of 6.5."""
+    return case.rows <= 64 and case.inputs * case.outputs <= 2_000_000 and staged_form(case) is not None
+
+
+def staged_form(case: Case) -> staged.Form | None:
+    outputs = case.outputs // (2 if case.gated else 1)
+    return staged.choose_form(case.rows, outputs, case.order, case.gated, multiprocessors(case.device))
 
 
 NEVER = 1 << 62
@@ -82,12 +115,33 @@ _forced: list[str] = []
 def forced(kernel: str) -> Iterator[None]:
     """All linears of plain weights on one kernel, to measure it: `cublas` in whatever order it sums."""
     _forced.append(kernel)
-    yield
-    _forced.pop()
+    try:
+        yield
+    finally:
+        _forced.pop()
 
 
 def choose_kernel(case: Case) -> str:
-    return next(rule.kernel for rule in TABLE if rule.needs(case))
+    return choose_form(case)[0]
+
+
+def choose_form(case: Case) -> tuple[str, tuple[int, ...]]:
+    """The kernel, and the numbers of its form (see `measured`); none: as the kernel itself chooses."""
+    # A form fills the card that it was measured on; one with fewer or more multiprocessors takes the rules.
+    is_measured = multiprocessors(case.device) == MEASURED_MULTIPROCESSORS
+    if case.format == "plain" and case.dtype == torch.bfloat16 and is_measured:
+        for most, kernel, form in FORMS.get((case.inputs, case.outputs, case.gated), ()):
+            if case.rows <= most and serves_plain(kernel, case):
+                return kernel, form
+    return next(rule.kernel for rule in TABLE if rule.needs(case)), ()
+
+
+def serves_plain(kernel: str, case: Case) -> bool:
+    if kernel == "register_stream":
+        return can_stream(case)
+    if kernel == "tma_tiles":
+        return supports_wgmma(case.device)
+    return case.order.scales_sums or kernel in ("tiles", "cublas")
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
@@ -97,7 +151,7 @@ def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False)
 
 
 def format_of(weight: Tensor | QuantizedWeight) -> str:
-    return f"int{weight.bits}" if isinstance(weight, QuantizedWeight) else "plain"
+    return weight.format if isinstance(weight, QuantizedWeight) else "plain"
 
 
 def linear(
@@ -110,21 +164,32 @@ def linear(
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
 ) -> Tensor:
-    """`before_attention` (a PDL barrier): all kernels from the next one on may read, at once, whatever was complete before this
-    one waits.
+    """`before_attention`: a PDL barrier. Kernels after this one may start early, and read what was complete when this one began
+    to wait.
     """
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
     case = case_of(x_MK, weight, gated)
-    order, kernel = case.order, choose_kernel(case)
+    order, (kernel, form) = case.order, choose_form(case)
     if _forced and isinstance(weight, Tensor):
-        kernel = _forced[-1]
-    options = {"order": order, "gated": gated, "residual_MO": residual_MO}
+        kernel, form = _forced[-1], ()
+    options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
     if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
         x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
+    fused = options | {"norm": norm, "before_attention": before_attention}
     if kernel == "register_mma":
-        return register_mma(x_MK, weight, bias_O, norm=norm, before_attention=before_attention, **options)
+        rows, wide = form or (None, 0)
+        return register_mma(x_MK, weight, bias_O, rows=rows, wide=bool(wide), **fused)
+    if kernel == "staged_mma":
+        assert isinstance(weight, Tensor)
+        program = staged.Form(*form) if form else staged_form(case)
+        assert program is not None
+        return staged_mma(x_MK, weight, bias_O, form=program, **fused)
+    if kernel == "register_stream":
+        assert norm is None, "other kernels serve weights whose sums a norm scales"
+        stream = streams.Form(*form)
+        return streams.register_stream(x_MK, weight, bias_O, form=stream, before_attention=before_attention, **options)
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
@@ -133,7 +198,17 @@ def linear(
             return cublas_linear(x_MK, weight, bias_O, **options | {"order": order._replace(slices=1)})
         if cublas_is_exact(len(x_MK), weight, order, bias_O):
             return cublas_linear(x_MK, weight, bias_O, **options)
+    if kernel == "tma_tiles" and isinstance(weight, Tensor) and tma.serves(x_MK, weight):
+        options |= {"scale_M": scale_M, "before_attention": before_attention}
+        return tma.tma_tiles(x_MK, weight, bias_O, form=tma.Form(*form), **options)
+    if form and kernel == "tiles":
+        options |= tile_options(form) | {"split": bool(form[5])}
     return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, before_attention=before_attention, **options)
+
+
+def tile_options(form: tuple[int, ...]) -> dict[str, Any]:
+    """Of `tiles`, from the numbers of a form."""
+    return {"tile": Tile(*form[:5])} if form else {}
 
 
 class Shape(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.dispatch import case_of, linear
+from fledge.kernels.linear.dispatch import case_of, choose_form, linear, tile_options
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.sample import Choice, Draws, choose
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose
 from fledge.kernels.triton_support import use_triton
 
 FUSED_ROWS = 64  # up to which the best of each block of the vocabulary is chosen where its logits are made
@@ -20,18 +20,18 @@ def head_choice(
     x_ND: Tensor,
     norm: NormLike,
     weight_VD: Tensor | QuantizedWeight,
-    draws: Draws | None = None,
+    draws: SamplingState | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
-) -> Choice:
+) -> PartialArgmax:
     """`x_ND`: before the final norm. The rest is as in `sample.choose`."""
     if not use_triton(x_ND):
         hidden = F.rms_norm(x_ND, norm.weight.shape, norm.weight, norm.eps)
         return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
     hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
     if draws is None and len(x_ND) <= FUSED_ROWS:
-        order = case_of(hidden, weight_VD).order
-        if order.slices == 1:  # a vocabulary of 8,192 or more
-            return tiled_head(hidden, weight_VD, order, ids_V)
+        case = case_of(hidden, weight_VD)
+        if case.order.slices == 1:  # a vocabulary of 3,840 or more
+            return tiled_head(hidden, weight_VD, case.order, ids_V, **tile_options(choose_form(case)[1]))
     return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)

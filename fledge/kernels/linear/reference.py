@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from fledge.kernels.gate import swiglu_reference
 from fledge.kernels.quantization import QuantizedWeight, dequantize
-from fledge.kernels.swiglu import swiglu_reference
 
 
 class NormLike(Protocol):

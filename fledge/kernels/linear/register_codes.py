@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits on their way into `register_mma`'s products.
+"""Weights in 8 (int8, FP8) or 4 bits on their way into `register_mma`'s products.
 
 A thread reads four neighbouring codes, all of one group, and makes weights of them in its registers.
 """
@@ -39,7 +39,10 @@ def read_codes(
     line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
     place = (piece * CHUNKS + chunk) * (64 // PACKED) + byte
     inside = (column < OUTPUTS) & (place < SIZE // PACKED)
-    codes = gl.load(codes_ptr + line + place, mask=inside, other=0)
+    if codes_ptr.dtype.element_ty == gl.float8e4nv:
+        codes = gl.load(codes_ptr + line + place, mask=inside, other=0.0)
+    else:
+        codes = gl.load(codes_ptr + line + place, mask=inside, other=0)
     piece_s = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, halves)))[:, None, None]
     product_s = gl.arange(0, PRODUCTS, layout=gl.SliceLayout(0, gl.SliceLayout(2, halves)))[None, :, None]
     half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
@@ -75,9 +78,11 @@ ASSEMBLY = {
     "bytes": "{ .reg .b32 u; xor.b32 u, $4, 0x80808080; " + _floats("u", 0, "0f4B000080") + " }",
     "nibbles": _from_nibbles("0f4B000000"),
     "nibbles less 8": _from_nibbles("0f4B000008"),
+    "fp8": "{ .reg .b16 a, b, c, d; .reg .b32 p, q; mov.b32 {a, b}, $4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; "
+    "mov.b32 {a, b}, p; mov.b32 {c, d}, q; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
 }
 if gl is not None:
-    _FROM_BYTES, _FROM_NIBBLES, _FROM_NIBBLES_LESS_8 = map(gl.constexpr, ASSEMBLY.values())
+    _FROM_BYTES, _FROM_NIBBLES, _FROM_NIBBLES_LESS_8, _FROM_FP8 = map(gl.constexpr, ASSEMBLY.values())
 
 
 @jit
@@ -91,7 +96,9 @@ def weights_of(
     dtype: gl.constexpr,
 ):
     """What a chunk's codes stand for [SLICES, PRODUCTS, 64]. Each thread keeps what it has: nothing moves."""
-    if BITS == 8:
+    if read[0].dtype == gl.float8e4nv:
+        values = gl.inline_asm_elementwise(_FROM_FP8, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
+    elif BITS == 8:
         values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
     else:
         nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8

@@ -6,7 +6,7 @@ neighbouring inputs at a time, of weights and of rows alike, so that four thread
 Each of four warps has a slice of 16 outputs, which it loads while the kernel before this one still runs. The slices' sums meet
 in shared memory, behind the kernel's only barrier.
 
-Weights in 8 or 4 bits (`kernels.quantization`) go the same way: see `register_codes.py`.
+Weights in 8 or 4 bits and FP8 (`kernels.quantization`) go the same way: see `register_codes.py`.
 
 The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input
 times norm weight, where the unfused network rounds the same times the scale.
@@ -40,14 +40,17 @@ def program_rows(num_rows: int) -> int:
 
 
 @lru_cache
-def layouts(rows: int, gated: bool) -> dict[str, Any]:
+def layouts(rows: int, gated: bool, wide: bool = False) -> dict[str, Any]:
     """How loaded weights [slices, products, 64] and rows [slices, 64, rows] are spread over threads.
 
-    Four threads (lanes 1, 2) share 16 inputs; a thread has four of them, of each of the chunk's four groups.
+    Four threads (lanes 1, 2) share 16 inputs; a thread has four of them, of each of the chunk's four groups. `wide`: of weights
+    it loads eight neighbours, half as often, and then exchanges half of them with another thread.
     """
+    own, others = ((4, 32), (8, 16)) if wide else ((16, 32), (4, 8))
+    more_columns = [[0, COLUMNS, 0]] if gated else []
     weight = gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 0, 32], [0, 8, 0], *([[0, COLUMNS, 0]] if gated else [])],
-        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        reg_bases=[[0, 0, 1], [0, 0, 2], *([0, 0, bit] for bit in own), [0, 8, 0], *more_columns],
+        lane_bases=[*([0, 0, bit] for bit in others), [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=[[1, 0, 0], [2, 0, 0]],
         block_bases=[],
         shape=[SLICES, COLUMNS * (2 if gated else 1), 64],
@@ -73,8 +76,9 @@ def register_mma(
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
     rows: int | None = None,
+    wide: bool = False,
 ) -> Tensor:
-    """As `dispatch.linear`, where `order.scales_sums`. `rows` of a program are for measuring."""
+    """As `dispatch.linear`, where `order.scales_sums`. `rows`: of a program. `wide`: see `layouts`; of plain weights alone."""
     num_rows, size = x_MK.shape
     assert x_MK.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
@@ -110,7 +114,7 @@ def register_mma(
         HAS_RESIDUAL=residual_MO is not None,
         GATED=gated,
         HOLD=before_attention,
-        **layouts(rows, gated),
+        **layouts(rows, gated, wide and bits == 16),
         num_warps=SLICES,
         enable_fp_fusion=False,
         **overlap(x_MK),
@@ -246,7 +250,19 @@ def _row_scales(square, eps, SLICES: gl.constexpr, SIZE: gl.constexpr, rows: gl.
     total = shares.slice(0, ROWS).load(rows)
     for i in gl.static_range(1, SLICES):
         total = total + shares.slice(i * ROWS, ROWS).load(rows)
-    return 1.0 / gl.sqrt(total / SIZE + eps)
+    return norm_scale(total, eps, SIZE)
+
+
+@jit
+def norm_scale(square, eps, SIZE: gl.constexpr):
+    return 1.0 / gl.sqrt(square / SIZE + eps)
+
+
+@jit
+def silu_times(gate, up, dtype: gl.constexpr):
+    # Rounded between the two products, as the unfused network does.
+    gate = gate.to(dtype).to(gl.float32)
+    return (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
 
 
 @jit
@@ -362,9 +378,7 @@ def _register_mma(
             up = up * scale
         if HAS_BIAS:
             up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-        # Rounded between the two products, as the unfused network does.
-        gate = out.to(dtype).to(gl.float32)
-        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+        out = silu_times(out, up, dtype)
     if HAS_RESIDUAL:
         out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
     gl.store(out_ptr + place, out.to(dtype), mask=inside)

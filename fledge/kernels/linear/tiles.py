@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.linear.summation import CHUNK, Summation
+from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
 
 MANY_ROWS = 512  # from which the slices of a tile come one after the other
@@ -74,7 +75,7 @@ def tiled_linear(
     tile: Tile | None = None,
     split: bool | None = None,
 ) -> Tensor:
-    """`scale_M`: of the sums. `tile` and `split` (slices as programs of their own) are for measuring."""
+    """`scale_M`: of the sums. `tile` and `split` (slices as programs of their own): instead of `choose_tile`'s."""
     outputs = weight_parts(weight)[0].shape[0] // (2 if gated else 1)
     out = torch.empty((len(x_MK), outputs), dtype=x_MK.dtype, device=x_MK.device)
     if len(x_MK):
@@ -83,15 +84,22 @@ def tiled_linear(
     return out
 
 
-def tiled_head(x_ND: Tensor, weight_VD: Tensor | QuantizedWeight, order: Summation, ids_V: Tensor | None = None) -> Choice:
+def tiled_head(
+    x_ND: Tensor,
+    weight_VD: Tensor | QuantizedWeight,
+    order: Summation,
+    ids_V: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> PartialArgmax:
     """The best of each block of the vocabulary, from normed states; logits never leave the chip. For few rows."""
     assert order.slices == 1
-    tile, _ = choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16)
+    tile = tile or choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16)[0]
     num_blocks = -(-len(weight_parts(weight_VD)[0]) // tile.outputs)
     best = torch.empty((len(x_ND), num_blocks), dtype=torch.float32, device=x_ND.device)
     ids = torch.empty((len(x_ND), num_blocks), dtype=torch.int32, device=x_ND.device)
     _launch(x_ND, weight_VD, best, order, best_ids=ids, token_ids=ids_V, tile=tile, split=False)
-    return Choice(best, ids)
+    return PartialArgmax(best, ids)
 
 
 def weight_parts(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
@@ -157,7 +165,7 @@ def _launch(
         BITS=bits,
         GROUP=group,
         PART=part,
-        HAS_OFFSETS=offsets is not None,
+        HAS_OFFSETS=kind_of_offsets(weight) if isinstance(weight, QuantizedWeight) else 0,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
         HAS_SCALE=scale_M is not None,
@@ -169,7 +177,7 @@ def _launch(
         STEP=step,
         dtype=_DTYPES[x_MK.dtype],
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.stages * 2 // x_MK.element_size(),  # fp32 is twice as wide, and shared memory is not
         enable_fp_fusion=False,
         **overlap(x_MK),
     )
@@ -223,57 +231,6 @@ def silu_times(gate, up, dtype: tl.constexpr):
     wide = gate.to(dtype).to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
     return silu * up.to(dtype).to(tl.float32)
-
-
-@jit
-def scaled(codes, scale, offset, BITS: tl.constexpr, HAS_OFFSETS: tl.constexpr, dtype: tl.constexpr):
-    """Whole numbers as weights, rounded to the activations' type: every kernel multiplies by the same."""
-    value = codes.to(tl.float32)
-    if BITS == 4 and not HAS_OFFSETS:
-        value -= 8.0
-    value *= scale  # exact: at most 8 bits times 11
-    if HAS_OFFSETS:
-        value += offset
-    return value.to(dtype)
-
-
-@jit
-def dequantized(
-    weight_ptr,
-    scales_ptr,
-    offsets_ptr,
-    line,
-    inside,
-    start,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    LINES: tl.constexpr,
-    STEP: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """[LINES, STEP] of a quantised weight, from input `start` on."""
-    PACKED: tl.constexpr = 8 // BITS  # codes a byte
-    part = tl.arange(0, STEP // PART)
-    groups = (start + part * PART) // GROUP
-    byte = start // PACKED + (part * (PART // PACKED))[:, None] + tl.arange(0, PART // PACKED)[None, :]
-    group_inside = inside[:, None] & (groups < SIZE // GROUP)[None, :]
-    mask = inside[:, None, None] & (byte < SIZE // PACKED)[None, :, :]
-    codes = tl.load(weight_ptr + line[:, None, None] * (SIZE // PACKED) + byte[None, :, :], mask=mask, other=0)
-    places = line[:, None] * (SIZE // GROUP) + groups[None, :]
-    scale = tl.load(scales_ptr + places, mask=group_inside, other=0.0).to(tl.float32)[:, :, None]
-    offset = scale
-    if HAS_OFFSETS:
-        offset = tl.load(offsets_ptr + places, mask=group_inside, other=0.0).to(tl.float32)[:, :, None]
-    if BITS == 8:
-        w = scaled(codes, scale, offset, BITS, HAS_OFFSETS, dtype)
-    else:
-        even = scaled(codes & 15, scale, offset, BITS, HAS_OFFSETS, dtype)
-        odd = scaled(codes >> 4, scale, offset, BITS, HAS_OFFSETS, dtype)
-        w = tl.join(even, odd)
-    return tl.reshape(w, (LINES, STEP))
 
 
 @jit
@@ -363,6 +320,10 @@ def _tiles(
         total = tl.zeros([LINES, ROWS], tl.float32)
         acc = total
         END: tl.constexpr = SLICE * AFTER
+        if BITS < 16:
+            scale, offset = read_scales(
+                scales_ptr, offsets_ptr, line, inside, first, SIZE, BITS, GROUP, PART, HAS_OFFSETS, STEP
+            )
         for start in range(0, END, STEP):
             k = first + start + tl.arange(0, STEP)
             x = tl.load(x_ptr + row64[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
@@ -370,16 +331,19 @@ def _tiles(
                 mask = inside[:, None] & (k < SIZE)[None, :]
                 w = tl.load(weight_ptr + line[:, None] * SIZE + k[None, :], mask=mask, other=0.0)
             else:
-                w = dequantized(
+                scale_now, offset_now = scale, offset
+                scale, offset = read_scales(
+                    scales_ptr, offsets_ptr, line, inside, first + start + STEP, SIZE, BITS, GROUP, PART, HAS_OFFSETS, STEP
+                )
+                w = read_weights(
                     weight_ptr,
-                    scales_ptr,
-                    offsets_ptr,
+                    scale_now,
+                    offset_now,
                     line,
                     inside,
                     first + start,
                     SIZE,
                     BITS,
-                    GROUP,
                     PART,
                     HAS_OFFSETS,
                     LINES,
@@ -387,6 +351,8 @@ def _tiles(
                     dtype,
                 )
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            if BITS < 16:
+                acc = finished_step(acc)
             if AFTER > 1 and (start + STEP) % SLICE == 0:
                 total += acc
                 acc = tl.zeros([LINES, ROWS], tl.float32)

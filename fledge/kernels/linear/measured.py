@@ -1,0 +1,115 @@
+"""The fastest form of a linear by its shape and number of rows, measured on an H200.
+
+Written by `benchmarks/gpu_linears.py --fill` from a run's file. A shape that is not here has the limits of `dispatch`.
+"""
+
+from __future__ import annotations
+
+# (inputs, outputs, gated): up to so many rows, the kernel, and the numbers of its form.
+#   register_mma     rows of a program; whether a thread loads eight weights at once
+#   staged_mma       `staged_mma.Form`
+#   register_stream  `register_stream.Form`
+#   tiles            `tiles.Tile`; whether slices are programs of their own
+#   tma_tiles        `tma_tiles.Form`
+#   cublas           none
+FORMS: dict[tuple[int, int, bool], tuple[tuple[int, str, tuple[int, ...]], ...]] = {
+    (576, 960, False): (
+        (1, "register_mma", (8, 0)),
+        (4, "register_mma", ()),
+        (16, "staged_mma", (16, 16, 1)),
+        (32, "register_mma", (16, 0)),
+        (64, "register_mma", ()),
+        (128, "staged_mma", (32, 32, 1)),
+        (256, "tiles", (64, 128, 64, 4, 5, 1)),
+    ),
+    (576, 576, False): (
+        (4, "register_mma", (8, 0)),
+        (16, "register_mma", ()),
+        (32, "staged_mma", (16, 32, 2)),
+        (64, "register_mma", ()),
+        (128, "staged_mma", (32, 32, 2)),
+        (256, "tiles", (64, 32, 64, 4, 6, 0)),
+    ),
+    (576, 3072, True): (
+        (4, "register_mma", (8, 1)),
+        (16, "register_mma", ()),
+        (32, "register_mma", (16, 1)),
+        (64, "staged_mma", ()),
+        (128, "tiles", (64, 32, 64, 4, 6, 0)),
+        (256, "tiles", ()),
+    ),
+    (1536, 576, False): (
+        (1, "register_mma", ()),
+        (4, "register_mma", (8, 0)),
+        (16, "register_mma", ()),
+        (32, "register_mma", (16, 1)),
+        (64, "staged_mma", ()),
+        (128, "tiles", (64, 64, 64, 4, 6, 1)),
+        (256, "tiles", (128, 64, 64, 4, 5, 1)),
+    ),
+    (576, 49152, False): (
+        (4, "tiles", (64, 16, 128, 4, 3, 0)),
+        (16, "tiles", (64, 16, 64, 4, 6, 0)),
+        (64, "tiles", (64, 64, 128, 4, 4, 0)),
+    ),
+    (1728, 576, False): (
+        (16, "tiles", ()),
+        (64, "tiles", (64, 32, 64, 4, 6, 1)),
+        (256, "tiles", (64, 64, 64, 4, 4, 1)),
+    ),
+    (1152, 960, False): (
+        (4, "register_mma", (16, 1)),
+        (16, "staged_mma", (16, 16, 1)),
+        (64, "tiles", (64, 32, 64, 4, 6, 1)),
+        (256, "tiles", (64, 32, 64, 4, 6, 0)),
+    ),
+    (576, 8192, False): (
+        (4, "tiles", (64, 16, 64, 4, 6, 0)),
+        (16, "tiles", (64, 16, 128, 4, 5, 0)),
+        (64, "tiles", (128, 64, 64, 4, 4, 0)),
+    ),
+    (1536, 2048, False): (
+        (1, "register_mma", (8, 1)),
+        (4, "register_mma", (16, 1)),
+        (16, "staged_mma", (16, 32, 2)),
+        (64, "tiles", ()),
+        (256, "tiles", (128, 128, 64, 8, 4, 1)),
+        (1024, "tiles", ()),
+    ),
+    (1536, 1536, False): (
+        (4, "register_mma", (8, 0)),
+        (16, "staged_mma", (16, 32, 2)),
+        (64, "tiles", (64, 64, 64, 4, 6, 1)),
+        (256, "tiles", (64, 64, 64, 4, 4, 1)),
+        (1024, "tiles", (64, 64, 64, 4, 4, 0)),
+    ),
+    (1536, 17920, True): (
+        (16, "tiles", (64, 16, 128, 4, 3, 0)),
+        (64, "tiles", ()),
+        (1024, "cublas", ()),
+    ),
+    (8960, 1536, False): (
+        (16, "tiles", (32, 16, 64, 4, 8, 1)),
+        (64, "tiles", ()),
+        (256, "tiles", (64, 64, 64, 4, 4, 1)),
+        (1024, "cublas", ()),
+    ),
+    (1536, 151936, False): (
+        (4, "tiles", (64, 16, 128, 4, 5, 0)),
+        (16, "tiles", (64, 16, 128, 4, 3, 0)),
+        (64, "tiles", (128, 64, 64, 4, 4, 0)),
+    ),
+    (4608, 1536, False): (
+        (16, "tiles", (16, 16, 128, 4, 4, 0)),
+        (64, "tiles", (64, 64, 64, 4, 6, 1)),
+        (256, "tiles", (64, 64, 64, 4, 4, 1)),
+    ),
+    (3072, 2048, False): (
+        (16, "tiles", (16, 16, 128, 4, 4, 0)),
+        (256, "tiles", ()),
+    ),
+    (1536, 32000, False): (
+        (16, "tiles", (64, 16, 128, 4, 5, 0)),
+        (64, "tiles", (128, 64, 64, 4, 4, 0)),
+    ),
+}

@@ -1,0 +1,404 @@
+"""The linear layer for few rows of a large weight: it streams through shared memory, from before its inputs are there.
+
+A kernel's weights do not depend on the kernel before it. So the first steps of a ring in shared memory are requested while that
+one still runs, where `tiles` requests its weights after it.
+
+Each warp has 16 outputs (32 of a gated weight) of one slice. While copies of the next steps are under way, a thread reads from
+shared memory just what its part of the product needs, four neighbours of each group of 16. Of a quantised weight these are
+codes, of which it makes weights in its registers (`stream_codes`). `tiles` takes weights through shared memory in the
+activations' type: without that detour the inner loop of FP8 weights has 4.6 instructions a weight (4.0 if gated) instead of 5.9
+on sm_90, and such a loop is bound by them as much as by memory. Products are mma.sync's, in the order of `summation`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gluon_support import async_copy, gl, jit, mma_v2
+from fledge.kernels.linear.register_mma import _let_next_start, _sum_of_slices, _wait_for_inputs
+from fledge.kernels.linear.stream_codes import load_scales, weights_of
+from fledge.kernels.linear.summation import Summation
+from fledge.kernels.linear.tile_codes import kind_of_offsets
+from fledge.kernels.linear.tiles import weight_parts
+from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.triton_support import overlap
+
+COLUMNS, ROWS = 16, 8  # of a program
+AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # when the next kernel may start: START below
+
+
+class Form(NamedTuple):
+    """Of a program; nothing of it changes a result."""
+
+    rows: int = ROWS  # or 16: then so many rows read the weight once
+    ring: int = 16  # KB of shared memory for the weight
+    early: int = 0  # whether the next kernel may start at once, and request its own weight
+
+
+def step_of(order: Summation) -> int:
+    return 128 if order.slice_inputs % 128 == 0 else 64
+
+
+def steps_of(form: Form, order: Summation, gated: bool, bits: int) -> tuple[int, int]:
+    """Inputs of a step, and how many steps the ring has. The last step of a plain weight's slice may be shorter."""
+    lines = order.slices * COLUMNS * (2 if gated else 1)
+    step, ring = step_of(order), form.ring << 10
+    if bits < 16:
+        return step, min(max(ring // (lines * step * bits // 8), 4), 8)
+    step = 128 if ring >= 4 * lines * 256 else 64
+    return step, max(ring // (lines * step * 2), 4)
+
+
+def serves(inputs: int, order: Summation, group_size: int) -> bool:
+    """Of a quantised weight: whether each step lies within it, and has whole groups or lies in one."""
+    return inputs % step_of(order) == 0 and math.gcd(group_size, step_of(order)) >= 32
+
+
+@lru_cache
+def layouts(slices: int, gated: bool, bits: int, step: int, rows: int = ROWS) -> dict[str, Any]:
+    """How codes [slices * products, units] and rows [slices, step, rows] are spread over threads, for reading and for copying.
+
+    Four threads share the 16 inputs of a group; a thread has four of them, of each of the step's groups. For a plain weight a
+    unit of the rows is a pair of inputs.
+    """
+    products, unit, num_bytes = COLUMNS * (2 if gated else 1), 1 if bits >= 8 else 4, step * bits // 8
+    groups = [16 << i for i in range((step // 16).bit_length() - 1)]
+    more = [[8, 0], *([[COLUMNS, 0]] if gated else [])]
+    warps = [1 << i for i in range(slices.bit_length() - 1)]
+    codes = gl.DistributedLinearLayout(
+        reg_bases=[*([0, k] for k in (1, 2) if bits >= 8), *([0, k // unit] for k in groups), *more],
+        lane_bases=[[0, 4 // unit], [0, 8 // unit], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[warp * products, 0] for warp in warps],
+        block_bases=[],
+        shape=[slices * products, step // unit],
+    )
+    pair = 2 if bits == 16 else 1
+    own = [k // pair for k in (1, 2, *groups) if k >= pair]
+    x = gl.DistributedLinearLayout(
+        reg_bases=[*([0, k, 0] for k in own), *([[0, 0, 8]] if rows == 16 else [])],
+        lane_bases=[[0, 4 // pair, 0], [0, 8 // pair, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        warp_bases=[[warp, 0, 0] for warp in warps],
+        block_bases=[],
+        shape=[slices, step // pair, rows],
+    )
+    across = num_bytes // 16  # threads along a line
+    copies = gl.BlockedLayout([1, 16 if bits == 8 else 8], [32 // across, across], [slices, 1], [1, 0])
+    if bits == 16:
+        # Half a warp reads 32 bytes of four lines at once: the same 32 bytes of neighbouring lines lie in other banks.
+        shared = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
+    else:
+        lines = 128 // num_bytes  # that fill all banks
+        shared = gl.SwizzledSharedLayout(16 if bits == 8 else 8, lines, min(across, 8), [1, 0])
+    return {"CODES_LAYOUT": codes, "X_LAYOUT": x, "COPY_LAYOUT": copies, "SHARED_LAYOUT": shared}
+
+
+def register_stream(
+    x_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_O: Tensor | None = None,
+    *,
+    order: Summation,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    before_attention: bool = False,
+    form: Form | None = None,
+    stages: int | None = None,
+) -> Tensor:
+    """As `dispatch.linear`, without a norm. `stages` (a power of two) is for measuring."""
+    (num_rows, size), form = x_MK.shape, form or Form()
+    codes, scales, offsets, bits, group = weight_parts(weight)
+    outputs = codes.shape[0] // (2 if gated else 1)
+    assert x_MK.is_contiguous()
+    assert codes.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    if isinstance(weight, QuantizedWeight):
+        assert serves(size, order, group)
+    else:
+        assert not order.scales_sums
+        assert codes.dtype == x_MK.dtype == torch.bfloat16
+    step, chosen = steps_of(form, order, gated, bits)
+    stages = stages or chosen
+    start = AFTER_LOOP if not form.early else AFTER_WAITING if before_attention else AT_ONCE
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    _register_stream[(-(-num_rows // form.rows), -(-outputs // COLUMNS))](
+        x_MK if bits < 16 else x_MK.view(torch.int32),
+        codes if bits >= 8 else codes.view(torch.int16),  # a unit: what a thread has of a group
+        scales if scales is not None else x_MK,
+        offsets if offsets is not None else scales if scales is not None else x_MK,
+        bias_O if bias_O is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        out,
+        num_rows,
+        ROWS=form.rows,
+        COLUMNS=COLUMNS,
+        SLICES=order.slices,
+        SLICE=order.slice_inputs,
+        STEP=step,
+        STEPS=-(-order.slice_inputs // step),
+        STAGES=stages,
+        SIZE=size,
+        OUTPUTS=outputs,
+        BITS=bits,
+        GROUP=group,
+        PART=math.gcd(group, step),
+        HAS_OFFSETS=kind_of_offsets(weight) if isinstance(weight, QuantizedWeight) else 0,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        GATED=gated,
+        START=start,
+        **layouts(order.slices, gated, bits, step, form.rows),
+        num_warps=order.slices,
+        enable_fp_fusion=False,
+        **overlap(x_MK),
+    )
+    return out
+
+
+@jit
+def _place(piece, number, inside, SLICE: gl.constexpr, STEP: gl.constexpr):
+    """Of an input: which slice, which step of it, where in the step."""
+    if SLICE % STEP == 0:
+        place = (piece * (SLICE // STEP) + number) * STEP + inside  # compiles to fewer instructions
+    else:
+        place = piece * SLICE + number * STEP + inside
+    return place
+
+
+@jit
+def _both(pair):
+    """The two numbers in 32 bits. Single ones that a loop carries have a register each, and are packed again every time."""
+    two: gl.constexpr = (gl.bfloat16, gl.bfloat16)
+    return gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=two, is_pure=True, pack=1)
+
+
+@jit
+def _copy_codes(
+    ring,
+    codes_ptr,
+    first_column,
+    number,
+    SLICES: gl.constexpr,
+    SLICE: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIZE: gl.constexpr,
+    PACKED: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Starts the copy of a step's codes (a plain weight's numbers) into its place of the ring; past the slice of zeros."""
+    line = gl.arange(0, SLICES * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
+    unit = gl.arange(0, STEP // PACKED, layout=gl.SliceLayout(0, layout))[None, :]
+    column = first_column + line % PRODUCTS % COLUMNS
+    place = _place(line // PRODUCTS, number, unit, SLICE // PACKED, STEP // PACKED)
+    row = (column + line % PRODUCTS // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
+    mask = (column < OUTPUTS) & (place < SIZE // PACKED) & (number < STEPS)
+    if SLICE % STEP:
+        mask = mask & (number * (STEP // PACKED) + unit < SLICE // PACKED)
+    async_copy.async_copy_global_to_shared(ring.index(number % STAGES), codes_ptr + row + place, mask=mask)
+    async_copy.commit_group()
+
+
+@jit
+def _load_rows(
+    x_ptr,
+    first_row,
+    num_rows,
+    number,
+    SLICES: gl.constexpr,
+    SLICE: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """[SLICES, STEP, ROWS]; of pairs the sizes are in pairs."""
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    place = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    k = _place(piece, number, place, SLICE, STEP)
+    mask = (row < num_rows) & (k < SIZE) & (number < STEPS)
+    if SLICE % STEP:
+        mask = mask & (number * STEP + place < SLICE)
+    return gl.load(x_ptr + row * SIZE + k, mask=mask, other=0.0)
+
+
+@jit
+def _register_stream(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLICE: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PART: gl.constexpr,
+    HAS_OFFSETS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr,
+    START: gl.constexpr,
+    CODES_LAYOUT: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    COPY_LAYOUT: gl.constexpr,
+    SHARED_LAYOUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    PACKED: gl.constexpr = 1 if BITS >= 8 else 4  # codes a unit
+    PAIR: gl.constexpr = 2 if BITS == 16 else 1  # inputs a unit of the rows
+    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    LINES: gl.constexpr = SLICES * PRODUCTS
+    UNITS: gl.constexpr = STEP // PACKED
+    PARTS: gl.constexpr = STEP // PART
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+
+    ring = gl.allocate_shared_memory(codes_ptr.dtype.element_ty, [STAGES, LINES, UNITS], SHARED_LAYOUT)
+    for i in gl.static_range(STAGES - 1):
+        _copy_codes(
+            ring,
+            codes_ptr,
+            first_column,
+            i,
+            SLICES,
+            SLICE,
+            PRODUCTS,
+            COLUMNS,
+            OUTPUTS,
+            STEP,
+            STEPS,
+            STAGES,
+            SIZE,
+            PACKED,
+            COPY_LAYOUT,
+        )
+    if BITS < 16:
+        whole = gl.zeros([LINES, UNITS], gl.int8, layout=CODES_LAYOUT)
+        grouped: gl.constexpr = gl.reshape(whole, [LINES, PARTS, UNITS // PARTS]).type.layout
+        by_part: gl.constexpr = gl.SliceLayout(2, grouped)
+        scale = load_scales(
+            scales_ptr, first_column, 0, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
+        )
+        offset = scale
+        if HAS_OFFSETS:
+            offset = load_scales(
+                offsets_ptr, first_column, 0, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
+            )
+    if PDL == 1 and START == 1:
+        _let_next_start()
+    if PDL:
+        _wait_for_inputs()
+        if PDL == 2 or START == 2:
+            _let_next_start()
+    x = _load_rows(x_ptr, first_row, num_rows, 0, SLICES, SLICE // PAIR, STEP // PAIR, STEPS, SIZE // PAIR, ROWS, X_LAYOUT)
+    total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
+    for i in range(STEPS):
+        async_copy.wait_group(STAGES - 2)
+        w = ring.index(i % STAGES).load(CODES_LAYOUT)
+        _copy_codes(
+            ring,
+            codes_ptr,
+            first_column,
+            i + STAGES - 1,
+            SLICES,
+            SLICE,
+            PRODUCTS,
+            COLUMNS,
+            OUTPUTS,
+            STEP,
+            STEPS,
+            STAGES,
+            SIZE,
+            PACKED,
+            COPY_LAYOUT,
+        )
+        # What comes from the cache is read a step ahead.
+        x_now = x
+        x = _load_rows(
+            x_ptr, first_row, num_rows, i + 1, SLICES, SLICE // PAIR, STEP // PAIR, STEPS, SIZE // PAIR, ROWS, X_LAYOUT
+        )
+        if BITS < 16:
+            codes = gl.reshape(w, [LINES, PARTS, UNITS // PARTS])
+            scale_now, offset_now = scale, offset
+            if GROUP != SIZE:
+                scale = load_scales(
+                    scales_ptr, first_column, i + 1, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
+                )
+                offset = scale
+                if HAS_OFFSETS:
+                    offset = load_scales(
+                        offsets_ptr,
+                        first_column,
+                        i + 1,
+                        SLICES,
+                        PRODUCTS,
+                        COLUMNS,
+                        OUTPUTS,
+                        STEP,
+                        STEPS,
+                        SIZE,
+                        GROUP,
+                        PART,
+                        by_part,
+                    )
+            w = weights_of(codes, scale_now, offset_now, STEP, BITS, HAS_OFFSETS)
+        # A group's four inputs of a thread are two pairs of an operand. Each thread keeps what it has: nothing moves.
+        w = gl.permute(gl.reshape(w, [SLICES, PRODUCTS, STEP // 16, 4, 2, 2]), (0, 1, 2, 4, 3, 5))
+        if BITS < 16:
+            r = gl.permute(gl.reshape(x_now, [SLICES, STEP // 16, 4, 2, 2, ROWS]), (0, 1, 3, 2, 4, 5))
+        else:
+            first, second = _both(x_now)
+            r = gl.permute(gl.reshape(gl.join(first, second), [SLICES, STEP // 16, 4, 2, ROWS, 2]), (0, 1, 3, 2, 5, 4))
+        w = gl.convert_layout(gl.reshape(w, [SLICES, PRODUCTS, STEP]), left)
+        total = mma_v2(w, gl.convert_layout(gl.reshape(r, [SLICES, STEP, ROWS]), right), total)
+    async_copy.wait_group(0)
+    # Not before: kernels that wait beside this one take its bandwidth.
+    if PDL == 1 and START == 0:
+        _let_next_start()
+
+    answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
+    place = row * OUTPUTS + column
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    shares = gl.allocate_shared_memory(gl.float32, [LINES, ROWS], flat)
+    shares.store(gl.reshape(total, [LINES, ROWS]))
+    out = _sum_of_slices(shares, 0, SLICES, COLUMNS, PRODUCTS, answer)
+    if HAS_BIAS:
+        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if GATED:
+        up = _sum_of_slices(shares, COLUMNS, SLICES, COLUMNS, PRODUCTS, answer)
+        if HAS_BIAS:
+            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+        # Rounded between the two products, as the unfused network does.
+        gate = out.to(dtype).to(gl.float32)
+        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
+        out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
+    gl.store(out_ptr + place, out.to(dtype), mask=inside)

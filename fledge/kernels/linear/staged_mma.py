@@ -1,0 +1,288 @@
+"""The linear layer for some rows (17 to a few hundred) and a narrow weight: weights in registers, rows in shared memory.
+
+As `register_mma`, and to the same bits: a warp has a slice of 16 or 32 outputs in its registers, loaded while the kernel before
+this one still runs. But a program has 32 or 64 rows. They are copied to shared memory without passing through registers, all at
+once, and multiplied 16 at a time as they arrive. So the weight is read once for so many rows, and all programs run at the same
+time: programs of 16 rows take turns from some 300 on, and tiles (`tiles.py`) leave the norm to a kernel of its own.
+
+Plain weights alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gluon_support import async_copy, gl, jit, mma_v2
+from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.linear.register_mma import (
+    SLICES,
+    _grouped_left,
+    _grouped_right,
+    _let_next_start,
+    _load_norm,
+    _load_weights,
+    _squares,
+    _times,
+    _wait_for_inputs,
+    norm_scale,
+    silu_times,
+)
+from fledge.kernels.linear.summation import CHUNK, Summation
+from fledge.kernels.triton_support import overlap
+
+TILE = 16  # rows that are multiplied at once
+
+
+class Form(NamedTuple):
+    """Of a program; nothing of it changes a result."""
+
+    rows: int
+    columns: int  # outputs; of each half of a gated weight
+    groups: int = 1  # of four warps, which share the outputs
+
+
+# In order of size. On an H200 a program of four warps with 96 registers of weights a thread shares a multiprocessor with one
+# more, one with 48 with two more.
+FORMS = (Form(32, 16), Form(32, 32), Form(64, 16), Form(64, 32), Form(64, 32, 2))
+WEIGHT_REGISTERS = 96  # a thread's, at most
+SHARED_BYTES = 227 << 10  # of a multiprocessor; 1 KB of each program's is the system's
+
+
+def choose_form(num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int) -> Form | None:
+    """The smallest programs that all run at once; None: there are none. `outputs`: of one half of a gated weight."""
+    for form in FORMS:
+        programs = -(-num_rows // form.rows) * -(-outputs // form.columns)
+        if 0 < programs <= programs_at_once(form, order, gated) * num_multiprocessors:
+            return form
+    return None
+
+
+def programs_at_once(form: Form, order: Summation, gated: bool) -> int:
+    """On a multiprocessor."""
+    products = form.columns * (2 if gated else 1)
+    registers = products // form.groups * order.slice_inputs // CHUNK
+    if registers > WEIGHT_REGISTERS:
+        return 0
+    memory = form.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
+    by_registers = (2 if registers > 48 else 3) // form.groups
+    return min(SHARED_BYTES // (memory + 1024), by_registers)
+
+
+@lru_cache
+def layouts(products: int, groups: int) -> dict[str, Any]:
+    """As those of `register_mma`, for `groups` times four warps: neighbouring ones have the same slice."""
+    other_group = [16] if groups == 2 else []
+    more = [bit for bit in (16, 32) if bit < products and bit not in other_group]
+    weight = gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 0, 32], [0, 8, 0], *([0, bit, 0] for bit in more)],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[*([0, bit, 0] for bit in other_group), [1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[SLICES, products, 64],
+    )
+    x = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1, 0], [0, 2, 0], [0, 16, 0], [0, 32, 0], [0, 0, 8]],
+        lane_bases=[[0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        warp_bases=[*([0, 0, 0] for _ in other_group), [1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[SLICES, 64, TILE],
+    )
+    return {"W_LAYOUT": weight, "X_LAYOUT": x}
+
+
+def staged_mma(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    order: Summation,
+    form: Form,
+    norm: NormLike | None = None,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    before_attention: bool = False,
+) -> Tensor:
+    """As `dispatch.linear`, where `order.scales_sums`."""
+    num_rows, size = x_MK.shape
+    assert x_MK.is_contiguous()
+    assert weight_OK.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    assert order.scales_sums
+    assert order.slices == SLICES
+    outputs = weight_OK.shape[0] // (2 if gated else 1)
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    _staged_mma[(-(-num_rows // form.rows), -(-outputs // form.columns))](
+        x_MK,
+        weight_OK,
+        bias_O if bias_O is not None else x_MK,
+        norm.weight if norm is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        out,
+        num_rows,
+        norm.eps if norm is not None else 0.0,
+        ROWS=form.rows,
+        COLUMNS=form.columns,
+        SLICES=SLICES,
+        GROUPS=form.groups,
+        CHUNKS=order.slice_inputs // CHUNK,
+        SIZE=size,
+        OUTPUTS=outputs,
+        HAS_BIAS=bias_O is not None,
+        HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        GATED=gated,
+        HOLD=before_attention,
+        **layouts(form.columns * (2 if gated else 1), form.groups),
+        num_warps=SLICES * form.groups,
+        enable_fp_fusion=False,
+        **overlap(x_MK),
+    )
+    return out
+
+
+@jit
+def _copy_rows(
+    staged,
+    x_ptr,
+    first_row,
+    num_rows,
+    chunk,
+    SLICES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+):
+    """A chunk [SLICES, rows, 64] to shared memory, 16 bytes a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [SLICES, GROUPS, 1], [2, 1, 0])
+    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    row = first_row + gl.arange(0, staged.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    k = (piece * CHUNKS + chunk) * 64 + place
+    async_copy.async_copy_global_to_shared(staged, x_ptr + row * SIZE + k, mask=(row < num_rows) & (k < SIZE))
+
+
+@jit
+def _in_order(parts, SLICES: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr, answer: gl.constexpr):
+    """Sums of four slices [SLICES * HALVES * COLUMNS, ROWS], one after the other; the two halves of a gated weight apart."""
+    gl.static_assert(SLICES == 4)
+    ROWS: gl.constexpr = parts.shape[1]
+    low, high = gl.split(gl.permute(gl.reshape(parts, [2, 2, HALVES, COLUMNS, ROWS]), (2, 3, 4, 1, 0)))
+    first, second = gl.split(low)
+    third, fourth = gl.split(high)
+    total = ((first + second) + third) + fourth
+    if HALVES == 1:
+        out = gl.convert_layout(gl.reshape(total, [COLUMNS, ROWS]), answer)
+        up = out
+    else:
+        out, up = gl.split(gl.permute(total, (1, 2, 0)))
+        out, up = gl.convert_layout(out, answer), gl.convert_layout(up, answer)
+    return out, up
+
+
+@jit
+def _staged_mma(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    eps,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SLICES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr,
+    HOLD: gl.constexpr,
+    W_LAYOUT: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    TILE: gl.constexpr = 16
+    TILES: gl.constexpr = ROWS // TILE
+    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    WARPS: gl.constexpr = SLICES * GROUPS
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, GROUPS, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=4)
+    answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [0, 1])
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if PDL == 1 and not HOLD:
+        _let_next_start()
+
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+    ws = ()
+    for i in gl.static_range(CHUNKS):
+        w = _load_weights(weight_ptr, first_column, i, SLICES, CHUNKS, SIZE, OUTPUTS, COLUMNS, PRODUCTS, W_LAYOUT)
+        ws = ws + (w,)  # noqa: RUF005
+    norms = ()
+    if HAS_NORM:
+        for i in gl.static_range(CHUNKS):
+            norms = norms + (_load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT),)  # noqa: RUF005
+    # 16-byte units of a row lie where eight rows' units of one number do not meet in a bank.
+    rows_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
+    staged = ()  # one by one: the compiler has a barrier between copies to one
+    for _ in gl.static_range(TILES * CHUNKS):
+        staged = staged + (gl.allocate_shared_memory(dtype, [SLICES, TILE, 64], rows_layout),)  # noqa: RUF005
+    # Likewise for the sums: outputs are neighbours.
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[0, 1])
+    sums = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], sums_layout)
+    squares = gl.allocate_shared_memory(gl.float32, [SLICES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+    if PDL:
+        _wait_for_inputs()
+        if HOLD or PDL == 2:
+            _let_next_start()
+    for tile in gl.static_range(TILES):
+        for i in gl.static_range(CHUNKS):
+            target = staged[tile * CHUNKS + i]
+            _copy_rows(target, x_ptr, first_row + tile * TILE, num_rows, i, SLICES, GROUPS, CHUNKS, SIZE)
+        async_copy.commit_group()
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
+    place = row * OUTPUTS + column
+    residual = gl.zeros([COLUMNS, ROWS], dtype, layout=answer)
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
+
+    for tile in gl.static_range(TILES):
+        async_copy.wait_group(TILES - 1 - tile)
+        total = gl.zeros([SLICES, PRODUCTS, TILE], gl.float32, layout=mma)
+        square = gl.zeros([SLICES, 64, TILE], gl.float32, layout=X_LAYOUT)
+        for i in gl.static_range(CHUNKS):
+            x = staged[tile * CHUNKS + i].permute([0, 2, 1]).load(X_LAYOUT)
+            if HAS_NORM:
+                square = _squares(square, x)
+                x = _times(x, norms[i])
+            total = mma_v2(_grouped_left(ws[i], left), _grouped_right(x, right), total)
+        sums.slice(tile * TILE, TILE, dim=1).store(gl.reshape(total, [SLICES * PRODUCTS, TILE]))
+        if HAS_NORM:
+            squares.slice(tile * TILE, TILE, dim=1).store(gl.sum(square, axis=1))
+    HALVES: gl.constexpr = 2 if GATED else 1
+    out, up = _in_order(sums.load(answer), SLICES, HALVES, COLUMNS, answer)
+    if HAS_NORM:
+        total_square = squares.slice(0, 1).load(answer)
+        for i in gl.static_range(1, SLICES):
+            total_square = total_square + squares.slice(i, 1).load(answer)
+        scale = norm_scale(total_square, eps, SIZE)
+        out, up = out * scale, up * scale
+    if HAS_BIAS:
+        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if GATED:
+        if HAS_BIAS:
+            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+        out = silu_times(out, up, dtype)
+    if HAS_RESIDUAL:
+        out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
+    gl.store(out_ptr + place, out.to(dtype), mask=inside)

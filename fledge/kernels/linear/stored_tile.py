@@ -1,0 +1,83 @@
+"""What follows the products of a tile of rows x outputs (`tma_tiles`): scale, bias, gate, residual, and where results lie."""
+
+from __future__ import annotations
+
+from fledge.kernels.gluon_support import gl, jit
+from fledge.kernels.linear.register_mma import silu_times
+
+
+@jit
+def places(
+    first_row,
+    first_column,
+    num_rows,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    LINES: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Of a tile [ROWS, LINES]: places in memory, and which of them are there. Lines beyond COLUMNS are the second half's."""
+    WIDTH: gl.constexpr = OUTPUTS * (LINES // COLUMNS)
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(0, layout))
+    column = first_column + line % COLUMNS
+    inside = (row < num_rows)[:, None] & (column < OUTPUTS)[None, :]
+    return row.to(gl.int64)[:, None] * WIDTH + (column + line // COLUMNS * OUTPUTS)[None, :], inside
+
+
+@jit
+def load_residual(
+    residual_ptr,
+    first_row,
+    first_column,
+    num_rows,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    place, inside = places(first_row, first_column, num_rows, OUTPUTS, ROWS, COLUMNS, COLUMNS, STORED)
+    return gl.load(residual_ptr + place, mask=inside, other=0.0)
+
+
+@jit
+def store_finished(
+    total,
+    residual,
+    first_column,
+    bias_ptr,
+    scale_ptr,
+    out_ptr,
+    first_row,
+    num_rows,
+    OUTPUTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    GATED: gl.constexpr,
+    SUMS: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    """What follows the product, of a tile's sums [ROWS, LINES]. `residual`: as `load_residual` gives it."""
+    ROWS: gl.constexpr = total.shape[0]
+    LINES: gl.constexpr = total.shape[1]
+    COLUMNS: gl.constexpr = LINES // 2 if GATED else LINES
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if HAS_SCALE:
+        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        total *= gl.load(scale_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+    if HAS_BIAS:
+        line = gl.arange(0, LINES, layout=gl.SliceLayout(0, SUMS))
+        column = first_column + line % COLUMNS
+        bias = gl.load(bias_ptr + column + line // COLUMNS * OUTPUTS, mask=column < OUTPUTS, other=0.0)
+        total += bias.to(gl.float32)[None, :]
+    if GATED:
+        total, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, COLUMNS]), (0, 2, 1)))
+        total = silu_times(total, up, dtype)
+    # Rounded before it changes threads, so that each stores 16 neighbouring bytes.
+    out = gl.convert_layout(total.to(dtype), STORED)
+    place, inside = places(first_row, first_column, num_rows, OUTPUTS, ROWS, COLUMNS, COLUMNS, STORED)
+    if HAS_RESIDUAL:
+        out = (residual.to(gl.float32) + out.to(gl.float32)).to(dtype)
+    gl.store(out_ptr + place, out, mask=inside)

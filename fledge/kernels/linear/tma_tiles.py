@@ -1,0 +1,321 @@
+"""The linear layer for many rows of a plain weight with several slices, as fast as tensor cores go: TMA and wgmma.
+
+A program has tiles of rows x outputs, one after the other. Steps of 64 inputs arrive in shared memory by TMA, several of them
+ahead of the product, also across slices and tiles: nothing drains between two. Products run while the program waits for the
+next step. Where the sums of slices wait for each other:
+
+    REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
+    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `tiles.finish`
+    MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
+
+Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.gluon_support import TensorDescriptor, gl, gluon, hopper, jit
+from fledge.kernels.linear.register_mma import _let_next_start, _wait_for_inputs
+from fledge.kernels.linear.stored_tile import load_residual, places, store_finished
+from fledge.kernels.linear.summation import CHUNK, Summation
+from fledge.kernels.linear.tiles import finish
+from fledge.kernels.triton_support import multiprocessors, overlap
+
+REGISTERS, PROGRAMS, MEMORY = range(3)
+GROUP = 8  # tiles of rows that are computed side by side, so that the L2 cache holds what they read
+
+
+class Form(NamedTuple):
+    """Of a program; nothing of it changes a result."""
+
+    rows: int
+    outputs: int  # of the weight: both halves of a gated one
+    warps: int  # four, or eight in two groups that share the rows
+    stages: int
+    sums: int  # REGISTERS, PROGRAMS or MEMORY
+    beside: int = 1  # programs on a multiprocessor
+
+
+def serves(x_MK: Tensor, weight_OK: Tensor) -> bool:
+    """TMA reads rows that begin at a multiple of 16 bytes."""
+    aligned = x_MK.data_ptr() % 16 == 0 and weight_OK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0
+    return aligned and len(x_MK) > 0 and x_MK.dtype == weight_OK.dtype == torch.bfloat16
+
+
+@lru_cache
+def supports_wgmma(device: torch.device) -> bool:
+    """Hopper alone has these instructions."""
+    return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@lru_cache
+def layouts(form: Form, gated: bool) -> dict[str, Any]:
+    """Of the sums, a quarter of them, the stored results, and a step's rows and weights in shared memory."""
+    columns = form.outputs // (4 if form.sums == MEMORY else 2 if gated else 1)  # that are stored at once
+    lanes = min(columns // 8, 32)  # that store a row, 16 bytes each
+    return {
+        "SUMS": gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.outputs, 16]),
+        "QUARTER": gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.outputs // 4, 16]),
+        "STORED": gl.BlockedLayout([1, 8], [32 // lanes, lanes], [form.warps, 1], [1, 0]),
+        "STAGED": gl.NVMMASharedLayout(128, 16, 2),
+    }
+
+
+def tma_tiles(
+    x_MK: Tensor,
+    weight_OK: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    order: Summation,
+    form: Form,
+    gated: bool = False,
+    residual_MO: Tensor | None = None,
+    scale_M: Tensor | None = None,
+    before_attention: bool = False,
+) -> Tensor:
+    """As `tiles.tiled_linear`."""
+    (num_rows, size), lines = x_MK.shape, len(weight_OK)
+    assert x_MK.is_contiguous()
+    assert weight_OK.is_contiguous()
+    assert residual_MO is None or residual_MO.is_contiguous()
+    assert order.slice_inputs % CHUNK == 0
+    halves = 2 if gated else 1
+    outputs, columns, slices = lines // halves, form.outputs // halves, -(-size // order.slice_inputs)
+    sums = form.sums if slices > 1 else REGISTERS
+    assert sums != MEMORY or not gated
+    out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
+    parts = out
+    if sums != REGISTERS:
+        count = slices if sums == PROGRAMS else slices - 1
+        parts = torch.empty((count, num_rows, lines), dtype=torch.float32, device=x_MK.device)
+    work = -(-num_rows // form.rows) * -(-outputs // columns) * (slices if sums == PROGRAMS else 1)
+    shapes = layouts(form, gated)
+    _tma_tiles[(min(work, form.beside * multiprocessors(x_MK.device)),)](
+        TensorDescriptor.from_tensor(x_MK, [form.rows, CHUNK], shapes["STAGED"]),
+        TensorDescriptor.from_tensor(weight_OK, [columns, CHUNK], shapes["STAGED"]),
+        bias_O if bias_O is not None else x_MK,
+        residual_MO if residual_MO is not None else x_MK,
+        scale_M if scale_M is not None else x_MK,
+        out,
+        parts,
+        num_rows,
+        SIZE=size,
+        OUTPUTS=outputs,
+        SLICES=slices,
+        SLICE_STEPS=order.slice_inputs // CHUNK,
+        SUMS_IN=sums,
+        HAS_BIAS=bias_O is not None,
+        HAS_RESIDUAL=residual_MO is not None,
+        HAS_SCALE=scale_M is not None,
+        GATED=gated,
+        ROWS=form.rows,
+        COLUMNS=columns,
+        STAGES=form.stages,
+        GROUP=GROUP,
+        **shapes,
+        num_warps=form.warps,
+        enable_fp_fusion=False,
+        **overlap(x_MK),
+    )
+    if sums == PROGRAMS:
+        extras = {"gated": gated, "residual_MO": residual_MO, "scale_M": scale_M, "hold": before_attention}
+        finish(parts, out.dtype, bias_O, out=out, **extras)
+    return out
+
+
+@jit
+def _begin(work, num_rows, SHAPE: gl.constexpr):
+    """Where a piece of work is: its first row, first output, slice (where that is the work), first step and last + 1."""
+    ROWS: gl.constexpr = SHAPE[0]
+    COLUMNS: gl.constexpr = SHAPE[1]
+    GROUP: gl.constexpr = SHAPE[2]
+    STEPS: gl.constexpr = SHAPE[3]
+    WORK_STEPS: gl.constexpr = SHAPE[4]
+    ACROSS: gl.constexpr = (SHAPE[5] + COLUMNS - 1) // COLUMNS
+    down = (num_rows + ROWS - 1) // ROWS
+    piece, tile = work // (down * ACROSS), work % (down * ACROSS)
+    first, within = tile // (GROUP * ACROSS) * GROUP, tile % (GROUP * ACROSS)
+    height = gl.minimum(down - first, GROUP)
+    row, column = (first + within % height) * ROWS, within // height * COLUMNS
+    return row, column, piece, piece * WORK_STEPS, gl.minimum((piece + 1) * WORK_STEPS, STEPS)
+
+
+@jit
+def _after(ahead, num_rows, SHAPE: gl.constexpr):
+    """The step that is copied after this one: of the same piece of work, or of the program's next one."""
+    work, row, column, step, end = ahead
+    step += 1
+    if step == end:
+        work += gl.num_programs(0)
+        row, column, _, step, end = _begin(work, num_rows, SHAPE)
+    return work, row, column, step, end
+
+
+@jit
+def _copy_rows(x_desc, xs, arrived, ahead, there):
+    hopper.tma.async_copy_global_to_shared(x_desc, [ahead[1], ahead[3] * 64], arrived, xs, pred=there)
+
+
+@jit
+def _copy_weights(w_desc, ws, arrived, ahead, there, SHAPE: gl.constexpr):
+    """Both halves of a gated weight. Announces the rows, too."""
+    COLUMNS: gl.constexpr = SHAPE[1]
+    LINES: gl.constexpr = ws.shape[0]
+    hopper.mbarrier.expect(arrived, 128 * (SHAPE[0] + LINES), pred=there)
+    if LINES == COLUMNS:
+        hopper.tma.async_copy_global_to_shared(w_desc, [ahead[2], ahead[3] * 64], arrived, ws, pred=there)
+    else:
+        for i in gl.static_range(2):
+            half = ws.slice(i * COLUMNS, COLUMNS)
+            place = [i * SHAPE[5] + ahead[2], ahead[3] * 64]
+            hopper.tma.async_copy_global_to_shared(w_desc, place, arrived, half, pred=there)
+
+
+@jit
+def _multiply(buffers, slot, phase, acc, use_acc):
+    """Begins the product of a step, when its inputs have arrived."""
+    hopper.mbarrier.wait(buffers[2].index(slot), phase)
+    weights = buffers[1].index(slot).permute([1, 0])
+    return hopper.warpgroup_mma(buffers[0].index(slot), weights, acc, use_acc=use_acc, is_async=True)
+
+
+@jit
+def _turn(x_desc, w_desc, buffers, ahead, turns, num_rows, all_work, SHAPE: gl.constexpr, STAGES: gl.constexpr):
+    """Copies the next step to where the last but one was, and goes on to the slot of the next product."""
+    slot, phase, free = turns
+    there = ahead[0] < all_work
+    _copy_weights(w_desc, buffers[1].index(free), buffers[2].index(free), ahead, there, SHAPE)
+    _copy_rows(x_desc, buffers[0].index(free), buffers[2].index(free), ahead, there)
+    free = slot
+    slot += 1
+    if slot == STAGES:
+        slot, phase = 0, phase ^ 1
+    return _after(ahead, num_rows, SHAPE), (slot, phase, free)
+
+
+@jit
+def _tma_tiles(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    residual_ptr,
+    scale_ptr,
+    out_ptr,
+    parts_ptr,
+    num_rows,
+    SIZE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLICE_STEPS: gl.constexpr,
+    SUMS_IN: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    SUMS: gl.constexpr,
+    QUARTER: gl.constexpr,
+    STORED: gl.constexpr,
+    STAGED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    APART: gl.constexpr = SUMS_IN == 1
+    IN_MEMORY: gl.constexpr = SUMS_IN == 2
+    LINES: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    STEPS: gl.constexpr = (SIZE + 63) // 64
+    ACROSS: gl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    SHAPE: gl.constexpr = (ROWS, COLUMNS, GROUP, STEPS, SLICE_STEPS if APART else STEPS, OUTPUTS)
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+
+    xs = gl.allocate_shared_memory(dtype, [STAGES, ROWS, 64], STAGED)
+    ws = gl.allocate_shared_memory(dtype, [STAGES, LINES, 64], STAGED)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(arrived.index(i), count=1)
+    hopper.fence_async_shared()
+    programs = gl.num_programs(0)
+    all_work = (num_rows + ROWS - 1) // ROWS * ACROSS * (SLICES if APART else 1)
+    stride = num_rows.to(gl.int64) * (2 * OUTPUTS if GATED else OUTPUTS)  # of the slices' sums
+
+    # The first steps. Weights are there before this kernel's inputs are, so they are not waited for.
+    row, column, _, step, end = _begin(gl.program_id(0), num_rows, SHAPE)
+    begin = (gl.program_id(0), row, column, step, end)
+    ahead = begin
+    for i in gl.static_range(STAGES - 1):
+        _copy_weights(w_desc, ws.index(i), arrived.index(i), ahead, ahead[0] < all_work, SHAPE)
+        ahead = _after(ahead, num_rows, SHAPE)
+    if PDL:
+        _wait_for_inputs()
+        if PDL == 2:
+            _let_next_start()
+    ahead = begin
+    for i in gl.static_range(STAGES - 1):
+        _copy_rows(x_desc, xs.index(i), arrived.index(i), ahead, ahead[0] < all_work)
+        ahead = _after(ahead, num_rows, SHAPE)
+
+    buffers = (xs, ws, arrived)
+    turns = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(STAGES - 1))  # slot of the product, its phase, free slot
+    for work in range(gl.program_id(0), all_work, programs):
+        own_row, own_column, piece, own_step, own_end = _begin(work, num_rows, SHAPE)
+        zeros = gl.zeros([ROWS, LINES], gl.float32, layout=SUMS)
+        acc, total, residual = zeros, zeros, 0
+        for s in gl.static_range(1 if APART else SLICES):
+            # Waiting for all products but one: with the last one's inputs there is room for the next step. The sum of the slice
+            # before is complete when the first product of this one has begun, in other registers.
+            done = acc
+            acc = _multiply(buffers, turns[0], turns[1], zeros, False)
+            if s == 0 or IN_MEMORY:
+                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+            else:
+                acc, done = hopper.warpgroup_mma_wait(1, deps=[acc, done])
+                total = done if s == 1 else total + done
+            ahead, turns = _turn(x_desc, w_desc, buffers, ahead, turns, num_rows, all_work, SHAPE, STAGES)
+            if HAS_RESIDUAL and SUMS_IN == 0 and s == SLICES - 1:  # there when the sums are; there are no registers before
+                residual = load_residual(residual_ptr, own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, STORED)
+            steps = own_end - own_step if APART else gl.minimum(STEPS - s * SLICE_STEPS, SLICE_STEPS)
+            for _k in range(1, steps):
+                acc = _multiply(buffers, turns[0], turns[1], acc, True)
+                acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+                ahead, turns = _turn(x_desc, w_desc, buffers, ahead, turns, num_rows, all_work, SHAPE, STAGES)
+            if IN_MEMORY and s < SLICES - 1:
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                place, inside = places(own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, LINES, SUMS)
+                gl.store(parts_ptr + s * stride + place, acc, mask=inside)
+        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+        total = acc if APART or SLICES == 1 else total + acc
+        if work + programs >= all_work and PDL == 1:
+            _let_next_start()
+        extras = (bias_ptr, scale_ptr, out_ptr, own_row, num_rows)
+        if APART:
+            place, inside = places(own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, LINES, SUMS)
+            gl.store(parts_ptr + piece * stride + place, total, mask=inside)
+        elif IN_MEMORY:
+            gl.static_assert(not GATED)
+            low, high = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+            for i in gl.static_range(4):  # a quarter at a time: registers hold no more
+                half = low if i < 2 else high
+                both = gl.split(gl.permute(gl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
+                quarter = gl.convert_layout(both[i % 2], QUARTER)
+                column = own_column + i * (COLUMNS // 4)
+                place, inside = places(own_row, column, num_rows, OUTPUTS, ROWS, COLUMNS // 4, COLUMNS // 4, QUARTER)
+                total = gl.load(parts_ptr + place, mask=inside, other=0.0)
+                for j in gl.static_range(1, SLICES - 1):
+                    total += gl.load(parts_ptr + j * stride + place, mask=inside, other=0.0)
+                total += quarter
+                if HAS_RESIDUAL:
+                    residual = load_residual(residual_ptr, own_row, column, num_rows, OUTPUTS, ROWS, COLUMNS // 4, STORED)
+                store_finished(
+                    total, residual, column, *extras, OUTPUTS, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, GATED, QUARTER, STORED
+                )
+        else:
+            store_finished(
+                total, residual, own_column, *extras, OUTPUTS, HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, GATED, SUMS, STORED
+            )

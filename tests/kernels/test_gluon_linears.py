@@ -1,0 +1,159 @@
+"""The kernels in Gluon compute a linear: run as torch on a CPU. Bits and speed need a card (`test_linear`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fledge.kernels.linear import register_mma, register_stream, staged_mma, tma_tiles
+from fledge.kernels.linear.staged_mma import Form
+from fledge.kernels.linear.summation import Summation
+from tests.kernels.gluon_in_torch import Count, Descriptor, run
+from tests.kernels.test_linear import SURROUNDINGS, plain, some_case
+
+NOT_ASSEMBLY = {"_times": lambda x, y: x * y, "_let_next_start": lambda: None, "_wait_for_inputs": lambda: None}
+SIZE, OUTPUTS = 328, 40  # a last slice that is short, outputs that no program divides
+
+
+def tensors(surroundings: str, rows: int):
+    torch.manual_seed(0)
+    x, weight, bias, norm, gated, residual = some_case(SIZE, OUTPUTS, rows, surroundings, "cpu")
+    out = torch.full((rows, OUTPUTS), float("nan"))
+    constants = {"SLICES": 4, "CHUNKS": 2, "SIZE": SIZE, "OUTPUTS": OUTPUTS, "HAS_BIAS": bias is not None, "PDL": 0}
+    constants |= {"HAS_NORM": norm is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated, "HOLD": False}
+    constants |= {"W_LAYOUT": None, "X_LAYOUT": None, "replaced": NOT_ASSEMBLY}
+    parts = [x if part is None else part for part in (bias, None if norm is None else norm.weight, residual)]
+    wanted = plain(x, weight, bias, norm, gated, residual)
+    return x, weight, parts, norm.eps if norm is not None else 0.0, out, constants, wanted
+
+
+@pytest.mark.parametrize("form", [Form(16, 16), Form(32, 16), Form(64, 32, 2)])
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_staged_mma(surroundings, form):
+    rows = 75
+    x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
+    constants |= {"ROWS": form.rows, "COLUMNS": form.columns, "GROUPS": form.groups}
+    grid = (-(-rows // form.rows), -(-OUTPUTS // form.columns))
+    run(staged_mma._staged_mma, grid, x, weight, *parts, out, rows, eps, **constants)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 19])
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_register_mma(surroundings, rows):
+    x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
+    constants |= {"ROWS": 8, "COLUMNS": 16, "BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
+    grid = (-(-rows // 8), -(-OUTPUTS // 16))
+    run(register_mma._register_mma, grid, x, weight, x, x, *parts, out, rows, eps, **constants)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+def product_in_order(w, x, total):
+    """As tensor cores sum, but exactly within a group of 16 and then rounded to bfloat16, so that the groups' order shows."""
+    for k in range(0, w.shape[-1], 16):
+        total = (total.double() + w[..., k : k + 16].double() @ x[..., k : k + 16, :].double()).bfloat16().float()
+    return total
+
+
+def both(pairs):
+    return pairs[..., None].contiguous().view(torch.bfloat16).unbind(-1)
+
+
+def in_order(x, weight, bias, gated, residual, order):
+    """What `summation` says, with the roundings of `tiles`."""
+    sums = torch.zeros(len(weight), len(x))
+    for first in range(0, x.shape[1], order.slice_inputs):
+        some = slice(first, first + order.slice_inputs)
+        sums += product_in_order(weight[:, some], x[:, some].t(), torch.zeros_like(sums))
+    out = sums.t() if bias is None else sums.t() + bias.float()
+    if gated:
+        gate, up = out.bfloat16().float().chunk(2, 1)
+        out = (gate / (1 + (-gate).exp())).bfloat16().float() * up
+    return (out if residual is None else residual.float() + out.bfloat16().float()).bfloat16()
+
+
+@pytest.fixture
+def stream_in_torch(monkeypatch):
+    """`register_stream`, whose kernel runs in torch."""
+
+    class InTorch:
+        def __getitem__(self, grid):
+            def launch(*arguments, num_warps, enable_fp_fusion, **constants):
+                run(kernel, grid, *arguments, replaced=replaced, **constants)
+
+            return launch
+
+    kernel, replaced = register_stream._register_stream, {**NOT_ASSEMBLY, "_both": both, "mma_v2": product_in_order}
+    no_layouts = dict.fromkeys(("CODES_LAYOUT", "X_LAYOUT", "COPY_LAYOUT", "SHARED_LAYOUT"))
+    monkeypatch.setattr(register_stream, "_register_stream", InTorch())
+    monkeypatch.setattr(register_stream, "layouts", lambda *_: no_layouts)
+    return register_stream.register_stream
+
+
+FORMS = [
+    register_stream.Form(8, 16),
+    register_stream.Form(16, 16, 1),
+    register_stream.Form(16, 48),
+    register_stream.Form(8, 96),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
+@pytest.mark.parametrize("surroundings", ["nothing", "residual", "all with bias"])
+def test_register_stream(surroundings, rows, slices, form, stream_in_torch):
+    """Slices of 384 inputs, 192 (no multiple of a step) and 128; the last is short and with four of them empty."""
+    x, weight, bias, _, gated, residual = some_case(SIZE, OUTPUTS, rows, surroundings, "cpu", dtype=torch.bfloat16)
+    order = Summation(slices, False, -(-SIZE // (64 * slices)) * 64)
+    options = {"gated": gated, "residual_MO": residual}
+    found = stream_in_torch(x, weight, bias, order=order, form=form, **options)
+    wanted = in_order(x, weight, bias, order=order, gated=gated, residual=residual)
+    assert found.dtype == torch.bfloat16
+    exact = 0.0 if not gated else 2**-5  # a CPU's exp may differ in the last place
+    torch.testing.assert_close(found, wanted, rtol=exact, atol=exact)
+    other = in_order(x, weight, None, False, None, order._replace(slice_inputs=512 if slices > 1 else 64))
+    assert not torch.equal(other, in_order(x, weight, None, False, None, order)), "the order would not matter"
+
+
+def test_infinite_inputs_stay_in_their_slice(stream_in_torch):
+    """A step that reaches beyond its slice has none of the next one's inputs: zero times infinity is no number."""
+    x, weight, *_ = some_case(SIZE, 48, 2, "nothing", "cpu", dtype=torch.bfloat16)
+    x[0, 200] = float("inf")
+    order = Summation(2, False, 192)
+    found = stream_in_torch(x, weight, order=order, form=register_stream.Form(8, 32))
+    assert torch.equal(found, in_order(x, weight, None, False, None, order))
+    assert found[0].isinf().all()
+
+
+# A gated weight keeps no sums in memory, and one slice has none to keep.
+KEPT = [(sums, inputs) for sums in (tma_tiles.REGISTERS, tma_tiles.PROGRAMS) for inputs in (64, 128, 384)]
+WHERE = [(what, *kept) for what in ("nothing", "norm and gate", "residual", "all with bias") for kept in KEPT]
+WHERE += [(what, tma_tiles.MEMORY, inputs) for what in ("nothing", "residual") for inputs in (64, 128)]
+
+
+@pytest.mark.parametrize("programs", [2, 100])
+@pytest.mark.parametrize("stages", [2, 5])
+@pytest.mark.parametrize(("surroundings", "sums", "slice_inputs"), WHERE)
+def test_tma_tiles(surroundings, sums, slice_inputs, stages, programs):
+    """Programs with more work than one tile and with none; more stages than a slice has steps; nothing read too late."""
+    rows, slices = 75, -(-SIZE // slice_inputs)
+    x, weight, (bias, _, residual), _, out, constants, _ = tensors(surroundings, rows)
+    gated = constants["GATED"]
+    scale = torch.rand(rows) if "norm" in surroundings else None
+    parts = torch.full((slices, rows, len(weight)), float("nan"))
+    constants = {name: constants[name] for name in ("SIZE", "OUTPUTS", "HAS_BIAS", "HAS_RESIDUAL", "GATED", "PDL", "replaced")}
+    constants |= {"SLICES": slices, "SLICE_STEPS": slice_inputs // 64, "SUMS_IN": sums, "HAS_SCALE": scale is not None}
+    constants |= {"ROWS": 16, "COLUMNS": 16, "STAGES": stages, "GROUP": 3}
+    constants |= dict.fromkeys(("SUMS", "QUARTER", "STORED", "STAGED"))
+    pointers = (bias, residual, x if scale is None else scale, out, parts, Count(rows))
+    run(tma_tiles._tma_tiles, (programs,), Descriptor(x), Descriptor(weight), *pointers, **constants)
+    sliced = [a @ b.t() for a, b in zip(x.split(slice_inputs, 1), weight.split(slice_inputs, 1), strict=True)]
+    if sums == tma_tiles.PROGRAMS:
+        torch.testing.assert_close(parts, torch.stack(sliced), atol=1e-4, rtol=1e-4)
+        return
+    if sums == tma_tiles.MEMORY:
+        torch.testing.assert_close(parts[:-1], torch.stack(sliced[:-1]), atol=1e-4, rtol=1e-4)
+    extras = [part if constants[name] else None for name, part in (("HAS_BIAS", bias), ("HAS_RESIDUAL", residual))]
+    wanted = plain(x if scale is None else x * scale[:, None], weight, extras[0], None, gated, extras[1])
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
