@@ -34,6 +34,7 @@ from fledge.engine.resident import give_back_code, give_back_heap
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.formats.fp8 import reads_fp8
 from fledge.kernels.linear.packed import pack_linears
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import Decoder
@@ -41,8 +42,9 @@ from fledge.models.drafter import EagleDrafter
 from fledge.models.moe import stack_experts
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy
-from fledge.speculation.drafting import Drafter, EagleSpeculator
-from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.methods.base import Drafter
+from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 Network = TypeVar("Network", Decoder, EagleDrafter)
@@ -149,7 +151,7 @@ def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
     device = torch.device(config.device).type
     if device == "cpu" and (native.library() is None or not pack):
         return frozenset()
-    return KEPT[device]
+    return KEPT[device] if reads_fp8(torch.device(config.device)) else KEPT[device] - {"fp8"}
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
@@ -209,7 +211,7 @@ def _load_network(
 def _drafter(
     speculation: Speculation, network: EagleDrafter | str | None, coverage: float | None, config: EngineConfig, pool: PagePool
 ) -> Drafter | None:
-    depth = DepthPolicy.parse(speculation.depth)
+    depth = DepthPolicy.parse(speculation.depth, on_cpu=_is_cpu(config))
     if network is None:
         return None
     if not isinstance(network, EagleDrafter):

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float16", "bfloat16")
 CPU_CACHE_DTYPES = ("float32", "float16", "q8_0")
-QUANTIZATIONS = ("none", "int8", "int4", "gguf")
+QUANTIZATIONS = ("none", "fp8", "int8", "int4", "gguf")
 
 
 def check_quantization(name: str) -> str:
     if name not in QUANTIZATIONS:
         raise UserError(
-            f"--quantization {name}: not supported; use int8 or int4 (made from the weights as they are loaded), "
-            "gguf (a GGUF file's own, kept) or none (also for a checkpoint that is quantised already: it stays as it is)"
+            f"--quantization {name}: not supported; use fp8 (on a GPU), int8 or int4 (made from the weights when they are "
+            "loaded), gguf (a GGUF file's own, kept) or none (also for a checkpoint that is quantised already, which stays so)"
         )
     return name
 
@@ -41,7 +41,7 @@ def check_head_size(kv_cache_dtype: str, head_dim: int) -> None:
 class EngineConfig:
     device: str = "auto"  # cpu | cuda | cuda:1 …
     dtype: str = "auto"  # of the weights: auto | float32 | float16 | bfloat16
-    quantization: str = "none"  # of the target's linears: none | int8 | int4 | gguf (see kernels/quantization.py)
+    quantization: str = "none"  # of the target's linears: none | fp8 | int8 | int4 | gguf (see kernels/quantization.py)
     max_model_len: int = 0  # longest prompt + answer; 0: the model's own limit
     max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
     max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
@@ -57,6 +57,7 @@ class EngineConfig:
     def resolve(self, model: ModelConfig) -> EngineConfig:
         from fledge.devices import resolve_device
         from fledge.kernels import native
+        from fledge.kernels.formats.fp8 import reads_fp8
         from fledge.kernels.linear.packed import packing_supported
 
         device = resolve_device(self.device)
@@ -75,6 +76,8 @@ class EngineConfig:
                 f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
                 "install one, or leave it out"
             )
+        if self.quantization == "fp8" and not reads_fp8(device):
+            raise UserError("--quantization fp8 needs a GPU (NVIDIA Ada, Hopper or newer); use int8 or int4")
         if not 0 <= self.gpu_memory_utilization <= 1:
             raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {self.gpu_memory_utilization}")
         if self.gpu_memory_utilization and kind == "cpu":

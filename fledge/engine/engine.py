@@ -26,7 +26,7 @@ from fledge.kernels.adjustments import check_bad_words
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams, check_params
 from fledge.speculation.controller import SpeculationController
-from fledge.speculation.drafting import Drafter
+from fledge.speculation.methods.base import Drafter
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer, bad_word_token_ids
 
@@ -48,6 +48,10 @@ class EngineHook(Protocol):
 
     def idle(self) -> bool:
         """Nothing runs: works for a moment. False: there is nothing to do before more requests were served."""
+        ...
+
+    def due_in(self) -> float | None:
+        """Seconds until `idle` has something to do though no request comes; None: it will not."""
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -163,12 +167,12 @@ class Engine:
         self.executor.resume()
         return deltas
 
-    def idle(self) -> bool:
-        """While nothing runs: lets executor and hook work for a moment. False: neither has anything to do before more requests
-        come."""
+    def idle(self, *, is_quiet: bool = True) -> bool:
+        """While nothing runs: lets the hook work for a moment, and the executor once it `is_quiet`: requests would wait longer
+        for it. False: neither has anything to do before more requests come."""
         if self.requests:
             return False
-        return self.executor.idle() or (self.hook is not None and self.hook.idle())
+        return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle())
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
         """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""
@@ -177,11 +181,14 @@ class Engine:
             request = output.request
             if request.finished:  # aborted meanwhile
                 continue
-            if output.failure is not None:
-                request.fail(output.failure)
+            try:
+                if output.failure is not None:
+                    raise output.failure
+                delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
+            except Exception as failure:  # its logits processor, its decoder or its stop strings
+                request.fail(failure)
                 deltas.append(Delta(request, [], [], "", True, []))
                 continue
-            delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
             request.logprobs += output.logprobs[: len(delta.tokens)]
             deltas.append(delta)
         self.controller.observe(deltas)

@@ -18,7 +18,7 @@ from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
 from fledge.kernels.linear.packed import PackedLinear
-from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
 
 
 @dataclass(frozen=True)

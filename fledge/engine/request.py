@@ -150,9 +150,9 @@ class Request:
         self.finish_time = time.perf_counter()
 
     def fail(self, failure: Exception) -> None:
-        """Ends it because something is wrong with it alone; `failure` says what."""
-        self.failure = failure
-        self.finish("error")
+        """Ends it because something is wrong with it alone; `failure` says what. Its decoder is not asked for the rest of the
+        text: that may be what is wrong."""
+        self.failure, self.finish_reason, self.finish_time = failure, "error", time.perf_counter()
 
     def _decode(self, token: int, ends: bool) -> str:
         assert self.decoder is not None

@@ -111,7 +111,7 @@ class SpeculationController:
         eligible = [request for request in running if request.speculate and not request.drafter_stale]
         self.explorer = None
         if not (self.limit and eligible):
-            self.depth = 0 if running else self.depth
+            self.depth, self._kept = 0 if running else self.depth, None
         elif not self.adaptive or self.costs is None:
             self.depth = self.acceptance.choose(1.0, lambda depth: None, self._allowed(eligible))
         elif isinstance(self.costs, RowCosts):
@@ -198,7 +198,8 @@ class SpeculationController:
                     # The target chose another token where the draft went on. A request that ended may not have come so far.
                     missed = accepted < min(verified.depth, emitted)
                     nameable = self.coverage.holds(output.tokens[start + emitted - 1])
-                    self.guard.record(output.request, accepted + missed, accepted, nameable=nameable)
+                    trials, sure = accepted + missed, verified.confidences
+                    self.guard.record(output.request, trials, accepted, nameable=nameable, confidences=sure)
         for (offered, nodes, depth, accepted, emitted), times in seen.items():
             self.acceptance.record(offered, accepted, times, depth if isinstance(self.costs, RowCosts) else None)
             at = [times] * accepted + [0] * (max(depth, accepted) - accepted)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample import Cuts, sample
+from fledge.kernels.sample import TruncationParams, sample
 from fledge.sampling import SamplingParams
 
 
@@ -54,15 +54,15 @@ def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> 
 
 def sampling_tensors(
     params: SamplingParams, seed: int, position: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Cuts | None]:
+) -> tuple[Tensor, Tensor, Tensor, TruncationParams | None]:
     """Temperature, seed, counter and truncation of one row, as `kernels.sample` takes them."""
     temperature = torch.tensor([0.0 if params.greedy else params.temperature], device=device)
     numbers = torch.tensor([[seed], [position]], device=device)
-    cuts = None
+    truncation = None
     if params.truncates:
         top_p, min_p = (torch.tensor([x], device=device) for x in (max(params.top_p, LEAST_TOP_P), params.min_p))
-        cuts = Cuts(top_p, torch.tensor([max(params.top_k, 0)], device=device), min_p)
-    return temperature, numbers[0], numbers[1], cuts
+        truncation = TruncationParams(top_p, torch.tensor([max(params.top_k, 0)], device=device), min_p)
+    return temperature, numbers[0], numbers[1], truncation
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -4,7 +4,8 @@ What is usual is learnt from the engine's own requests: nothing is judged during
 steps, `calibration_probes` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
 draft's depth changes no answer. A request's limit is halved, down to 1 and never to 0, so that it can be seen to recover.
 
-    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'
+    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'; less what the
+                 drafter itself expected, where it says so: a hard text that it is unsure of is no drift
     rms, sink    size of the fed-back state and share of attention on the sink, by draft step, from the sampled probe
 """
 
@@ -45,22 +46,28 @@ class GuardCounts:
 
 
 class _Rates:
-    """Decayed counts by place in the draft: how often it was reached and how often it stood."""
+    """Decayed counts by place in the draft: how often it was reached, how often it was accepted there and was expected to."""
 
     def __init__(self, places: int, decay: float) -> None:
-        self.decay, self.tried, self.stood = decay, [0.0] * places, [0.0] * places
+        self.decay = decay
+        self.tried, self.accepted, self.expected = ([0.0] * places for _ in range(3))
 
-    def add(self, tried: int, stood: int) -> None:
+    def add(self, tried: int, accepted: int, confidences: Sequence[float]) -> None:
         for place in range(min(tried, len(self.tried))):
             self.tried[place] = self.tried[place] * self.decay + 1
-            self.stood[place] = self.stood[place] * self.decay + (place < stood)
+            self.accepted[place] = self.accepted[place] * self.decay + (place < accepted)
+            self.expected[place] = self.expected[place] * self.decay + (confidences[place] if confidences else 0.0)
 
     def rate(self, place: int) -> float:
-        return self.stood[place] / self.tried[place]
+        return self.accepted[place] / self.tried[place]
+
+    def surplus(self, place: int) -> float:
+        """The rate less the expected one."""
+        return (self.accepted[place] - self.expected[place]) / self.tried[place]
 
     def forget_from(self, place: int) -> None:
         for deeper in range(place, len(self.tried)):
-            self.tried[deeper] = self.stood[deeper] = 0.0
+            self.tried[deeper] = self.accepted[deeper] = self.expected[deeper] = 0.0
 
 
 class _Spread:
@@ -119,16 +126,26 @@ class DriftGuard:
         self.watched.clear()
         self.bands = {name: [] for name in CLEAR_SHIFT}
 
-    def record(self, request: Hashable, depth: int, accepted: int, *, nameable: bool = True) -> None:
-        """A step's draft was `depth` deep and so many tokens of it stood.
+    def record(
+        self,
+        request: Hashable,
+        depth: int,
+        accepted: int,
+        *,
+        nameable: bool = True,
+        confidences: Sequence[float] = (),
+    ) -> None:
+        """A step's draft was `depth` deep and so many of its tokens were accepted.
+
+        `confidences`: the drafter's probabilities of its tokens, of all steps or of none.
 
         `nameable`: the drafter could have named the token that the target chose after those. If it could not, the miss says
         nothing about the drafter and is not counted.
         """
         tried = min(depth, accepted + nameable)
         watched = self._watch(request)
-        self.usual.add(tried, accepted)
-        watched.rates.add(tried, accepted)
+        self.usual.add(tried, accepted, confidences)
+        watched.rates.add(tried, accepted, confidences)
         watched.since += 1
         watched.unseen += 1
         if watched.unseen >= LONGEST_WAIT:
@@ -176,10 +193,10 @@ class DriftGuard:
         return max(CLEAR_DROP, STANDARD_ERRORS * math.sqrt(usual * (1 - usual) / trials))
 
     def _judged(self, watched: _Watched) -> list[tuple[float, float]]:
-        """For each place with enough trials: how far it lies below the usual rate, and how far it may."""
+        """For each place with enough trials: how far it lies below the usual, and how far it may."""
         rates = watched.rates
         return [
-            (self.usual.rate(place) - rates.rate(place), self._allowed_drop(place, rates.tried[place]))
+            (self.usual.surplus(place) - rates.surplus(place), self._allowed_drop(place, rates.tried[place]))
             for place in range(watched.limit)
             if rates.tried[place] >= LEAST_TRIALS
         ]

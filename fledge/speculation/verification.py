@@ -30,10 +30,12 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     def depths(self) -> list[int]:
         """Depth of each node, from 1."""
+        if self.is_chain:
+            return list(range(1, len(self.parents) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -41,7 +43,7 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        return max(self.depths(), default=0)
+        return len(self.tokens) if self.is_chain else max(self.depths())
 
     def children(self, node: int) -> list[int]:
         return [index for index, parent in enumerate(self.parents) if parent == node]
@@ -64,6 +66,7 @@ class VerifiedPass(NamedTuple):
     depth: int = 0  # of its draft; 0: plain
     nodes: int = 0  # draft tokens verified; more than `depth` in a tree
     offered: int = 0  # how deep it might have been drafted; more than `depth` where the drafter stopped early
+    confidences: Sequence[float] = ()  # the drafter's own probabilities of a chain's tokens, if it gives them
 
 
 class Verification(NamedTuple):
@@ -77,6 +80,11 @@ def verify(chosen: Sequence[int], draft: Draft) -> Verification:
     `chosen[row]`: the target's choice after each row, greedy or drawn. Draws belong to (seed, position), so what is emitted
     is the target's own draw whatever was drafted: same distribution, same text as without speculation.
     """
+    if draft.is_chain:
+        for node, token in enumerate(draft.tokens):
+            if (wanted := chosen[node]) != token:
+                return Verification(list(range(node)), wanted)
+        return Verification(list(range(len(draft))), chosen[len(draft)])
     accepted: list[int] = []
     node = -1
     while True:

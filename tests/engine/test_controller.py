@@ -215,6 +215,17 @@ def adaptive_controller(limit: int = 4) -> tuple[SpeculationController, RowCosts
     return control, costs
 
 
+def test_a_request_after_one_without_speculation_is_drafted_for_at_once():
+    """The depth of 0 was kept for up to sixteen steps: alternating requests lost a sixth of their drafted steps."""
+    control, costs = adaptive_controller()
+    costs.verify.record(1, 1.0)
+    drafted = Request("drafted", [1, 2, 3], LONG, frozenset())
+    plain = Request("plain", [1, 2, 3], LONG, frozenset(), speculate=False)
+    assert control.choose([drafted]) == control.limit
+    assert control.choose([plain]) == 0
+    assert control.choose([drafted]) == control.limit
+
+
 @pytest.mark.parametrize(("drafting", "every"), [(0.05, PLAIN_EVERY), (1.3, PLAIN_EVERY_IF_CLOSE)])
 def test_now_and_then_one_step_goes_without_drafts(drafting: float, every: int):
     """What a plain step takes may have been learnt in a bad moment; more often where it matters more."""

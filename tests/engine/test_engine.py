@@ -175,3 +175,28 @@ def test_pages_tend_to_be_consecutive():
     pool.check_integrity([first, second])
     pool.release(first)
     pool.check_integrity([second])
+
+
+@pytest.mark.parametrize("broken", ["decoder", "stop strings"])
+def test_text_that_cannot_be_made_ends_its_own_request(broken):
+    params = SamplingParams(max_tokens=12, temperature=0)
+    engine = engine_with(tiny_decoder(), Speculation("none"))
+    beside, faulty = engine.add_request(PROMPT, params), engine.add_request([8, 9], params)
+
+    class Decoder:
+        def feed(self, token):
+            return "x" if broken == "stop strings" else 1 / 0
+
+        def flush(self):
+            return 1 / 0
+
+    class Matcher:
+        def push(self, piece):
+            return 1 / 0
+
+    faulty.decoder, faulty.stop_matcher = Decoder(), Matcher()
+    finish(engine)
+    assert beside.answer == plain_answer(params)
+    assert faulty.finish_reason == "error"
+    assert isinstance(faulty.failure, ZeroDivisionError)
+    assert engine.pool.num_free == engine.pool.num_pages

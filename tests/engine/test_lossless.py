@@ -12,7 +12,7 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 

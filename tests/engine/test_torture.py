@@ -13,6 +13,7 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.executors.device_batch import CHOICE, DRAFT, LOGPROBS, VERIFY
 from fledge.errors import RequestError
 from fledge.kernels.bits import num_words, pack_bits
 from fledge.sampling import SamplingParams
@@ -137,6 +138,31 @@ def test_both_executors_give_every_request_the_text_it_has_alone(method, device)
                 assert len(one.logprobs) == (0 if one.params.logprobs is None else one.num_answer)
 
 
+def test_an_option_that_trees_do_not_follow_costs_its_own_drafts_only():
+    decoder = tiny_decoder(3)
+    drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
+    engine = build_engine(decoder, SPECULATION["tree"](drafter), TIGHT, capture=False)
+    options = [{}, {"logprobs": 2}, {"frequency_penalty": 0.5}, {"min_tokens": 3}, {"temperature": 0.8, "seed": 3}]
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 10, "ignore_eos": True, **more}) for more in options]
+    requests = [engine.add_request([5, 9, 77, 3 + index], one) for index, one in enumerate(params)]
+    while engine.has_unfinished():
+        engine.step()
+    assert [request.stats.steps > 0 for request in requests] == [True, True, False, False, True]
+    assert not any(request.drafter_stale for request in requests)
+    assert not engine.executor.undrafted
+    for stage in (DRAFT, VERIFY, CHOICE, CHOICE, LOGPROBS):  # a recording runs a stage more than once
+        engine.executor.batch.step(4, 3, stage)
+    alone = build_engine(tiny_decoder(3), Speculation("none"), TIGHT)
+    for request in requests:
+        wanted = alone.add_request(request.prompt, request.params)
+        while alone.has_unfinished():
+            alone.step()
+        assert wanted.answer == request.answer
+        assert [one.top for one in request.logprobs] == [
+            [(token, pytest.approx(value, abs=1e-4)) for token, value in one.top] for one in wanted.logprobs
+        ]
+
+
 def test_a_seeded_answer_does_not_change_with_what_else_is_asked():
     """Adding log-probabilities to a seeded request changes nothing, on either executor."""
     prompt, seeded = [5, 9, 77, 3], {"max_tokens": 24, "temperature": 0.9, "seed": 11}
@@ -223,6 +249,7 @@ def test_weights_for_a_gpu_are_read_in_the_type_that_was_asked_for(dtype, monkey
 
     for module in (build, devices):  # the configuration imports it when it is resolved
         monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(build, "reads_fp8", lambda device: True)
     monkeypatch.setattr(build, "check_fits", lambda *_: None)
     monkeypatch.setattr(build, "load_scheme", lambda folder: None)
     monkeypatch.setattr(build.sources, "find", lambda model: tmp_path)

@@ -8,7 +8,7 @@ The executor owns device tensors, rows and graphs. The scheduler owns requests a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -166,6 +166,10 @@ class Executor(Protocol):
 
     def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
         """Of a finished request: the position of the first, and one [T, D] a layer; None: they were not kept. Once."""
+        ...
+
+    def drop_states(self, requests: Collection[Request]) -> None:
+        """Of finished requests: their states will not be taken."""
         ...
 
     def interrupted(self) -> None:

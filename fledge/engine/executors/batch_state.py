@@ -15,7 +15,7 @@ from torch import Tensor
 from fledge.kernels.accept import RowState
 from fledge.kernels.adjustments import Adjustments, RowOptions, clear_rows, reset_rows
 from fledge.kernels.bits import KEEP, num_words, pack_bits, set_bits_
-from fledge.kernels.sample import Cuts, Draws
+from fledge.kernels.sample import SamplingState, TruncationParams
 
 # Sampling modes of a cycle: each is a graph of its own, and a later one also does what the earlier ones do.
 # TRUNCATED: sampled within top-k, min-p or top-p. ADJUSTED: logits are materialised, for penalties, bias, bans, grammar
@@ -102,7 +102,9 @@ class BatchState:
         # Set by `init_rows`.
         self.seed = zeros(num_rows, dtype=torch.int64)
         self.temperature = zeros(num_rows, dtype=torch.float32)
-        self.truncation = Cuts(zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32))
+        self.truncation = TruncationParams(
+            zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32)
+        )
         self.page_table = zeros(num_rows, max_pages)
         # Set by drafting; lives within one cycle.
         self.drafts = zeros(num_rows, max(max_depth, 1), dtype=torch.int64)
@@ -119,9 +121,9 @@ class BatchState:
         tensors = [*self.rows, self.seed, self.temperature, *self.truncation, self.page_table, *self.method_state]
         return [*tensors, *(self.adjustments or ())]
 
-    def draws(self, rows: slice | Tensor, *, truncated: bool) -> Draws:
-        truncation = Cuts(*(x[rows] for x in self.truncation)) if truncated else None
-        return Draws(self.temperature[rows], self.seed[rows], self.rows.answered[rows], truncation)
+    def draws(self, rows: slice | Tensor, *, truncated: bool) -> SamplingState:
+        truncation = TruncationParams(*(x[rows] for x in self.truncation)) if truncated else None
+        return SamplingState(self.temperature[rows], self.seed[rows], self.rows.answered[rows], truncation)
 
     # Row init: the host's part, then the part of the prefill graph
 
@@ -181,7 +183,7 @@ class BatchState:
             (state.depth_limit, depth_limit),
             (self.seed, seed),
             (self.temperature, temperature),
-            *zip(self.truncation, Cuts(top_p, top_k, min_p), strict=True),
+            *zip(self.truncation, TruncationParams(top_p, top_k, min_p), strict=True),
             (self.page_table, new.page_table),
         ):
             tensor.index_copy_(0, rows, values.to(tensor.dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from fledge.engine.executors.output_reader import OutputReader
 from fledge.engine.executors.recording import UsualGraphs
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
-from fledge.errors import RequestError
+from fledge.errors import RequestError, UserError
 from fledge.kernels.adjustments import RowOptions
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
@@ -38,11 +38,7 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import GraphCosts
 from fledge.speculation.distribution import LEAST_TOP_P
-from fledge.speculation.drafting import Drafter, EagleSpeculator
-from fledge.speculation.methods.base import CapturedMethod
-from fledge.speculation.methods.eagle import CapturedEagle, CapturedTree, tree_lookahead
-from fledge.speculation.methods.ngram import CapturedNgram
-from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.methods.base import CapturedMethod, Drafter
 
 log = logging.getLogger("fledge.engine")
 
@@ -77,9 +73,8 @@ class CudaGraphExecutor:
     ) -> None:
         self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
         self.controller, self.drafter = controller, drafter
+        self.lookahead = 0 if drafter is None else drafter.lookahead
         limit = controller.limit
-        tree = drafter.tree if isinstance(drafter, EagleSpeculator) else None
-        self.lookahead = 0 if drafter is None else limit + 1 if tree is None else tree_lookahead(tree, limit)
         self.batch = DeviceBatch(decoder, config, cache, max_depth=limit, lookahead=self.lookahead, capture=capture)
         self.method = self._method(drafter)
         if self.method is not None:
@@ -99,6 +94,7 @@ class CudaGraphExecutor:
         self.mode_of: dict[Request, int] = {}
         self.masked: set[Request] = set()
         self.with_logprobs: set[Request] = set()
+        self.undrafted: set[Request] = set()  # the method does not follow their options along its drafts
         # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
 
@@ -110,16 +106,12 @@ class CudaGraphExecutor:
             )
 
     def _method(self, drafter: Drafter | None) -> CapturedMethod | None:
-        limit, batch = self.controller.limit, self.batch
-        if isinstance(drafter, EagleSpeculator):
-            parts = (drafter.network, drafter.cache, batch.state, batch.max_positions)
-            if drafter.depth.threshold:
-                log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
-            return CapturedEagle(*parts, limit) if drafter.tree is None else CapturedTree(drafter.tree, *parts, max_depth=limit)
-        if isinstance(drafter, NgramSpeculator):
-            return CapturedNgram(batch.state, limit, drafter)
-        assert drafter is None, "a drafting method without a captured side"
-        return None
+        if drafter is None:
+            return None
+        method = drafter.captured(self.batch.state, self.batch.max_positions, self.controller.limit)
+        if method is None:
+            raise UserError(f"{drafter.description}: this drafting method has no captured side and runs on the device cpu only")
+        return method
 
     @property
     def max_unread_tokens(self) -> int:
@@ -161,7 +153,7 @@ class CudaGraphExecutor:
         for row, request in halted.masked.items():
             if request.finished:
                 continue
-            found = self._masks(request, drafts[row] if drafts is not None else [])
+            found = self._masks(request, drafts[row] if drafts is not None and request not in self.undrafted else [])
             if found is not None:
                 masks[row] = found
         if masks:
@@ -201,15 +193,14 @@ class CudaGraphExecutor:
         if self.reader.has_unread:
             self.launch_ahead.record(device_was_idle=self.reader.all_done)
         rows = {self.row_of[request]: request for request in plan.decodes}
-        drafted = {row: request for row, request in rows.items() if request.speculate and not request.drafter_stale}
+        followed = {row: request for row, request in rows.items() if request.speculate and not request.drafter_stale}
+        drafted = {row: request for row, request in followed.items() if request not in self.undrafted}
         size, mode, *bucket = self._shape(list(plan.decodes))
         depth = plan.depth if drafted else 0
-        if mode == ADJUSTED and isinstance(self.method, CapturedTree):
-            depth = 0  # penalties and grammars along the paths of a tree are not captured: such a batch decodes plainly
-        if drafted and not depth and self.method is not None and not self.method.follows_plain_cycles:
+        if followed and not depth and self.method is not None and not self.method.follows_plain_cycles:
             # A plain cycle keeps no hidden states: the drafter falls behind for good.
-            self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(drafted))), 0)
-            for request in drafted.values():
+            self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(followed))), 0)
+            for request in followed.values():
                 request.drafter_stale = True
         if not depth and self.batch.states is not None:
             self.batch.states.drop(plan.decodes, self.row_of)
@@ -227,7 +218,9 @@ class CudaGraphExecutor:
                 self.reader.enqueue_copy(rows, depth, shape, drafted_rows.keys())
                 continue
             if masked:  # the host fills the masks while the target runs
-                drafts, event = self.batch.download(self.batch.state.drafts[:size, :depth]) if depth else (None, None)
+                drafts, event = None, None
+                if depth and not self.undrafted.issuperset(masked.values()):
+                    drafts, event = self.batch.download(self.batch.state.drafts[:size, :depth])
                 self.halted = _Halted(rows, shape, drafted_rows, masked, drafts, event)
             self.batch.graphs.run(size, depth, VERIFY, *bucket)
             if not masked:
@@ -295,6 +288,8 @@ class CudaGraphExecutor:
 
     def _row_init(self, request: Request, num_cached: int) -> RowInit:
         params, row = request.params, self.row_of[request]
+        if self.method is not None and not self.method.adjusts_drafts and params.adjusts_logits:
+            self.undrafted.add(request)
         if self.batch.states is not None:
             self.batch.states.begin(request, row, num_cached)
         options = None
@@ -319,7 +314,7 @@ class CudaGraphExecutor:
             0.0 if params.greedy else params.temperature,
             max(params.top_p, LEAST_TOP_P),
             sorted(request.end_token_ids),
-            self.controller.limit if request.speculate else 0,
+            self.controller.limit if request.speculate and request not in self.undrafted else 0,
             num_cached,
             request.num_answer,
             max(params.top_k, 0),
@@ -356,6 +351,7 @@ class CudaGraphExecutor:
             self.mode_of.pop(request, None)
             self.masked.discard(request)
             self.with_logprobs.discard(request)
+            self.undrafted.discard(request)
             heapq.heappush(self.free_rows, self.row_of.pop(request))
 
     def _compact(self, decoding: Sequence[Request]) -> None:
@@ -426,17 +422,21 @@ class CudaGraphExecutor:
     def collect_states(self, *, limit: int) -> None:
         if not limit:
             if self.batch.states is not None:
-                self.batch.states.is_active = False
+                self.batch.states.stop()
             return
-        if not isinstance(self.method, CapturedEagle):
+        if self.method is None or not self.method.taps:
             return
         shape = self.decoder.config
-        sizes = [shape.hidden_size] * (len(self.method.aux_layers) + 1)
+        sizes = [shape.hidden_size] * (len(self.method.taps) + 1)
         dtype, device = self.decoder.dtype, self.batch.device
         self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
 
     def take_states(self, request: Request) -> tuple[int, list[torch.Tensor]] | None:
         return self.batch.states.take(request) if self.batch.states is not None else None
+
+    def drop_states(self, requests: Collection[Request]) -> None:
+        if self.batch.states is not None:
+            self.batch.states.drop(requests, {})
 
     def interrupted(self) -> None:
         self.reader.mark()

@@ -46,7 +46,7 @@ from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
-from fledge.kernels.sample import Choice, Draws, choose, picked
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
 from fledge.kernels.step_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.ops.base import device_tables
@@ -118,7 +118,7 @@ class DeviceBatch:
         # What the graphs of an ADJUSTED cycle leave to the next ones, by size, depth and KV length bucket.
         self.pending: dict[tuple[int, ...], Pending] = {}
         self.verified: dict[tuple[int, ...], tuple[Verified, Tensor]] = {}  # with the logits
-        self.accepted_tokens: dict[tuple[int, ...], Tensor] = {}
+        self.accepted: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # tokens, with the logits they were chosen from
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # packed; and under () those of the last prefill, by row
         self._make_prefill()
 
@@ -148,11 +148,12 @@ class DeviceBatch:
         pages = self.state.page_table[:size, : None if kv_bucket is None else kv_bucket // self.config.page_size]
         key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
         if mode == LOGPROBS:
-            self.logprobs[key] = pack_logprobs(token_logprobs(self.verified[key][1], self.accepted_tokens[key].flatten()))
+            tokens, logits = self.accepted[key]
+            self.logprobs[key] = pack_logprobs(token_logprobs(logits, tokens.flatten()))
         elif mode == CHOICE:
             verified, logits = self.verified[key]
-            choice = self.choose_adjusted(logits, size, depth)
-            self.accepted_tokens[key] = self.accept_and_sync(verified, choice, depth, pages).tokens_BT
+            accepted, path = self.accept_and_sync(verified, self.choose_adjusted(verified, logits, depth), depth, pages)
+            self.accepted[key] = accepted.tokens_BT, logits if path is None else along_path(logits, path)
         elif mode == VERIFY:
             verified = self.verify(self.pending[key], pages, depth)
             self.verified[key] = verified, self.logits(verified.x_ND)
@@ -179,7 +180,7 @@ class DeviceBatch:
     def verify(self, pending: Pending, pages: Tensor, depth: int) -> Verified:
         """Runs the target over the pending tokens and the drafts."""
         x, starts, counts, tree = pending
-        aux_layers = self.method.aux_layers if depth and self.method is not None else ()
+        aux_layers = self.method.taps if depth and self.method is not None else ()
         if tree is None:
             meta = AttentionMetadata.decode(pages, starts, counts)
         else:
@@ -189,7 +190,7 @@ class DeviceBatch:
         x, aux = self.decoder.run(x, meta, self.ops, aux_layers)
         return Verified(x, aux, starts, counts, tree)
 
-    def choose(self, verified: Verified, depth: int, mode: int) -> Choice:
+    def choose(self, verified: Verified, depth: int, mode: int) -> PartialArgmax:
         """The target's choice after each verified row."""
         size, tree = len(verified.starts_B), verified.tree
         draws = None if mode == GREEDY else self.state.draws(slice(size), truncated=mode >= TRUNCATED)
@@ -198,7 +199,7 @@ class DeviceBatch:
             draws, num_new = self._tree_draws(tree, size), 1
         return self.ops.head(verified.x_ND, self.decoder.norm, self.decoder.lm_head, draws, num_new)
 
-    def _tree_draws(self, tree: TreeDraft, size: int) -> Draws:
+    def _tree_draws(self, tree: TreeDraft, size: int) -> SamplingState:
         """Draws of a tree's rows: the noise belongs to the position, which is a node's depth."""
         depths = row_depths(tree)
         draws, times = self.state.draws(slice(size), truncated=True), depths.shape[1]
@@ -208,18 +209,26 @@ class DeviceBatch:
             temperatures_B=temperatures,
             seeds_B=seeds,
             counters_B=counters,
-            cuts=None if draws.cuts is None else draws.cuts.repeated(times),
+            truncation=None if draws.truncation is None else draws.truncation.repeated(times),
         )
 
     def logits(self, x_ND: Tensor) -> Tensor:
         return self.ops.linear(self.decoder.lm_head, self.ops.norm(self.decoder.norm, x_ND))
 
-    def choose_adjusted(self, logits_NV: Tensor, size: int, depth: int) -> Choice:
-        adjustments = self.state.make_adjustments()
-        logits = adjust(logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
-        return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
+    def choose_adjusted(self, verified: Verified, logits_NV: Tensor, depth: int) -> PartialArgmax:
+        size, tree, adjustments = len(verified.starts_B), verified.tree, self.state.make_adjustments()
+        if tree is None:
+            logits = adjust(logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
+            return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
+        # Rows with adjustments accept no node (`CapturedMethod.adjusts_drafts`): their first choice is the only one.
+        logits_BTV = logits_NV.float().view(size, -1, logits_NV.shape[1])
+        first_B1V = adjust(logits_BTV[:, 0].contiguous(), self.state.rows, adjustments, self.state.drafts, 1)[:, None]
+        logits = torch.cat([first_B1V, logits_BTV[:, 1:]], 1).flatten(0, 1)
+        return choose(logits, self._tree_draws(tree, size), 1)
 
-    def accept_and_sync(self, verified: Verified, choice: Choice, depth: int, pages: Tensor) -> Accepted:
+    def accept_and_sync(
+        self, verified: Verified, choice: PartialArgmax, depth: int, pages: Tensor
+    ) -> tuple[Accepted, TreePath | None]:
         state, method, vocab_size = self.state, self.method, self.decoder.config.vocab_size
         aux, drafts, path = verified.aux_hidden_states, state.drafts, None
         if verified.tree is not None:
@@ -236,9 +245,9 @@ class DeviceBatch:
             self.states.store_cycle([*aux, x], verified.starts_B, verified.active_B)
         if method is not None and (depth or method.follows_plain_cycles):
             method.sync(aux, accepted, pages)
-        return accepted
+        return accepted, path
 
-    def _collapse(self, verified: Verified, choice: Choice, depth: int) -> tuple[Choice, Tensor, TreePath]:
+    def _collapse(self, verified: Verified, choice: PartialArgmax, depth: int) -> tuple[PartialArgmax, Tensor, TreePath]:
         """A verified tree as the chain along its accepted path."""
         tree, vocab_size = verified.tree, self.decoder.config.vocab_size
         assert tree is not None
@@ -246,7 +255,7 @@ class DeviceBatch:
         path = accept_tree(chosen, tree, depth, verified.active_B)
         chosen, drafts = collapse(chosen, tree, path)
         flat = chosen.reshape(-1, 1).int()
-        return Choice(torch.zeros_like(flat, dtype=torch.float32), flat), drafts.contiguous(), path
+        return PartialArgmax(torch.zeros_like(flat, dtype=torch.float32), flat), drafts.contiguous(), path
 
     def kv_bucket(self, num_keys: int) -> tuple[int, ...]:
         """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
@@ -32,7 +31,7 @@ from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import RowCosts
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.distribution import adjust, draw
-from fledge.speculation.drafting import AcceptedSpan, Drafter
+from fledge.speculation.methods.base import AcceptedSpan, Drafter
 from fledge.speculation.verification import Draft, LazyChoices, Verification, VerifiedPass, verify
 
 log = logging.getLogger("fledge.engine")
@@ -188,11 +187,8 @@ class EagerExecutor:
                 wanted.extend(range(first + item.num_tokens - 1, len(tokens)))
         tensors = paired(tokens, positions).to(self.device)
         meta = AttentionMetadata.from_layouts(layouts, tensors[1], self.cache.page_size, max(positions))
-        x, states = self.decoder.run(self.decoder.embed(tensors[0]), meta, self.ops, self.taps)
-        hidden = self.ops.norm(self.decoder.norm, x)
-        if len(wanted) < len(tokens):
-            hidden = hidden[torch.tensor(wanted, device=self.device, dtype=torch.long)]
-        return TargetPass(self.ops.linear(self.decoder.lm_head, hidden), logits_start, rows_start, states, x)
+        logits, states, x = self.ops.target_pass(self.decoder, tensors[0], meta, self.taps, wanted)
+        return TargetPass(logits, logits_start, rows_start, states, x)
 
     # Acceptance
 
@@ -242,7 +238,8 @@ class EagerExecutor:
     def _output(self, item: Rows, verified: Verification, logits: Tensor, first: int) -> Output:
         draft, accepted = item.draft, verified.accepted
         tokens = [draft.tokens[node] for node in accepted] + [verified.next_token]
-        passes = [VerifiedPass(len(tokens), draft.depth, len(draft), max(item.offered, draft.depth) if len(draft) else 0)]
+        depth, offered = draft.depth, max(item.offered, draft.depth) if len(draft) else 0
+        passes = [VerifiedPass(len(tokens), depth, len(draft), offered, draft.confidences if draft.is_chain else ())]
         output = Output(item.request, tokens, [True] * len(accepted) + [False], passes)
         count = item.request.params.logprobs
         if count is not None:
@@ -342,6 +339,10 @@ class EagerExecutor:
 
     def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
         return self.states.take(request) if self.states is not None else None
+
+    def drop_states(self, requests: Collection[Request]) -> None:
+        if self.states is not None:
+            self.states.drop(requests)
 
     def interrupted(self) -> None:
         """Steps are timed one by one."""

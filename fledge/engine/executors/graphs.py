@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from fledge.kernels import compile_ahead
 
+log = logging.getLogger("fledge.engine")
 WARM_UPS = 2
 
 
@@ -39,7 +42,9 @@ class StepGraphs:
             self.step(*shape)
             return
         if shape not in self.graphs:
+            began = time.perf_counter()
             self.record([shape])
+            log.info("recorded a graph of %s while requests waited: %.2f s", shape, time.perf_counter() - began)
         self.graphs[shape].replay()
 
     def record(self, shapes: Iterable[tuple]) -> None:

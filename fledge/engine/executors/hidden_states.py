@@ -47,8 +47,8 @@ class HostStates:
             if not request.learn or start >= len(request.prompt) or len(self.kept) >= MAX_REQUESTS:
                 return
             kept = self.kept[request] = _Kept(start)
-        if kept.start + kept.length < self.limit:
-            kept.parts.append([take(layer, list(rows)) for layer in layers])
+        if (room := self.limit - kept.start - kept.length) > 0:
+            kept.parts.append([take(layer, list(rows[:room])) for layer in layers])
         kept.length += len(rows)
 
     def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
@@ -58,6 +58,10 @@ class HostStates:
             if kept is None or not kept.parts
             else (kept.start, [torch.cat(parts) for parts in zip(*kept.parts, strict=True)])
         )
+
+    def drop(self, requests: Collection[Request]) -> None:
+        for request in requests:
+            self.kept.pop(request, None)
 
 
 class DeviceStates:
@@ -117,6 +121,15 @@ class DeviceStates:
     def detach(self, rows: Sequence[int]) -> None:
         """Requests leave these rows; the states of those that have finished wait to be taken."""
         self._set(rows, MAX_REQUESTS)
+
+    def stop(self) -> None:
+        """Forgets all, and keeps no more. The buffers stay: graphs store to them."""
+        self.is_active = False
+        for request in list(self.slot_of):
+            self._free(request)
+        self.slot_R.fill_(MAX_REQUESTS)
+        for layer in self.layers:
+            layer.zero_()
 
     def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
         """Copies, enqueued behind all that was launched."""

@@ -171,7 +171,7 @@ class CapturedPrefill(ABC):
         self.decoder, self.ops, self.method = decoder, ops, method
         self.state, self.choose_first, self.states = state, choose_first, states
         self.device, self.max_pages = state.device, max_pages
-        self.aux_layers = method.aux_layers if method is not None else ()
+        self.aux_layers = method.taps if method is not None else ()
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
         self.graphs = StepGraphs(self._run, self.device, capture=capture, idle=nullcontext)
         self.uses: Counter[tuple] = Counter()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.engine.request import Request
 from fledge.kernels import row_copy as row_copies
-from fledge.speculation.drafting import AcceptedSpan
+from fledge.speculation.methods.base import AcceptedSpan
 
 MAX_BYTES = 128 * 2**20  # of all queued hidden states
 

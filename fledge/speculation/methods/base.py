@@ -1,13 +1,14 @@
 """The interface of a drafting method: what it keeps for a request, how it follows the target, how it drafts.
 
-A method has a side for each executor that can run it. The eager side works on lists of requests. The captured side works on
+A method is a `Drafter`, which is its side of the eager executor and works on lists of requests. Its captured side works on
 tensors of fixed shapes: it is recorded into CUDA graphs, one for each (batch size, depth, sampling mode), so it neither waits
-for the device nor looks at a value. A method without a captured side is refused by name on a GPU.
+for the device nor looks at a value. A method without a captured side is refused by name on a GPU. To add one: a file here with
+both, and its name in `engine.build`.
 
 One cycle of the captured executor, for every method (tensors and names as in `methods.tree`; B rows):
 
     drafted  = method.draft(pages, depth, sampled=…)                       N = method.num_drafted(depth) tokens a row
-    x, aux   = target([pending token ; drafted.tokens], positions, attention, method.aux_layers)
+    x, aux   = target([pending token ; drafted.tokens], positions, attention, method.taps)
                    chain: causal attention, positions `starts` + 0 … N         tree: `tree.verify_attention`
     chosen   = what the target chooses after each of the 1 + N rows            tree: random numbers by `tree.row_depths`
     only for a tree:  path = accept_tree(chosen, …);  chosen, drafts = collapse(chosen, …)      from here on it is a chain
@@ -19,7 +20,7 @@ How verification attends and what is accepted follow from the shape of the draft
 method is `draft`, `sync` and its state:
 
                  EAGLE chain               EAGLE tree              n-gram                    block drafter (to come)
-    aux_layers   the drafter's             the drafter's           none                      the drafter's
+    taps         the drafter's             the drafter's           none                      the drafter's
     row_state    the last output [R, D]    the same                none: it reads the texts  as the network needs
     own KV       pairs, in the target's pages (the pair at t in slot t)   none               likewise
     prefill      pairs of all positions    the same                nothing                   states of all positions
@@ -35,37 +36,92 @@ method is `draft`, `sync` and its state:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fledge.kernels.accept import Accepted
+from fledge.kernels.accept import Accepted, RowState
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.sample import Choice
-from fledge.speculation.drafting import AcceptedSpan, DraftedRequest
+from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.kernels.sample import PartialArgmax, SamplingState
+from fledge.sampling import SamplingParams
+from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.methods.tree import TreeDraft
 from fledge.speculation.verification import Draft
 
 
-class Method(Protocol):
-    """What an engine knows of a drafting method before it runs, whichever executor runs it."""
+class DraftedRequest(Protocol):
+    """What a drafter may know of a request."""
 
+    tokens: list[int]  # prompt and answer
+    pages: list[int]  # shared by the target's cache and the drafter's
+    params: SamplingParams
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def num_answer(self) -> int: ...
+
+
+@dataclass
+class AcceptedSpan:
+    """One request after a target pass: which rows of the pass are now its text, and how far it may be drafted."""
+
+    request: Any  # a DraftedRequest
+    start: int  # position of the first row
+    rows: list[int]  # rows of the pass, the hidden states of positions start, start + 1, …
+    max_draft_tokens: int = 0  # 0: none wanted (its prompt is not prefilled yet, or nothing is drafted under this load)
+
+
+class Drafter(Protocol):
+    """A drafting method: what an engine knows of it, its side of the eager executor, and where its captured side is."""
+
+    depth: DepthPolicy
+    taps: tuple[int, ...]  # target layers whose outputs it reads; (): the target keeps none
+    lookahead: int  # KV slots past the text that drafting or verification may write
     description: str  # for people
-    aux_layers: tuple[int, ...]  # target layers whose outputs `sync` reads; (): the target keeps none
-    lookahead: int  # KV slots past the text that drafting or verification may write, at the greatest depth
 
-
-class EagerMethod(Method, Protocol):
-    """The side of the eager executor: it syncs and drafts in one call."""
-
-    def draft(self, spans: Sequence[AcceptedSpan], aux: Sequence[Tensor]) -> list[Draft]:
-        """Processes the accepted span of each request, then drafts; an empty draft where nothing is wanted or known."""
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
+        """Processes the spans' hidden states, then drafts for each; an empty draft where none is wanted or nothing is known."""
         ...
 
     def forget(self, request: DraftedRequest) -> None:
         """The request is finished, cancelled or preempted: what is kept for it beyond its pages goes."""
         ...
+
+    def captured(self, batch: Rows, max_positions: int, max_depth: int) -> CapturedMethod | None:
+        """Its side of the CUDA-graph executor, for a batch of rows; None: it has none."""
+        ...
+
+
+class Rows(Protocol):
+    """What captured methods read of the batch (`engine.executors.batch_state.BatchState`)."""
+
+    seed: Tensor
+    drafts: Tensor
+    rows: RowState
+
+    def draws(self, rows: slice | Tensor, *, truncated: bool) -> SamplingState: ...
+
+
+class DraftObserver(Protocol):
+    """Looks at drafts as they are made; they stay what they are."""
+
+    def begin(self, spans: Sequence[AcceptedSpan]) -> bool:
+        """A sync pass for these spans, and then draft steps for those that are drafted for, are about to run: does it look?"""
+        ...
+
+    def step(
+        self, tokens: list[int], h: Tensor, positions: list[int], layouts: list[SequenceLayout]
+    ) -> tuple[Tensor, Tensor] | None:
+        """May run the drafter's step itself, to see inside; None: it does not look at this one."""
+        ...
+
+    def end(self, spans: Sequence[AcceptedSpan]) -> None: ...
 
 
 class Drafted(NamedTuple):
@@ -73,18 +129,21 @@ class Drafted(NamedTuple):
 
     tree: TreeDraft | None = None  # None: a chain, written to the batch's `drafts`, valid ids in every row
     # A chain's last token while it is a partial argmax: `verify_inputs` resolves it, which saves a launch.
-    last: Choice | None = None
+    last: PartialArgmax | None = None
 
 
-class CapturedMethod(Method, Protocol):
+class CapturedMethod(Protocol):
     """The side of the CUDA-graph executor. It is made with the batch state (`RowState` and the sampling state) and reads from
     it how long each row's text is, its pending token, and whether it runs; what it does for a row that does not run must
     touch no KV slot. The first len(pages_BP) rows are the batch."""
 
+    taps: tuple[int, ...]  # as the drafter's
     # Whether cycles without drafts (depth 0) keep its state up to date. If not, they make a row stale: it is drafted for
     # again only after its text was prefilled again.
     follows_plain_cycles: bool
     reads_text: bool  # `RowState.tokens` must hold a request's text when it takes a row
+    # Whether penalties, bans and grammars are followed along its drafts. If not, requests with any of them take no drafts.
+    adjusts_drafts: bool
 
     @property
     def row_state(self) -> Sequence[Tensor]:

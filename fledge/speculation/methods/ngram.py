@@ -1,4 +1,4 @@
-"""N-gram drafting in captured cycles: what followed the last few tokens before, looked up on the device."""
+"""N-gram drafting: what followed the last few tokens before. No network; good for text that repeats its prompt."""
 
 from __future__ import annotations
 
@@ -9,25 +9,76 @@ from torch import Tensor
 from fledge.kernels.accept import Accepted
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.ngram import ngram_drafts
-from fledge.speculation.methods.base import Drafted
-from fledge.speculation.methods.eagle import Rows
-from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.depth import DepthPolicy
+from fledge.speculation.methods.base import AcceptedSpan, Drafted, DraftedRequest, Rows
+from fledge.speculation.verification import Draft
+
+
+class NgramSpeculator:
+    """Proposes what followed the most recent earlier occurrence of the last n tokens, longest n first."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, depth: DepthPolicy, longest: int = 4, shortest: int = 2) -> None:
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+        self.lookahead = depth.limit + 1
+        self.description = f"n-gram look-up, depth {depth.limit}"
+        self.indexes: dict[int, _NgramIndex] = {}
+
+    def forget(self, request: DraftedRequest) -> None:
+        self.indexes.pop(id(request), None)
+
+    def captured(self, batch: Rows, max_positions: int, max_depth: int) -> CapturedNgram:
+        return CapturedNgram(batch, self)
+
+    def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
+        drafts = []
+        for span in spans:
+            draft = Draft()
+            if span.max_draft_tokens > 0:
+                index = self.indexes.setdefault(id(span.request), _NgramIndex(self.longest, self.shortest))
+                tokens = index.lookup(span.request.tokens, min(span.max_draft_tokens, self.depth.limit))
+                # A look-up has no probability to offer: the drafts count as sure, so that `auto` depth drafts to the limit.
+                draft = Draft(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens))
+            drafts.append(draft)
+        return drafts
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing text last ended, kept up to date as the text grows."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.sizes = range(longest, shortest - 1, -1)
+        self.last_end: dict[tuple[int, ...], int] = {}
+        self.num_indexed = 0  # n-grams that end before this place are in
+
+    def lookup(self, tokens: list[int], count: int) -> list[int]:
+        # The n-gram at the very end is looked up before it is indexed, so that it never finds itself.
+        for end in range(self.num_indexed, len(tokens)):
+            for size in self.sizes:
+                if end >= size:
+                    self.last_end[tuple(tokens[end - size : end])] = end
+        self.num_indexed = len(tokens)
+        for size in self.sizes:
+            found = self.last_end.get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if found is not None:
+                return tokens[found : found + count]
+        return []
 
 
 class CapturedNgram:
     """Reads the rows' texts, which `kernels.accept` keeps up to date: it has no state of its own, and is never stale."""
 
-    aux_layers: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()
     row_state: Sequence[Tensor] = ()
     follows_plain_cycles = True
     reads_text = True
+    adjusts_drafts = True
     cache = None
 
-    def __init__(self, batch: Rows, max_depth: int, drafter: NgramSpeculator) -> None:
+    def __init__(self, batch: Rows, drafter: NgramSpeculator) -> None:
         """`drafter`: says how many tokens are looked up; read when a cycle is recorded."""
-        self.batch, self.max_depth, self.drafter = batch, max_depth, drafter
-        self.lookahead = max_depth + 1
-        self.description = "n-gram look-up"
+        self.batch, self.drafter = batch, drafter
 
     def num_drafted(self, depth: int) -> int:
         return depth

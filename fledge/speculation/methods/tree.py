@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic draft tree in fixed shapes, for a captured cycle; the same trees as `speculation.drafting.grow_trees`.
+"""EAGLE-2's dynamic draft tree in fixed shapes, for a captured cycle; the same trees as `methods.eagle` grows.
 
 B rows, W nodes expanded a level, N nodes verified, T = 1 + N rows of a verification pass (the pending token's first).
 

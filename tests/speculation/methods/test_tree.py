@@ -18,13 +18,14 @@ from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference
-from fledge.kernels.sample import Choice
+from fledge.kernels.sample import PartialArgmax
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 from fledge.ops.torch_ops import TorchOps
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.drafting import AcceptedSpan, EagleSpeculator
+from fledge.speculation.methods.base import AcceptedSpan
+from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.methods.tree import (
     DraftStep,
     Frontier,
@@ -222,7 +223,7 @@ def test_a_collapsed_path_is_accepted_like_a_chain():
     )
     path = accept_tree(chosen, tree, 3, state.active)
     chain, drafts = collapse(chosen, tree, path)
-    accepted = accept(state, Choice(torch.zeros(12, 1), chain.view(12, 1).int()), drafts, 4, 100)
+    accepted = accept(state, PartialArgmax(torch.zeros(12, 1), chain.view(12, 1).int()), drafts, 4, 100)
     assert state.tokens[0, 5:9].tolist() == [11, 21, 50, 0]
     assert state.length.tolist() == [8, 8, 7]
     assert accepted.counts_B.tolist() == [3, 0, 0]  # the second one ended at its stop id
