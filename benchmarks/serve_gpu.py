@@ -158,6 +158,8 @@ def server(command: list[str], environment: dict[str, str], seconds: float) -> I
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(15)
+            log.seek(0)
+            print("".join(f"  log: {one}" for one in log if "while requests waited" in one), end="", flush=True)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -211,9 +213,16 @@ def measure_level(
     reads = sum(len(sample.gaps) + 1 for sample in report.samples)
     return report.to_dict() | {
         "rounds": [one.tokens_per_second for one, _ in found],
+        "longest_waits_ms": [longest_waits(one) for one, _ in found],
         "tokens_per_read": report.output_tokens / reads,
         "cores_by_process": [share for share in cores if share >= 0.01],
     }
+
+
+def longest_waits(report: LoadReport) -> dict[str, float]:
+    """For a first token and for a next one; a round that is much slower than others has one."""
+    first = max((one.first_token_seconds or 0.0 for one in report.samples), default=0.0)
+    return {"first": 1e3 * first, "next": 1e3 * max((gap for one in report.samples for gap in one.gaps), default=0.0)}
 
 
 def line(name: str, users: int, found: dict[str, Any], engine: float | None) -> str:
@@ -222,7 +231,11 @@ def line(name: str, users: int, found: dict[str, Any], engine: float | None) -> 
     return (
         f"  {name:12} {users:5} {found['tokens_per_second']:10,.0f} {share} {found['per_user_tokens_per_second']:10,.0f} "
         f"{ttft.get('p50', 0):7.1f} / {ttft.get('p99', 0):7.1f} {itl.get('p50', 0):6.2f} / {itl.get('p99', 0):6.2f} "
-        f"{found['tokens_per_read']:6.2f}   {found['cores_by_process']}"
+        f"{found['tokens_per_read']:6.2f}   {found['cores_by_process']}   rounds: "
+        + ", ".join(
+            f"{rate:,.0f} ({waits['first']:.0f}, {waits['next']:.0f} ms)"
+            for rate, waits in zip(found["rounds"], found["longest_waits_ms"], strict=True)
+        )
     )
 
 

@@ -26,7 +26,9 @@ Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a ch
 TreeWidth = Annotated[int, typer.Option(help="Candidates per node, and nodes expanded per level.")]
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified per step.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
-Quantization = Annotated[str, typer.Option(help="The target's weights: none, int8, int4, or gguf (as a GGUF file has them).")]
+Quantization = Annotated[
+    str, typer.Option(help="The target's weights: none, fp8 (GPU), int8, int4, or gguf (a GGUF file's own).")
+]
 KvCacheDtype = Annotated[str, typer.Option(help="Keys and values in the cache: auto, float32, float16 or q8_0 (CPU).")]
 Deterministic = Annotated[
     bool,

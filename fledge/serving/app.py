@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,13 +16,16 @@ from fastapi.routing import APIRoute
 import fledge
 from fledge.serving import chat, completions, errors, page_files, prompts, responses
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import Gate
+from fledge.serving.gate import Gate, caller_of
 from fledge.serving.json_checks import check_json
 from fledge.serving.limits import Limits
 from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.service import LONG_TEXT, Service
+from fledge.serving.streaming import while_there
 from fledge.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
@@ -82,8 +85,12 @@ def create_app(service: Service) -> FastAPI:
         listed |= {"max_model_len": info.max_model_len, "drafter": info.drafter}
         return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
 
+    async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
+        """With the long texts, whatever the length: no answer waits for it."""
+        return await while_there(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
+
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(payload: TokenizeRequest) -> Any:
+    async def tokenize(payload: TokenizeRequest, request: Request) -> Any:
         service.check_model(payload.model)
         if payload.messages is not None:
             service.check_chat_limits(payload.messages, payload.tools)
@@ -107,12 +114,14 @@ def create_app(service: Service) -> FastAPI:
             tokens = tokenizer.encode(text, (payload.prompt is not None) if special is None else special)
             return tokens, tokenizer.tokens(tokens) if payload.return_token_strs else None
 
-        # With the long texts: no answer waits for it.
-        tokens, texts = await service.tokenize(work, LONG_TEXT + 1)
+        length = len(payload.prompt or "")
+        if payload.messages is not None:
+            length = prompts.length(payload.messages, payload.tools, payload.chat_template_kwargs)
+        tokens, texts = await apart(request, work, length)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize", responses=ERRORS)
-    async def detokenize(payload: DetokenizeRequest) -> Any:
+    async def detokenize(payload: DetokenizeRequest, request: Request) -> Any:
         service.check_model(payload.model)
         known = service.engine.check_ready().vocab_size
         foreign = next((token for token in payload.tokens if token >= known), None)
@@ -122,7 +131,7 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> str:
             return tokenizer.decode(payload.tokens, skip_special_tokens=False)
 
-        return {"prompt": await service.tokenize(work, LONG_TEXT + 1)}
+        return {"prompt": await apart(request, work, 4 * len(payload.tokens))}  # characters, about
 
     async def health() -> Response:
         """Whether this process and its engine work."""

@@ -17,6 +17,7 @@ from fledge.errors import UserError
 from fledge.serving.channel import Channel
 from fledge.serving.engine_host import EngineHost
 from fledge.serving.errors import ApiError, internal_error, overloaded
+from fledge.serving.fair_queue import room_for
 from fledge.serving.generation import CallOptions, Generation, Work
 from fledge.serving.messages import (
     Abort,
@@ -92,6 +93,7 @@ class AsyncEngine:
         self._latency = [0.0, 0]  # seconds and number of calls
         self._num_rejected = 0
         self._is_writing = False
+        self._ending: asyncio.Task[None] | None = None  # looks for the reason of the engine's end
 
     def start(self) -> None:
         self.event_loop = asyncio.get_running_loop()
@@ -107,6 +109,8 @@ class AsyncEngine:
             self.state = "stopped"
             self._fail_all(shutting_down())
             self._close()
+            if self._ending is not None:
+                await self._ending
             if self.host is not None and not was_loading:  # loading cannot be hurried, and ends with the process
                 await asyncio.to_thread(self.host.join, JOIN_SECONDS)
 
@@ -137,15 +141,16 @@ class AsyncEngine:
             raise not_running()
         return self.info
 
-    def check_capacity(self, num_answers: int) -> None:
+    def check_capacity(self, num_answers: int, caller: str = "") -> None:
         """Refuses what there is no room for, before anything is made for it."""
-        self.check_ready()
+        info = self.check_ready()
         if num_answers > self.capacity:
             raise ApiError(
                 f"the request asks for {num_answers} answers and the server takes {self.capacity} at once; ask for fewer"
             )
         in_flight = self.num_in_flight + self.others_in_flight
-        if in_flight + num_answers > self.capacity:
+        held = sum(one.unfinished for one in self._generations.values() if one.caller == caller)
+        if in_flight + num_answers > room_for(num_answers, held, info.max_num_seqs, self.max_queue):
             self._num_rejected += 1
             raise overloaded(f"the server is busy with {in_flight} answers; try again later", self._retry_after())
 
@@ -170,13 +175,13 @@ class AsyncEngine:
     async def submit(self, works: Sequence[Work], options: CallOptions = CallOptions()) -> Generation:  # noqa: B008 - frozen
         """Hands the works to the engine and returns when it has taken them; refuses when the queue is full."""
         try:
-            self.check_capacity(len(works))
+            self.check_capacity(len(works), options.caller)
         except ApiError:
             if options.grammar is not None:
                 self.release(options.grammar)
             raise
         assert self.tokenizer is not None
-        generation = Generation(self, next(self._numbers), works, self.tokenizer)
+        generation = Generation(self, next(self._numbers), works, self.tokenizer, options.caller)
         self._generations[generation.number] = generation
         self.num_in_flight += len(works)
         try:
@@ -186,9 +191,11 @@ class AsyncEngine:
             generation.close()
             raise
         if self.request_timeout:
-            late = ApiError(f"the answer took longer than {self.request_timeout:g} s", 504, code="timeout")
-            generation.deadline = self.event_loop.call_later(self.request_timeout, generation.fail, late)
+            generation.deadline = self.event_loop.call_later(self.request_timeout, generation.fail, self._late())
         return generation
+
+    def _late(self) -> ApiError:
+        return ApiError(f"the answer took longer than {self.request_timeout:g} s", 504, code="timeout")
 
     def forget(self, generation: Generation, abort: bool = False) -> None:
         """It is complete, or it was cancelled."""
@@ -205,10 +212,14 @@ class AsyncEngine:
         self.check_ready()
         number = next(self._numbers)
         try:
-            await self._answer(Compile(number, caller, kind, value), number)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(self.request_timeout or None):
+                await self._answer(Compile(number, caller, kind, value), number)
+        except asyncio.CancelledError:  # the caller has gone
             self.release(number)
             raise
+        except TimeoutError:
+            self.release(number)
+            raise self._late() from None
         return number
 
     def release(self, grammar: int) -> None:
@@ -287,9 +298,14 @@ class AsyncEngine:
         if self.channel.is_closed:
             self._close()
             if self.failure is None and self.state != "stopped":
-                self.state = "failing"  # before the reason is looked for, which may take a moment
+                self.state = "failing"
                 self._fail_all(not_running())
-                self._die(UserError(self.host.why_ended() if self.host is not None else "the engine has gone"), not_running())
+                self._ending = self.event_loop.create_task(self._end_with_reason())
+
+    async def _end_with_reason(self) -> None:
+        """In a thread: a process may take seconds to end, and its callers are told meanwhile."""
+        reason = await asyncio.to_thread(self.host.why_ended) if self.host is not None else "the engine has gone"
+        self._die(UserError(reason), not_running())
 
     def _take(self, message: ToFront) -> None:
         match message:
@@ -327,7 +343,8 @@ class AsyncEngine:
 
     def fail(self, reason: str) -> None:
         """For what else must not go on without."""
-        self._die(UserError(reason), not_running())
+        if self._ending is None:  # else it is a consequence: the reason is on its way
+            self._die(UserError(reason), not_running())
 
     def _die(self, reason: UserError, error: ApiError) -> None:
         """Nothing can be answered any more: everyone is told, and the process is asked to end."""

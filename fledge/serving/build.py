@@ -19,8 +19,8 @@ from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
 from fledge.serving.flags import ServeFlags
 from fledge.serving.metrics import Metrics
-from fledge.speculation.drafting import EagleSpeculator
-from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.ngram import NgramSpeculator
 
 log = logging.getLogger("fledge.serving")
 

@@ -25,7 +25,8 @@ class Channel(Generic[Received]):
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.is_closed = False  # by the other end
+        self.is_closed = False  # by the other end, and all that it sent has been read
+        self._is_broken = False  # nothing can be sent any more
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
@@ -38,6 +39,8 @@ class Channel(Generic[Received]):
         return bool(self._unsent)
 
     def send(self, message: object) -> None:
+        if self._is_broken:
+            return
         data = _encode(message)
         self._unsent.append(memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data))
         if len(self._unsent) == 1:
@@ -55,9 +58,9 @@ class Channel(Generic[Received]):
                     unsent.popleft()
         except (BlockingIOError, InterruptedError):
             pass
-        except OSError:  # the other end has gone: reading says so too
+        except OSError:  # the other end has gone; its last words may be unread, and reading says when it closed
             unsent.clear()
-            self.is_closed = True
+            self._is_broken = True
 
     def receive(self) -> list[Received]:
         """All messages that have arrived."""

@@ -19,7 +19,7 @@ from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone, while_there
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class ChatCall:
 
 async def create(service: Service, payload: ChatRequest, request: Request) -> Any:
     caller = caller_of(request)
-    call = await prepare(service, payload, caller)
+    call = await while_there(request, prepare(service, payload, caller))
     generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
         return EventStream(generation, ChatStream(call))
@@ -59,12 +59,12 @@ async def create(service: Service, payload: ChatRequest, request: Request) -> An
 
 async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> ChatCall:
     model = service.check_model(payload.model)
-    service.check_limits(payload)
+    service.check_limits(payload, caller=caller)
     service.check_chat_limits(payload.messages, payload.tools)
     tools = None if payload.tool_choice == "none" else payload.tools
     new_tool_parser, forced_schema = _tool_parser(service, payload)
-    length = prompts.length(payload.messages, tools)
-    text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length)
+    length = prompts.length(payload.messages, tools, payload.chat_template_kwargs)
+    text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length, caller)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
     logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
@@ -77,7 +77,7 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     works = [Work(prompt, shared, service.answer_seed(payload.seed, choice)) for choice in range(payload.n)]
     grammar, begin_mark = service.grammar_of(payload, forced_schema), None
     if grammar is not None:
-        service.check_grammar(shared)
+        service.check_grammar(*grammar, shared)
         begin_mark = await service.tokenize(lambda tokenizer: _end_of_thought(tokenizer, new_reasoning()))
     number = await service.engine.compile(*grammar, caller) if grammar is not None else None
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number, begin_mark)

@@ -16,7 +16,8 @@ from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone, while_there
+from fledge.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CompletionCall:
 
 async def create(service: Service, payload: CompletionRequest, request: Request) -> Any:
     caller = caller_of(request)
-    call = await prepare(service, payload, caller)
+    call = await while_there(request, prepare(service, payload, caller))
     generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
         return EventStream(generation, CompletionStream(call))
@@ -71,9 +72,9 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     given = _given(payload.prompt)
     if not given:
         raise ApiError("the prompt is empty; give at least one token", param="prompt")
-    service.check_limits(payload, len(given))
+    service.check_limits(payload, len(given), caller)
     # One by one, so that other callers' prompts come in between.
-    prompts = [await _tokens(service, payload, one) for one in given]
+    prompts = [await _tokens(service, payload, one, caller) for one in given]
     longest = max(prompts, key=len)
     shared = service.sampling_params(payload, service.max_tokens(longest, payload.max_tokens), payload.logprobs)
     by_length = {len(longest): shared}
@@ -87,22 +88,26 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     echoes = [""] * len(prompts)
     if payload.echo:
         length = 4 * sum(map(len, prompts))  # characters, about
-        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts], length)
+        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts], length, caller)
     grammar, number = service.grammar_of(payload), None
     if grammar is not None:
-        service.check_grammar(shared)
+        service.check_grammar(*grammar, shared)
         number = await service.engine.compile(*grammar, caller)
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number)
     name = f"cmpl-{secrets.token_hex(16)}"
     return CompletionCall(service, payload, model, prompts, works, options, echoes, name, int(time.time()))
 
 
-async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int]) -> list[int]:
+async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int], caller: str) -> list[int]:
     if not isinstance(given, str):
         service.max_tokens(given, None)  # refused now, rather than after all others were tokenised
         return given
     await asyncio.sleep(0)
-    return await service.tokenize(lambda tokenizer: service.encode(tokenizer, given, payload.add_special_tokens), len(given))
+
+    def work(tokenizer: Tokenizer) -> list[int]:
+        return service.encode(tokenizer, given, payload.add_special_tokens)
+
+    return await service.tokenize(work, len(given), caller)
 
 
 async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any]:

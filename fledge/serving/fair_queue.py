@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+
+
+def room_for(num_answers: int, held: int, max_num_seqs: int, max_queue: int) -> int:
+    """Answers that may be in flight, with those that a caller asks for who already has `held`.
+
+    A quarter of the queue's length is added for callers with few of them: two requests for 128 answers each fill the queue, and
+    everybody else would be refused.
+    """
+    reserved = max_queue // 4
+    return max_num_seqs + max_queue + (reserved if held + num_answers <= reserved // 2 else 0)
 
 
 class FairQueue(Generic[Item]):
@@ -19,6 +29,11 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._length
+
+    def items(self, caller: str | None = None) -> Iterator[Item]:
+        """All that wait, or a caller's."""
+        for queue in self._by_caller.values() if caller is None else [self._by_caller.get(caller, ())]:
+            yield from queue
 
     def push(self, caller: str, item: Item) -> None:
         if caller not in self._by_caller:

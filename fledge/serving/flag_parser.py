@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 from pathlib import Path
 from typing import NoReturn
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="type of plain weights",
     )
-    engine.add_argument("--quantization", "-q", default="none", help="int8, int4, or gguf (as a GGUF file has them)")
+    engine.add_argument("--quantization", "-q", default="none", help="fp8 (GPU), int8, int4, or gguf (as a GGUF file has them)")
     engine.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, float16 or q8_0 (CPU)")
     engine.add_argument("--max-model-len", type=human_int, default=0, help="tokens of prompt and answer; 0: the model's")
     engine.add_argument("--max-num-seqs", type=int, default=0, help="answers decoded together; 0: by device")
@@ -119,7 +120,16 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="processes that speak HTTP (default: by cores, at most 4); several need --engine-process",
     )
-    own.add_argument("--max-queue", type=int, default=256, help="requests that may wait; more get a 503")
+    own.add_argument(
+        "--trusted-proxies",
+        type=_addresses,
+        default=(),
+        metavar="ADDRESS,…",
+        help="proxies (addresses or networks) whose X-Forwarded-For tells callers apart; none by default",
+    )
+    own.add_argument(
+        "--max-queue", type=int, default=256, help="answers, and grammars, that may wait; a quarter more for callers with few"
+    )
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps; see docs/learn.md")
     own.add_argument("--learn-budget", type=float, metavar="PERCENT", help="of the time that requests run, for it (default 5)")
@@ -146,6 +156,17 @@ def human_int(text: str) -> int:
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return int(number)
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """`10.0.0.1,10.1.0.0/16`. Not `*`: then every caller could say who it is."""
+    addresses = tuple(part.strip() for part in text.split(","))
+    for address in addresses:
+        try:
+            ipaddress.ip_network(address)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{address!r} is not an address such as 10.0.0.1 or 10.1.0.0/16") from None
+    return addresses
 
 
 def _json_list(text: str) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ class ServeFlags:
     port: int = 8000
     uds: str | None = None
     root_path: str = ""
+    trusted_proxies: tuple[str, ...] = ()
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     ssl_keyfile: str | None = None
@@ -125,6 +126,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         served_model_name=tuple(given.served_model_name),
         api_key=keys,
         allowed_origins=tuple(given.allowed_origins),
+        trusted_proxies=given.trusted_proxies,
         chat_template=read_template(given.chat_template),
         override_generation_config=json_object("--override-generation-config", given.override_generation_config),
         engine_config=config,

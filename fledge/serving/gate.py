@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import ipaddress
 import secrets
 
 from starlette.datastructures import Headers
@@ -17,6 +18,7 @@ from fledge.serving.limits import Limits
 
 OPEN_PATHS = ("/health", "/ready")
 CALLER = "fledge.caller"
+CUT = "fledge.cut"  # in the scope: closes the connection, and drops what is not sent
 
 
 class CallerTooSlow(Exception):
@@ -26,6 +28,19 @@ class CallerTooSlow(Exception):
 def caller_of(request: Request) -> str:
     """Whose turn a request takes in the queue."""
     return request.scope.get(CALLER, "")
+
+
+def _place(host: str) -> str:
+    """Whom an address belongs to: with IPv6 a /64 is the least that one subscriber has, and all of it is theirs to use."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 class Gate:
@@ -45,7 +60,7 @@ class Gate:
             return await refusal.response()(scope, receive, send)
         # With one key for all, addresses tell callers apart.
         client = scope.get("client")
-        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else client[0] if client else ""
+        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else _place(client[0]) if client else ""
         taken, whole = 0, False
         deadline = asyncio.get_running_loop().time() + self.limits.body_timeout
 
@@ -74,7 +89,10 @@ class Gate:
         try:
             return await self.app(scope, limited, in_time)
         except CallerTooSlow:
-            return None  # uvicorn closes the connection of an answer that is not complete
+            if CUT in scope:  # closing would wait for the caller to read
+                scope[CUT]()
+                await asyncio.sleep(0)  # uvicorn learns of it, and does not take it for a mistake of ours
+            return None
 
     def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:
         if self.keys and scope["path"] not in OPEN_PATHS and key is None:

@@ -110,8 +110,8 @@ class Progress(NamedTuple):
 class Generation:
     """Leaving it early aborts what is unfinished."""
 
-    def __init__(self, owner: AsyncEngine, number: int, works: Sequence[Work], tokenizer: Tokenizer) -> None:
-        self.owner, self.number = owner, number
+    def __init__(self, owner: AsyncEngine, number: int, works: Sequence[Work], tokenizer: Tokenizer, caller: str = "") -> None:
+        self.owner, self.number, self.caller = owner, number, caller
         self.arrival = time.perf_counter()
         self.answers = [Answer(index, work, tokenizer, self.arrival) for index, work in enumerate(works)]
         self.unfinished = len(works)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
 from fledge.sampling import LogitsProcessor
-from fledge.serving.errors import ApiError, as_api_error
-from fledge.serving.fair_queue import FairQueue
+from fledge.serving.errors import ApiError, as_api_error, overloaded
+from fledge.serving.fair_queue import FairQueue, room_for
 from fledge.serving.limits import Limits
+from fledge.serving.mask_thread import MAX_OF_CALLER
 from fledge.serving.messages import Compile
 
 if TYPE_CHECKING:
     from fledge.serving.structured import Grammar, GrammarCompiler
 
-# A caller may have so many grammars compiled at the same time, and so many followed that were given up; others take turns
-# beside it.
+# A caller may have so many grammars compiled at the same time; others take turns beside it.
 GRAMMARS_PER_CALLER = 2
 
 
@@ -29,10 +29,11 @@ Key = TypeVar("Key", bound=Hashable)  # what a job is known by
 
 
 class GrammarJobs(Generic[Key]):
-    """Used by the engine's thread alone. `wake` is called from other threads when a job is done."""
+    """Used by the engine's thread alone. `wake` is called from other threads when a job is done. As many grammars may wait as
+    answers: `max_queue`."""
 
-    def __init__(self, engine: Engine, limits: Limits, wake: Callable[[], object]) -> None:
-        self.engine, self.limits, self._wake = engine, limits, wake
+    def __init__(self, engine: Engine, limits: Limits, max_queue: int, wake: Callable[[], object]) -> None:
+        self.engine, self.limits, self.max_queue, self._wake = engine, limits, max_queue, wake
         self.compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(limits.max_grammars_compiling, "grammar")
         self._waiting: FairQueue[tuple[Key, Compile]] = FairQueue()
@@ -44,6 +45,10 @@ class GrammarJobs(Generic[Key]):
         self._is_closed = False
 
     def start(self, key: Key, job: Compile) -> None:
+        """Queues it; ApiError when there is no room."""
+        num_waiting, held = len(self._waiting), sum(1 for _ in self._waiting.items(job.caller))
+        if num_waiting >= room_for(1, held, self.engine.config.max_num_seqs, self.max_queue):
+            raise overloaded(f"{num_waiting} grammars wait to be compiled; try again later", 5)
         self._waiting.push(job.caller, (key, job))
         self._start_waiting()
 
@@ -116,7 +121,10 @@ class GrammarJobs(Generic[Key]):
         from fledge.serving.structured import after_mark
 
         assert self.compiler is not None
-        if not grammar.is_plain and self.compiler.mask_thread.num_timed_out(caller) >= GRAMMARS_PER_CALLER:
+        masks = self.compiler.mask_thread
+        if not grammar.is_plain and masks.is_full(caller):
+            if masks.num_timed_out(caller) < MAX_OF_CALLER:
+                raise overloaded("grammars that took too long to follow still take time; try again later", 60)
             message = "earlier grammars of yours took too long to follow and still take time; try again later"
             raise ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
         return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)

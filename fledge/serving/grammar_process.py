@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,8 @@ import time
 from collections import OrderedDict
 
 from fledge.errors import RequestError
-from fledge.serving.grammar_worker import DONE, receive, send
+from fledge.serving.errors import overloaded
+from fledge.serving.grammar_worker import DONE, UNTRIED, receive, send
 from fledge.serving.limits import Limits
 
 MAX_REMEMBERED, REMEMBERED_SECONDS = 1024, 300.0
@@ -40,7 +42,8 @@ class GrammarProcess:
             raise RequestError(f"the {kind} cannot be used: {reason}")
         limits = self.limits
         job = {"kind": kind, "text": text, "seconds": limits.max_grammar_seconds, "bytes": limits.max_grammar_memory}
-        connection = self._open()
+        connection, worker = self._open()
+        began = time.monotonic()
         with connection:
             # The fork ends itself in time; this is for a worker that is gone or stuck.
             connection.settimeout(limits.max_grammar_seconds + 30)
@@ -51,6 +54,10 @@ class GrammarProcess:
                 answer = None
         if self._closed:
             raise RequestError("the server is shutting down")
+        is_late = time.monotonic() - began >= limits.max_grammar_seconds
+        if answer == UNTRIED or (answer is None and not is_late and _has_ended(worker)):
+            # The grammar is not at fault, so nothing is remembered of it.
+            raise overloaded("the process that compiles grammars failed; try again", 1)
         if answer is None or answer[:1] != DONE:
             reason = TOO_MUCH if answer is None else _without_place(answer[1:].decode(errors="replace"))
             self._remember(key, reason)
@@ -63,7 +70,7 @@ class GrammarProcess:
             if len(self._refused) > MAX_REMEMBERED:
                 self._refused.popitem(last=False)
 
-    def _open(self) -> socket.socket:
+    def _open(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         """A job's socket, whose other end the worker has."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -73,7 +80,7 @@ class GrammarProcess:
                 process, control = self._worker
                 try:
                     socket.send_fds(control, [b"j"], [theirs.fileno()])
-                    return ours
+                    return ours, process
                 except OSError:  # it died in between
                     process.kill()
                     process.wait()
@@ -113,6 +120,14 @@ class GrammarProcess:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _has_ended(worker: subprocess.Popen[bytes]) -> bool:
+    """Its sockets close a moment before it can be waited for."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.wait(0.5)
+        return True
+    return False
 
 
 def _without_place(reason: str) -> str:

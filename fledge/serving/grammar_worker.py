@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
-DONE, REFUSED = b"+", b"-"
+DONE, REFUSED, UNTRIED = b"+", b"-", b"!"
 # The compiled form in the server's memory and on its way there.
 MAX_RESULT_BYTES = 16 << 20
 
@@ -75,7 +75,12 @@ def serve(control: socket.socket) -> None:
         if not message:
             break
         job = socket.socket(fileno=descriptors[0])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # the system has no process or no memory left
+            with job, contextlib.suppress(OSError):
+                send(job, UNTRIED)
+            continue
         if not pid:
             with contextlib.suppress(BaseException):
                 control.close()

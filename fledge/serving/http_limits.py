@@ -41,6 +41,20 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
             elif self._is_between_requests() and self._header_timer is None:
                 self._expect_headers()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch_unread(None)
+
+        def _watch_unread(self, before: int | None) -> None:
+            """Cuts a connection whose caller reads nothing of what is left of its answer. Closing would wait for that."""
+            left = self.transport.get_write_buffer_size()
+            if not left:
+                return
+            if left == before:
+                self.transport.abort()
+            else:
+                self.loop.call_later(limits.write_timeout, self._watch_unread, left)
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel_timer()
             super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""What a caller may ask of the server. Every limit is a flag of `fledge serve`; the site (`make docs`) has them in a table."""
+"""What a caller may ask of the server. Every limit is a flag of `fledge serve`; docs/serving.md has them in a table."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Limits:
     max_stop_token_ids: int = _limit(1024, "stop token ids")
     max_logit_bias: int = _limit(1024, "tokens with a bias")
     max_tokenize_bytes: int = _limit(1 << 20, "bytes of text for /tokenize")
+    max_tokenizer_queue: int = _limit(32 << 20, "characters that wait for the tokenizer; a quarter more for callers with few")
     request_timeout: float = _limit(3600.0, "seconds for a whole answer; 0: no limit", float)
     # Grammars
     max_grammar_characters: int = _limit(64 << 10, "characters of a schema, regular expression, grammar or choice")

@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 LOWEST_PRIORITY = 19
+# Masks that were given up and are still computed: of one caller, and of all.
+MAX_OF_CALLER, MAX_OF_ALL = 2, 8
 
 
 class MaskTimeout(Exception):
-    """A mask took more CPU seconds than it may."""
+    """A mask took more CPU seconds than it may, or too many others still do."""
 
 
 def _nothing() -> None:
@@ -100,6 +102,9 @@ class MaskThread:
 
     def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
         """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds."""
+        if self._timed_out and self.is_full(caller):
+            # Looked at again, as requests that were let in together may all be slow.
+            raise MaskTimeout("grammars that took too long to follow still take time; try again later")
         if self._current is None:
             self._current = _Thread()
         try:
@@ -108,6 +113,10 @@ class MaskThread:
             self._timed_out.append((caller, self._current))
             self._current = None
             raise
+
+    def is_full(self, caller: str) -> bool:
+        """Whether no further mask of this caller's may be tried."""
+        return self.num_timed_out(caller) >= MAX_OF_CALLER or self.num_timed_out() >= MAX_OF_ALL
 
     def num_timed_out(self, caller: str | None = None) -> int:
         """Masks that timed out and are still computed: of one caller, or of all."""

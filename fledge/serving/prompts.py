@@ -44,10 +44,31 @@ def render(
     )
 
 
-def length(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
-    """Characters that a template writes, about. Those of tools and calls are not counted: they are taken for not short."""
-    texts = sum(len(plain_text(message.content)) + MESSAGE_CHARACTERS for message in messages)
-    return texts + SHORT_TEXT if tools or any(message.tool_calls for message in messages) else texts
+def length(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, kwargs: dict[str, Any] | None = None) -> int:
+    """Characters that a template may write, about: whatever it is given counts. Tools and calls are taken for not short."""
+    total = _characters(kwargs) if kwargs else 0
+    for message in messages:
+        total += len(plain_text(message.content)) + MESSAGE_CHARACTERS
+        for text in (message.name, message.tool_call_id, message.reasoning or message.reasoning_content):
+            total += len(text or "")
+        if message.tool_calls:
+            total += SHORT_TEXT + sum(_characters(call.model_dump()) for call in message.tool_calls)
+    if tools:
+        total += SHORT_TEXT + sum(_characters(tool.model_dump()) for tool in tools)
+    return total
+
+
+def _characters(value: Any) -> int:
+    """Of a JSON value's texts; anything else in it counts for a few."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        total += len(one) if isinstance(one, str) else 4
+        if isinstance(one, dict):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            left += one
+    return total
 
 
 def plain_text(content: str | Sequence[TextPart] | None) -> str:

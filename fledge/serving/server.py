@@ -85,6 +85,9 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
         access_log=not flags.disable_uvicorn_access_log,
         ssl_keyfile=flags.ssl_keyfile,
         ssl_certfile=flags.ssl_certfile,
+        # Anyone can write X-Forwarded-For, and callers are told apart by address.
+        proxy_headers=bool(flags.trusted_proxies),
+        forwarded_allow_ips=list(flags.trusted_proxies),
         http=limited_protocol(flags.limits),
         timeout_keep_alive=math.ceil(flags.limits.idle_timeout),
         timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout) + BACKSTOP_SECONDS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -10,7 +9,6 @@ import random
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +21,7 @@ from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
 from fledge.serving.messages import Ready, ToFront
 from fledge.serving.protocol import SamplingFields
+from fledge.serving.tokenizing import TokenizerThread
 from fledge.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -54,9 +53,8 @@ class Service:
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
         self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
-        # One thread for each tokenizer, which must not be entered twice.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
-        self._tokenizing_long = ThreadPoolExecutor(1, "tokenizer-long")
+        self._tokenizing = TokenizerThread("tokenizer", self.limits.max_tokenizer_queue)
+        self._tokenizing_long = TokenizerThread("tokenizer-long", self.limits.max_tokenizer_queue)
 
     def _prepare(self, info: Ready) -> Tokenizer:
         """In a thread, when the engine is ready."""
@@ -103,7 +101,7 @@ class Service:
         """Those that wait for a grammar are told that the server ends."""
         self.engine.cancel_waiting()
 
-    def check_limits(self, fields: SamplingFields, num_prompts: int = 1) -> None:
+    def check_limits(self, fields: SamplingFields, num_prompts: int = 1, caller: str = "") -> None:
         """What a request asks for, before any of it is made."""
         limits = self.limits
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
@@ -120,7 +118,7 @@ class Service:
             self.check_count(param, count, most, what, flag)
         characters = sum(map(len, stops))
         self.check_count("stop", characters, limits.max_stop_characters, "characters of stop strings", "max-stop-characters")
-        self.engine.check_capacity(num_prompts * fields.n)
+        self.engine.check_capacity(num_prompts * fields.n, caller)
 
     def check_chat_limits(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
         self.check_count("messages", len(messages), self.limits.max_messages, "messages", "max-messages")
@@ -140,14 +138,14 @@ class Service:
             )
         return name or self.flags.names[0]
 
-    async def tokenize(self, work: Callable[[Tokenizer], Result], length: int = 0) -> Result:
+    async def tokenize(self, work: Callable[[Tokenizer], Result], length: int = 0, caller: str = "") -> Result:
         """Runs what uses the tokenizer, off the event loop unless it is short. `length`: characters that it must take in."""
         if length <= SHORT_TEXT:
             return work(self.tokenizer)
         is_long = length > LONG_TEXT
         tokenizer = self.long_tokenizer if is_long else self.thread_tokenizer
-        threads = self._tokenizing_long if is_long else self._tokenizing
-        return await asyncio.get_running_loop().run_in_executor(threads, work, tokenizer)
+        thread = self._tokenizing_long if is_long else self._tokenizing
+        return await thread.run(lambda: work(tokenizer), length, caller)
 
     def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         """The tokens of a prompt. One that cannot fit the context is refused before all of it is tokenised: 4 MB take 4 s."""
@@ -192,7 +190,13 @@ class Service:
         kind, value = given[0]
         return kind, None if kind == "json_object" else value
 
-    def check_grammar(self, params: SamplingParams) -> None:
+    def check_grammar(self, kind: str, value: str | list[str] | None, params: SamplingParams) -> None:
+        """Before it is queued. The compiler looks at its size again, as it writes the text."""
+        size = len(value or "") if not isinstance(value, list) else sum(map(len, value))
+        longest = self.limits.max_grammar_characters
+        if size > longest:
+            name = {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
+            raise ApiError(f"the {name} has {size} characters; at most {longest} are taken (--max-grammar-characters)")
         if params.ignore_eos:
             raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
 

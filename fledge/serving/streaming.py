@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from fledge.serving.errors import as_api_error
+from fledge.serving.errors import ApiError, as_api_error
+from fledge.serving.gate import CUT
 from fledge.serving.generation import Generation, Progress
+
+Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -72,7 +75,9 @@ class ExposeSocket:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = getattr(send, "__self__", None)
+        cycle: Any = getattr(send, "__self__", None)
+        if hasattr(cycle, "transport"):
+            scope[CUT] = cycle.transport.abort
         if type(cycle).__module__ == "uvicorn.protocols.http.httptools_impl":
             scope[SOCKET] = ChunkedSocket(cycle)
         await self.app(scope, receive, send)
@@ -146,6 +151,20 @@ class EventStream(Response):
     def _leave(self, _: object) -> None:
         self._is_gone = True
         self._wake.set()
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of what is done before an answer begins; if the caller hangs up first, that is cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError("the caller has gone", 499)
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
 
 
 async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:

@@ -210,8 +210,8 @@ class GrammarProcessor:
         work = partial(self._mask_after, list(tokens[start:]))
         try:
             has_mask, seconds = work() if self.run is None else self.run(work)
-        except MaskTimeout:  # the matcher is still in use there, and is not touched again
-            self.failure = RequestError(TOO_SLOW)
+        except MaskTimeout as error:  # the matcher is still in use there, and is not touched again
+            self.failure = RequestError(str(error) or TOO_SLOW)
             return False
         if self.clock is not None and self.clock.is_too_much(seconds):
             self.failure = RequestError(TOO_SLOW)

@@ -18,7 +18,7 @@ from fledge import sources
 from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, parser
-from fledge.serving.foreign_flags import normalise
+from fledge.serving.foreign_flags import MAY_BE, normalise
 from fledge.sources import BUILT_INS
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
@@ -52,7 +52,7 @@ def command(arguments: Sequence[str]) -> list[str]:
     _take(rest, "--engine")
     drafter, depth, given = _take(rest, "--drafter"), _take(rest, "--depth"), _take(rest, "--speculative-config", "-sc")
     named = _take(rest, "--model")
-    model = rest.pop(0) if rest and not rest[0].startswith("-") else named or DEFAULT_MODEL
+    model = _take_model(rest, named) or DEFAULT_MODEL
     result = [*_server(), _folder(model)]
     if model in BUILT_INS and not any(word.partition("=")[0] == "--served-model-name" for word in rest):
         result += ["--served-model-name", model]
@@ -145,6 +145,36 @@ def _plain(found: object) -> str:
 def _folder(model: str) -> str:
     """vLLM knows folders and hub ids; what Fledge unpacks itself is given as a folder."""
     return str(sources.resolve(model)) if model in BUILT_INS or model.endswith(".gguf") else model
+
+
+def _take_model(words: list[str], named: str | None) -> str | None:
+    """Takes the model's name out of the words, before or between the flags; `named`: by --model."""
+    values = {option: action.nargs for action in parser()._actions for option in action.option_strings}
+    values |= {name: None if allowed.values else 0 for name, allowed in MAY_BE.items()}
+    at, unclear = 0, None
+    while at < len(words):
+        flag, equals, _ = words[at].partition("=")
+        if not _is_flag(flag):
+            return words.pop(at)
+        at += 1
+        if equals or values.get(flag) == 0:
+            continue
+        first = at
+        while at < len(words) and not _is_flag(words[at]) and (at == first or values.get(flag) == "+"):
+            at += 1
+        if flag not in values and at > first and _may_be_model(words[first]):
+            unclear = words[first]
+    if unclear is not None and named is None:
+        raise UserError(f"{unclear} may be the model or a flag's value; name the model first, or with --model")
+    return named
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdigit()  # -1 is a value
+
+
+def _may_be_model(word: str) -> bool:
+    return "/" in word or word in BUILT_INS or Path(word).exists()
 
 
 def _take(words: list[str], *names: str) -> str | None:

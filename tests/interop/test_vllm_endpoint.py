@@ -19,7 +19,8 @@ import torch
 from fledge.checkpoints.ends import load_ends, text_config
 from fledge.training.journal import read_journal
 from fledge.training.recipe import build_recipe
-from fledge.training.targets.endpoint import EndpointTarget
+from fledge.training.targets.continuations import continuations
+from fledge.training.targets.endpoint import EndpointAnswers, EndpointTarget
 from fledge.training.targets.states_client import EndpointError, launch_command
 from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
@@ -98,6 +99,21 @@ def test_states_are_those_of_our_decoder(url, model, states):
         rms = b[real].square().mean().sqrt()  # some hundreds: the tiny target's weights are wild
         assert (a - b)[real].abs().max() < 1e-4 * rms
     target.close()
+    assert not list(Path(states).iterdir())
+
+
+def test_answers_are_those_of_our_decoder_and_leave_nothing(url, model, states):
+    """What `fledge make --endpoint` does first: the server answers the prompts; the states that come with it are deleted."""
+    target = connect(url, model, states)
+    prompts = [[5, 6, 7, 8], [90, 17, 33], [201, 9, 44, 120, 7]]
+    answers = EndpointAnswers(target.client, requests=2)
+    stops = [*tiny_target().config.eos_token_ids]
+    found = answers.generate(prompts, max_tokens=12, temperature=0.0, top_p=1.0, seed=0, stop_ids=stops)
+    assert [ids for _, ids, _ in sorted(found)] == continuations(tiny_target(), prompts, 12, stops)
+    sampled = answers.generate(prompts, max_tokens=12, temperature=0.8, top_p=1.0, seed=1, stop_ids=stops)
+    assert all(len(ids) == 12 or ids[-1] in stops for _, ids, _ in sampled)
+    target.close()
+    assert not list(Path(states).iterdir())
 
 
 def test_other_layers_are_refused(url, model, states):
@@ -137,3 +153,4 @@ def test_training_gives_the_same_losses(url, model, states, tmp_path):
     assert first[1]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
     for a, b in later:  # each optimiser step magnifies the difference: the wild target's gradients are in the hundreds
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+    assert not list(Path(states).iterdir())

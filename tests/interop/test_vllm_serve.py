@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from fledge.bench.conform import AGAIN, FAIL, LOAD, NOT_SUPPORTED, PASS, STREAM, VALID
+from fledge.bench.conform_scenarios import scenarios
 from fledge.bench.load import Acceptance
+from fledge.cli.options import CHECK_FAILED
 from tests.interop.runs import vllm_python
 from tests.serving.processes import ServerProcess
 
@@ -52,6 +58,20 @@ def test_a_streamed_chat_is_drafted_for(server: ServerProcess) -> None:
     assert seen.drafts > 5
     assert len(seen.accepted_at) == 3
     assert seen.length > 1.3  # the shipped drafter's is 2 and more; with a wrong one it is 1.0
+
+
+def test_conform_reports_on_it(server: ServerProcess, tmp_path: Path) -> None:
+    """What it finds is vLLM's; that it finds something for every scenario is ours."""
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "fledge", "conform", server.url, "--quick", "--users", "4", "--timeout", "600"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=1700)
+    assert done.returncode in (0, CHECK_FAILED), done.stderr[-2000:]
+    report = json.loads(out.read_text())
+    assert report["model"] == "smollm2-135m"
+    assert {scenario.name for scenario in scenarios()} <= {row["scenario"] for row in report["rows"]}
+    assert {VALID, STREAM, AGAIN, LOAD} <= {row["check"] for row in report["rows"]}
+    assert {row["status"] for row in report["rows"]} <= {PASS, FAIL, NOT_SUPPORTED}
+    assert report["counts"][PASS] > 0
 
 
 def test_sigterm_ends_it(server: ServerProcess) -> None:

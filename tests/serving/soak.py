@@ -27,7 +27,19 @@ from fledge.bench.provenance import provenance, write_json
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.model_folder import make_model
 from tests.serving.processes import ServerProcess
-from tests.serving.test_hostile import BASE, CHAT, FIELD_CASES, GRAMMARS, RAW_BODIES, SHAPES, TEXT, WIRE, WRONG
+from tests.serving.test_hostile import (
+    BASE,
+    CHAT,
+    FIELD_CASES,
+    GRAMMARS,
+    HUGE,
+    MAX_WAITING,
+    RAW_BODIES,
+    SHAPES,
+    TEXT,
+    WIRE,
+    WRONG,
+)
 from tests.serving.test_load import free_at_the_end, one_request
 
 SAMPLE_SECONDS = 10.0
@@ -38,9 +50,8 @@ MAX_GROWTH_MIB, MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 96, 40, 8
 STALL_SECONDS, MAX_STALLS = 1.0, 1 / 1000
 # The longest that the innocent stream may wait, for its first piece or the next. Seen here: 0.4 s.
 MAX_PAUSE_SECONDS = 1.0
-# Unless the server's own thread had to wait for a core for this share of the time: then it is the machine that is late.
-MAX_WAITING = 0.05
 ORDINARY, HOSTILE = 12, 4
+HOSTILE_ADDRESS = "127.0.0.2"  # another caller to the server: what it fills must not keep the ordinary ones out
 PROGRESS = (
     "{seconds:7.0f} s  {requests:8,} requests  {memory_mib:6,} MiB  {descriptors:4} files  {threads:3} threads  "
     "lag {loop_lag_max_s:.2f} s, {stalls} stalls  pause {longest_pause_s:.2f} s  waited for a core {core_wait_s:.1f} s"
@@ -111,6 +122,8 @@ class Soak:
                 await one_request(client, chance, self.outcomes)
             except (AssertionError, httpx.TransportError) as error:
                 self.problem(f"an ordinary request: {error!r}"[:300])
+                if self.server.process.poll() is not None:
+                    raise AssertionError("the server ended") from error
 
     async def innocent(self, client: httpx.AsyncClient) -> None:
         """One stream after the other; how long it waits for its next piece."""
@@ -136,6 +149,7 @@ class Soak:
             (path, "json", BASE[path] | {name: WRONG[kind]}) for path, name, kind in FIELD_CASES
         ]
         requests += [(CHAT, "content", body) for body in RAW_BODIES.values()]
+        requests += [(path, "content", body) for path, body in HUGE.values()]
         requests += [(CHAT, "json", BASE[CHAT] | shape) for shape in SHAPES.values()]
         requests += [(CHAT, "json", BASE[CHAT] | {"max_tokens": 12, "structured_outputs": one}) for one in GRAMMARS.values()]
         requests += [("", "wire", data) for data in WIRE.values()]
@@ -157,7 +171,7 @@ class Soak:
                 self.problem(f"hostile {response.status_code}: {str(content)[:150]}")
 
     async def _wire(self, data: bytes) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port, local_addr=(HOSTILE_ADDRESS, 0))
         try:
             writer.write(data)
             writer.write_eof()
@@ -189,9 +203,13 @@ class Soak:
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=self.server.url, timeout=300, limits=limits) as client:
+        elsewhere = httpx.AsyncHTTPTransport(limits=limits, local_address=HOSTILE_ADDRESS)
+        async with (
+            httpx.AsyncClient(base_url=self.server.url, timeout=300, limits=limits) as client,
+            httpx.AsyncClient(base_url=self.server.url, timeout=300, transport=elsewhere) as other,
+        ):
             callers = [self.ordinary(client, seed) for seed in range(ORDINARY)]
-            callers += [self.hostile(client, 1000 + seed) for seed in range(HOSTILE)]
+            callers += [self.hostile(other, 1000 + seed) for seed in range(HOSTILE)]
             await asyncio.gather(*callers, self.innocent(client), self.sample(client))
 
     def judge(self, output: str) -> list[str]:
@@ -208,7 +226,7 @@ class Soak:
         is_ours = last["core_wait_s"] < MAX_WAITING * last["seconds"]
         if is_ours and last["stalls"] > MAX_STALLS * last["timers"]:
             wrong.append(f"the event loop stalled {last['stalls']} times")
-        if self.longest_pause > MAX_PAUSE_SECONDS:
+        if is_ours and self.longest_pause > MAX_PAUSE_SECONDS:
             wrong.append(f"the innocent stream waited for {self.longest_pause:.2f} s")
         if first is last:
             wrong.append("too short to compare anything")
@@ -227,11 +245,16 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [asked.model, "--max-model-len", "2048", "--kv-cache-tokens", "8192"]
+        os.environ["PYTHONFAULTHANDLER"] = "1"  # a crash of the server says where
         if not asked.model:
             arguments = [str(make_model(Path(folder))), *TINY_FLAGS]
         with ServerProcess([*arguments, *LIMITS, *QUIET], timeout=600) as server:
             soak = Soak(server, asked.minutes * 60)
-            asyncio.run(soak.run())
+            try:
+                asyncio.run(soak.run())
+            except BaseException:
+                print(f"the server's code: {server.process.poll()}; its log ends with:\n{server.output()[-6000:]}", flush=True)
+                raise
             left = free_at_the_end(server.url)
             code = server.terminate(120)
             wrong = soak.judge(server.output())

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fledge.serving import flags
+from fledge.serving import engine_loop, flags
 from fledge.serving.app import create_app
 from fledge.serving.build import build
 from fledge.serving.engine_loop import MAX_FAILURES
@@ -237,6 +237,26 @@ def test_the_key_is_wanted_everywhere_but_at_health(in_process) -> None:
     run(in_process, test, "--api-key", "right", "other")
 
 
+def test_a_caller_that_fills_the_queue_keeps_nobody_else_out(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        flood = {"prompt": "a", "n": 9, "max_tokens": 300, "temperature": 1, "ignore_eos": True}
+        first, second = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("first", "second"))
+        floods = [asyncio.create_task(client.post(TEXT, json=flood, **first)) for _ in range(2)]
+        while service.engine.num_in_flight < 18:
+            await asyncio.sleep(0.005)
+        body = {"messages": HELLO, "max_tokens": 4}
+        assert (await client.post(CHAT, json=body, **first)).status_code == 503
+        answers = await asyncio.gather(*(client.post(CHAT, json=body, **second) for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert not any(task.done() for task in floods)
+        assert (await client.post(TEXT, json=flood, **second)).status_code == 503, "room for few answers"
+        for task in floods:
+            task.cancel()
+        await check_all_free(service)
+
+    run(in_process, test, "--api-key", "first", "second", "--max-num-seqs", "2", "--max-queue", "16")
+
+
 def test_a_full_queue_is_a_503_with_a_time_to_come_back(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -377,6 +397,27 @@ def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None
                 assert await health() == (503, "failing")
 
     asyncio.run(main())
+
+
+def test_the_engine_prepares_more_only_when_it_is_quiet(in_process, monkeypatch) -> None:
+    """Requests come in bursts, and would wait for what is prepared between two of them."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        executor, prepared = service.engine.host.loop.engine.executor, []
+        executor.idle = lambda: prepared.append(time.monotonic()) or len(prepared) < 3
+        for _ in range(3):
+            await ask(client, max_tokens=4)
+            answered = time.monotonic()
+            await asyncio.sleep(0.2)
+            assert not prepared
+        deadline = answered + 30
+        while len(prepared) < 3 and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert len(prepared) == 3
+        assert prepared[0] > answered + 0.8
+
+    monkeypatch.setattr(engine_loop, "QUIET_SECONDS", 1.0)
+    run(in_process, test)
 
 
 def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:

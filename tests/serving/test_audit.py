@@ -17,8 +17,7 @@ from fledge.errors import RequestError
 from fledge.sampling import SamplingParams
 from fledge.serving.fair_queue import FairQueue
 from fledge.serving.generation import Generation, Work
-from fledge.serving.grammar_jobs import GRAMMARS_PER_CALLER
-from fledge.serving.mask_thread import MaskTimeout
+from fledge.serving.mask_thread import MAX_OF_CALLER, MaskTimeout
 from fledge.serving.service import Service
 from tests.serving.conftest import PATIENT, TINY_FLAGS
 from tests.serving.processes import ServerProcess
@@ -115,7 +114,7 @@ def test_nothing_is_made_for_answers_that_have_no_place(in_process, monkeypatch)
         stops = [str(number) for number in range(60)]
         body = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 1, "stop": stops}
         assert (await client.post(TEXT, json=body)).status_code == 400
-        service.engine.num_in_flight = service.engine.capacity
+        service.engine.num_in_flight = service.engine.capacity + service.engine.max_queue  # the reserve is taken, too
         assert (await client.post(TEXT, json=body | {"n": 1, "prompt": "a"})).status_code == 503
         service.engine.num_in_flight = 0
         assert not made
@@ -203,7 +202,7 @@ def test_long_prompts_are_judged_before_they_are_tokenised(in_process) -> None:
 def test_long_texts_hold_up_no_short_ones(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         may_go_on = threading.Event()
-        service._tokenizing_long.submit(may_go_on.wait, 60)
+        service._tokenizing_long._thread.submit(may_go_on.wait, 60)
         long = asyncio.create_task(ask(client, "/tokenize", prompt="the cat " * 10, return_token_strs=True))
         await ask(client, **SHORT)
         assert not long.done()
@@ -440,7 +439,7 @@ def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
                 pass
             is_over.wait()
 
-        for _ in range(GRAMMARS_PER_CALLER):
+        for _ in range(MAX_OF_CALLER):
             with pytest.raises(MaskTimeout):
                 threads.run(spin, 0.01, callers[0])
         refused = await client.post(CHAT, json=regex, headers=key)

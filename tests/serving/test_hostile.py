@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.thread_server import ThreadServer
@@ -35,6 +36,8 @@ BASE: dict[str, dict[str, Any]] = {
 # Longest that an innocent stream may pause, and how much memory may be kept.
 # Seen here: 91 MiB, and 194 before the heap was trimmed.
 MAX_PAUSE, MAX_GROWTH = 1.0, 160 << 20
+# Share of the time for which the server's thread may wait for a core: with more, it is the machine that is late.
+MAX_WAITING = 0.05
 
 # Every field, with every kind of wrong value
 SAMPLING = [
@@ -90,6 +93,22 @@ RAW_BODIES = {
     "one long text": b'{"messages": [{"role": "user", "content": "' + b"a" * 4_000_000 + b'"}]}',
     "one long word of spaces": b'{"messages": [{"role": "user", "content": "' + b" " * 4_000_000 + b'"}]}',
     "too large": b" " * (5 << 20),
+}
+
+BIASES = {str(token): 1 for token in range(49_152)}
+STOPS = [f"stop {number}" for number in range(5000)]
+HUGE: dict[str, tuple[str, bytes]] = {
+    "floats for tokens": (TEXT, b'{"prompt": [' + b"1.5," * 799_999 + b"1.5]}"),
+    "numbers for messages": (CHAT, b'{"messages": [' + b"0," * 1_299_999 + b"0]}"),
+    "numbers for stops": (CHAT, b'{"messages": [{"role": "user"}], "stop": [' + b"0," * 1_299_999 + b"0]}"),
+    "prompts times n times biases": (TEXT, json.dumps({"prompt": ["a"] * 32, "n": 16, "logit_bias": BIASES}).encode()),
+    "prompts times n times stops": (TEXT, json.dumps({"prompt": ["a"] * 128, "n": 128, "stop": STOPS}).encode()),
+    "as many prompts as are taken": (TEXT, json.dumps({"prompt": ["the cat " * 20] * 128, "max_tokens": 2}).encode()),
+    "a long text by token": (TOKENIZE, json.dumps({"prompt": "the cat " * 131_000, "return_token_strs": True}).encode()),
+    "a long thought": (
+        CHAT,
+        json.dumps({"messages": [{"role": "user", "content": "a", "reasoning_content": "the cat " * 490_000}]}).encode(),
+    ),
 }
 
 
@@ -303,13 +322,35 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class Load:
+    """How late the server's event loop was since then, and for how long it was ready and had no core."""
+
+    def __init__(self, server: ThreadServer) -> None:
+        self.server = server
+        self.began, self.before = time.monotonic(), self._read()
+
+    def _read(self) -> tuple[float, float]:
+        with self.server.client() as client:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+        name, late = "fledge:event_loop_lag_seconds", 0.0
+        for one in (sample for family in families for sample in family.samples):
+            late += one.value * ((one.name == f"{name}_count") - (one.name == f"{name}_bucket" and one.labels["le"] == "1.0"))
+        with open(f"/proc/self/task/{self.server.thread.native_id}/schedstat") as file:
+            return late, int(file.read().split()[1]) / 1e9
+
+    def stalls(self) -> tuple[int, bool]:
+        """Timers that came more than a second late, and whether that may be the machine's doing."""
+        late, waited = (now - then for now, then in zip(self._read(), self.before, strict=True))
+        return int(late), waited > MAX_WAITING * (time.monotonic() - self.began)
+
+
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[ThreadServer]:
     limits = ["--max-grammar-seconds", "1", "--max-grammar-memory", "256M", "--header-timeout", "2", "--body-timeout", "2"]
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *limits]) as running:
         with running.client() as client:  # so that what is made once is there before memory is measured
             client.post(CHAT, json=BASE[CHAT] | {"structured_outputs": {"choice": ["a"]}})
-        running.before = resident_bytes()
+        running.before, running.load = resident_bytes(), Load(running)
         innocent = running.innocent = Innocent(running.url)
         innocent.start()
         yield running
@@ -354,6 +395,12 @@ def test_bodies(client: httpx.Client, name: str) -> None:
     check(client.post(CHAT, content=RAW_BODIES[name], headers={"Content-Type": "application/json"}))
 
 
+@pytest.mark.parametrize("name", HUGE)
+def test_huge(client: httpx.Client, name: str) -> None:
+    path, body = HUGE[name]
+    check(client.post(path, content=body, headers={"Content-Type": "application/json"}))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(client: httpx.Client, name: str) -> None:
     check(client.post(CHAT, json=BASE[CHAT] | SHAPES[name]))
@@ -376,11 +423,14 @@ def test_wire(server: ThreadServer, name: str) -> None:
 
 def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client) -> None:
     """Runs last: pauses, log, memory, and nothing left in the engine."""
-    assert len(FIELD_CASES) + len(RAW_BODIES) + len(SHAPES) + len(GRAMMARS) + len(WIRE) > 400
+    assert len(FIELD_CASES) + len(RAW_BODIES) + len(HUGE) + len(SHAPES) + len(GRAMMARS) + len(WIRE) > 400
     innocent = server.innocent
     assert innocent.num_events > 10
     assert not innocent.problems
     assert innocent.longest < MAX_PAUSE, f"the stream paused for {innocent.longest:.2f} s of work"
+    time.sleep(1.5)  # the front reports once a second
+    num_stalls, is_starved = server.load.stalls()
+    assert is_starved or not num_stalls, f"the event loop was late by more than a second {num_stalls} times"
     assert client.get("/health").status_code == 200
     innocent.stopping.set()
     innocent.join(60)
@@ -394,5 +444,5 @@ def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client)
     assert not server.log.tracebacks, server.log.tracebacks[:5]
     assert not any("forged" in line for line in server.log.lines)
     grown = resident_bytes() - server.before
-    print(f"longest pause {innocent.longest:.2f} s, memory {grown >> 20:+} MiB")
+    print(f"stalls {num_stalls}, starved {is_starved}, longest pause {innocent.longest:.2f} s, memory {grown >> 20:+} MiB")
     assert grown < MAX_GROWTH, f"memory grew by {grown >> 20} MiB"

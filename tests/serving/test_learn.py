@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -44,6 +45,22 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
             assert float(figures[f"fledge:learn_requests_total{{{labels}}}"]) == 8
             assert float(figures[f"fledge:learn_stopped{{{labels}}}"]) == 0
             assert f"fledge:learn_generation{{{labels}}}" in figures
+
+    asyncio.run(main())
+
+
+def test_texts_go_at_their_age_while_nothing_is_served(in_process):
+    async def main() -> None:
+        async with in_process("--learn", "--learn-memory", "8", "--learn-max-age", "0.001") as (client, service):
+            hook = service.engine.host.loop.engine.hook
+            for word in "abcd":
+                body = {"prompt": word * 3, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                await client.post("/v1/completions", json=body)
+            assert len(hook.ring) + len(hook.ring.held_out)
+            deadline = time.monotonic() + 30
+            while len(hook.ring) + len(hook.ring.held_out):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
 
     asyncio.run(main())
 

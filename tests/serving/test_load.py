@@ -72,12 +72,15 @@ async def one_request(client: httpx.AsyncClient, chance: random.Random, seen: Co
         response = await client.post("/v1/chat/completions", json=body)
         seen[f"whole {response.status_code}"] += 1
         if body["ignore_eos"]:
-            assert response.json()["usage"]["completion_tokens"] == body["max_tokens"]
+            assert response.status_code == 200, f"{response.status_code}: {response.text}"
+            num_tokens = response.json()["usage"]["completion_tokens"]
+            assert num_tokens == body["max_tokens"], f"{num_tokens} of {body['max_tokens']} tokens"
     else:
         lines = []
         async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             lines = [line async for line in response.aiter_lines() if line]
-        assert lines[-1] == "data: [DONE]"
+        assert lines, f"{response.status_code}, an empty stream"
+        assert lines[-1] == "data: [DONE]", f"{response.status_code}, ends with {lines[-1]}"
         assert not any('"error"' in line for line in lines), lines
         seen[f"stream {response.status_code}"] += 1
 

@@ -91,6 +91,29 @@ def test_arguments_are_passed_on_as_they_are(fake_vllm: str, tmp_path: Path) -> 
     assert "--engine" not in command
 
 
+@pytest.mark.parametrize(
+    ("words", "rest"),
+    [
+        (["--port", "9", "org/model"], ["--port", "9"]),
+        (["--port=9", "org/model", "--engine", "vllm"], ["--port=9"]),
+        (["--engine", "vllm", "--enforce-eager", "org/model", "--port", "9"], ["--enforce-eager", "--port", "9"]),
+        (["-tp", "2", "org/model"], ["-tp", "2"]),
+        (["--some-new-flag", "x", "org/model"], ["--some-new-flag", "x"]),
+        (["--served-model-name", "a", "b", "--model", "org/model"], ["--served-model-name", "a", "b"]),
+        (["--some-new-path", "/tmp", "--model", "org/model"], ["--some-new-path", "/tmp"]),
+        (["--max-model-len", "-1", "org/model"], ["--max-model-len", "-1"]),
+    ],
+)
+def test_the_model_may_follow_flags(fake_vllm: str, words: list[str], rest: list[str]) -> None:
+    command = vllm_engine.command(words)
+    assert command[3:] == ["serve", "org/model", *rest]
+
+
+def test_a_model_that_may_be_a_flags_value_is_asked_for(fake_vllm: str) -> None:
+    with pytest.raises(UserError, match="org/model may be the model or a flag's value"):
+        vllm_engine.command(["--some-new-switch", "org/model"])
+
+
 def test_fledges_names_become_folders(fake_vllm: str, tiny_folder: Path, tmp_path: Path) -> None:
     command = vllm_engine.command([str(tiny_folder), "--drafter", str(tmp_path), "--depth", "3", "--engine=vllm"])
     config = json.loads(command[command.index("--speculative-config") + 1])

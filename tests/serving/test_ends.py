@@ -1,0 +1,167 @@
+"""Parts of the server that end: whoever waits is told at once and why, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fledge.serving.channel import Channel
+from fledge.serving.errors import ApiError
+from fledge.serving.messages import Failed, Prepared, Taken, ToEngine, ToFront
+from fledge.serving.service import Service
+from fledge.tokenizer import Tokenizer
+from tests.serving.conftest import TINY_FLAGS
+from tests.serving.test_api import CHAT, HELLO, TEXT, run
+from tests.serving.test_engine_process import wait_for
+from tests.serving.thread_server import ThreadServer
+
+ENDLESS = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True}
+
+
+def test_callers_do_not_wait_for_the_reason_of_the_engines_end(tiny_folder: Path) -> None:
+    """A process that writes a core takes seconds to end after its connection has."""
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS]) as server, ThreadPoolExecutor(2) as threads:
+        engine, may_end = server.service.engine, threading.Event()
+        engine.host.why_ended = lambda: may_end.wait(60) and "it was slow to end"
+        step = engine.host.loop.engine.step
+        engine.host.loop.engine.step = lambda: (time.sleep(0.02), step())[1]
+
+        def ask(stream: bool) -> httpx.Response:
+            return httpx.post(server.url + CHAT, json=ENDLESS | {"stream": stream}, timeout=30)
+
+        asked = [threads.submit(ask, stream) for stream in (True, False)]
+        wait_for(lambda: engine.num_in_flight == 2)
+        engine.host.loop._main.close()
+        assert "not running" in asked[0].result(30).text
+        assert asked[1].result(30).status_code == 503
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
+        engine.fail("something that it brought about")
+        assert engine.failure is None
+        may_end.set()
+        server.thread.join(30)
+        assert str(engine.failure) == "it was slow to end"
+
+
+def test_a_failed_step_costs_those_that_it_carried(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        loop = service.engine.host.loop
+        step, may_fail = loop.engine.step, threading.Event()
+
+        def failing() -> Any:
+            if may_fail.is_set():
+                may_fail.clear()
+                raise ZeroDivisionError
+            time.sleep(0.01)  # none is complete before all have come
+            return step()
+
+        loop.engine.step = failing
+        body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True}
+        asked = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(20)]
+        while len(loop._tracked) + len(loop._waiting) < 20:
+            await asyncio.sleep(0.01)
+        may_fail.set()
+        codes = [(await one).status_code for one in asked]
+        assert codes.count(500) == 9  # --max-num-seqs, and one to go on with
+        assert codes.count(200) == 11
+
+    run(in_process, test)
+
+
+def test_last_words_are_read_when_nothing_can_be_sent() -> None:
+    ours, theirs = socket.socketpair()
+    front, engine = Channel[ToFront](ours, ToFront), Channel[ToEngine](theirs, ToEngine)
+    engine.send(Taken(7))
+    engine.send(Failed("no memory"))
+    engine.close()
+    front.send(Prepared())
+    front.send(Prepared())
+    assert not front.has_unsent
+    assert front.receive() == [Taken(7), Failed("no memory")]
+    assert not front.is_closed
+    assert front.receive() == []
+    assert front.is_closed
+    front.close()
+
+
+WORKERS = {
+    "dies with the job": "",
+    "cannot fork": "from fledge.serving.grammar_worker import UNTRIED, send\n"
+    "send(socket.socket(fileno=job[1][0]), UNTRIED)\ntime.sleep(60)\n",
+}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_grammar_is_not_blamed_for_its_worker(tiny_folder: Path, name: str) -> None:
+    pytest.importorskip("xgrammar")
+    from fledge.serving.structured import GrammarCompiler
+
+    tokenizer = Tokenizer(tiny_folder)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [2])
+    ours, theirs = socket.socketpair()
+    take = "import socket, sys, time\njob = socket.recv_fds(socket.socket(fileno=int(sys.argv[1])), 1, 1)\n"
+    command = [sys.executable, "-c", take + WORKERS[name], str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as worker, theirs:
+        compiler._process._worker = worker, ours
+        with pytest.raises(ApiError, match="try again") as refused:
+            compiler.regex("[a-f]{3}")
+        assert refused.value.status == 503
+        worker.kill()
+    assert compiler.regex("[a-f]{3}").compiled is not None
+    compiler.close()
+
+
+UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("/tokenize", {"prompt": "the cat " * 20_000, "return_token_strs": True}),
+    "streamed": (
+        TEXT,
+        {"prompt": "the cat", "n": 8, "max_tokens": 200, "ignore_eos": True, "logprobs": 5, "stream": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("last", ["close", "keep-alive"])
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_caller_who_does_not_read_loses_its_connection(tiny_folder: Path, name: str, last: str) -> None:
+    """Closing it would wait for the caller, who may never read."""
+    server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--write-timeout", "0.5"])
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections have it too
+    path, given = UNREAD[name]
+    body = json.dumps(given).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: {last}\r\nContent-Type: application/json\r\n"
+    with server, socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.connect(("127.0.0.1", server.port))
+        connections = server.server.server_state.connections
+        caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: bool(connections))
+        wait_for(lambda: not connections, 20)
+        assert not server.service.engine.num_in_flight
+        assert not any("without completing" in line for line in server.log.lines)
+
+
+def test_a_caller_who_reads_slowly_keeps_its_connection(tiny_folder: Path) -> None:
+    server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--write-timeout", "0.5"])
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps(UNREAD["whole"][1]).encode()
+    head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with server, socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.connect(("127.0.0.1", server.port))
+        caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        whole, began = b"", time.monotonic()
+        while part := caller.recv(65536):
+            whole += part
+            time.sleep(0.02 if time.monotonic() - began < 3 else 0)  # for longer than the limit
+    text = whole.partition(b"\r\n\r\n")[2]
+    assert json.loads(text)["count"] > 20_000

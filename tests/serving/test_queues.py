@@ -1,0 +1,191 @@
+"""What waits before an answer begins: grammars and texts. Both queues are bounded, callers take turns, who leaves is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fledge.serving import prompts
+from fledge.serving.protocol import ChatRequest
+from fledge.serving.service import SHORT_TEXT, Service
+from tests.serving.conftest import PATIENT, TINY_FLAGS
+from tests.serving.test_api import CHAT, HELLO, ask, run
+from tests.serving.test_engine_process import wait_for
+from tests.serving.thread_server import ThreadServer
+
+KEYS = ["--api-key", "greedy", "modest"]
+GREEDY, MODEST = ({"Authorization": f"Bearer {name}"} for name in ("greedy", "modest"))
+
+
+def structured(**grammar: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "max_tokens": 4, "structured_outputs": grammar}
+
+
+@contextmanager
+def slow_grammars(service: Service) -> Iterator[Any]:
+    """Nothing is compiled until the block is left."""
+    grammars, may_go_on = service.engine.host.loop.grammars, threading.Event()
+    compile_now = grammars._compile
+
+    def compile_later(*given: Any) -> None:
+        may_go_on.wait(60)
+        compile_now(*given)
+
+    grammars._compile = compile_later
+    try:
+        yield grammars
+    finally:
+        may_go_on.set()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_grammars_that_wait_are_few(in_process) -> None:
+    """As many as answers may; a caller with few has room when another has filled the queue."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        room = 8 + 16  # --max-num-seqs and --max-queue
+        with slow_grammars(service) as grammars:
+            asked = [
+                asyncio.create_task(client.post(CHAT, json=structured(choice=[f"a{n}"]), headers=GREEDY))
+                for n in range(room + 10)
+            ]
+            await until(lambda: sum(one.done() for one in asked) == 8)  # two are being compiled
+            refused = [one.result() for one in asked if one.done()]
+            assert {one.status_code for one in refused} == {503}
+            assert all(int(one.headers["Retry-After"]) > 0 for one in refused)
+            assert len(grammars._waiting) == room
+            modest = asyncio.create_task(client.post(CHAT, json=structured(choice=["b"]), headers=MODEST))
+            await until(lambda: len(grammars._compiling) == 3)
+        assert (await modest).status_code == 200
+        # They have room to wait as answers, too, but not all at once.
+        assert {(await one).status_code for one in asked} <= {200, 503}
+
+    run(in_process, test, *PATIENT, *KEYS, "--max-queue", "16")
+
+
+def test_a_grammar_that_is_too_long_is_not_queued(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        service.engine.host.loop.grammars.start = None  # must not be called
+        for grammar in ({"regex": "a" * 70_000}, {"choice": ["a" * 1000] * 70}, {"json": {"title": "a" * 70_000}}):
+            told = await ask(client, status=400, **structured(**grammar))
+            assert "characters; at most 65536" in told["error"]["message"]
+
+    run(in_process, test)
+
+
+def test_a_grammar_has_the_requests_deadline(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        with slow_grammars(service) as grammars:
+            told = await ask(client, status=504, **structured(choice=["a"]))
+            assert told["error"]["code"] == "timeout"
+            await until(lambda: grammars._forgotten)  # it will be dropped
+
+    run(in_process, test, "--request-timeout", "0.3")
+
+
+def test_a_grammar_is_dropped_when_its_caller_has_gone(tiny_folder: Path) -> None:
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS, *PATIENT]) as server, slow_grammars(server.service) as grammars:
+
+        def leave(number: int) -> None:
+            try:
+                httpx.post(server.url + CHAT, json=structured(choice=[f"a{number}"]), timeout=0.5)
+            except httpx.ReadTimeout:
+                return
+            raise AssertionError("it was answered")
+
+        callers = [threading.Thread(target=leave, args=[number]) for number in range(6)]
+        for one in callers:
+            one.start()
+        wait_for(lambda: len(grammars._waiting) == 4)
+        for one in callers:
+            one.join()
+        wait_for(lambda: not grammars._waiting and len(grammars._forgotten) == 2)
+        assert not server.service.engine._waiting
+        assert not server.log.tracebacks
+
+
+@contextmanager
+def slow_tokenizer(service: Service) -> Iterator[Any]:
+    """Long texts wait until the block is left."""
+    may_go_on = threading.Event()
+    service._tokenizing_long._thread.submit(may_go_on.wait, 60)
+    try:
+        yield service._tokenizing_long
+    finally:
+        may_go_on.set()
+
+
+def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
+    """Here a million characters; a caller with few has room, and its turn comes before the rest of the others."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        order: list[str] = []
+
+        async def tokenize(headers: dict[str, str], length: int) -> int:
+            response = await client.post("/tokenize", json={"prompt": "a" * length}, headers=headers)
+            order.append(headers["Authorization"])
+            if response.status_code == 503:
+                assert int(response.headers["Retry-After"]) > 0
+            return response.status_code
+
+        with slow_tokenizer(service) as thread:
+            greedy = [asyncio.create_task(tokenize(GREEDY, 200_000)) for _ in range(20)]
+            await until(lambda: sum(one.done() for one in greedy) == 14)  # one has its turn, five wait
+            assert {one.result() for one in greedy if one.done()} == {503}
+            modest = asyncio.create_task(tokenize(MODEST, 100_000))
+            await until(lambda: len(thread._waiting) == 6)
+            order.clear()
+        assert await modest == 200
+        assert {await one for one in greedy} == {200, 503}
+        assert order.index(MODEST["Authorization"]) <= 2
+        body = {"tokens": [5, 6]}
+        assert (await client.post("/detokenize", json=body, headers=GREEDY)).status_code == 200
+
+    run(in_process, test, *KEYS, "--max-tokenizer-queue", "1000000")
+
+
+def test_a_text_is_not_tokenised_when_its_caller_has_gone(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        done = []
+        with slow_tokenizer(service) as thread:
+            works = [asyncio.create_task(thread.run(lambda n=n: done.append(n), 1000, f"caller {n}")) for n in range(6)]
+            await until(lambda: len(thread._waiting) == 5)
+            for one in works[:4]:
+                one.cancel()
+            await until(lambda: len(thread._waiting) == 1)
+        await asyncio.gather(*works[4:])
+        assert done == [4, 5]
+
+    run(in_process, test)
+
+
+LONG = "x" * 3000
+FIELDS: dict[str, dict[str, Any]] = {
+    "content": {"messages": [{"role": "user", "content": LONG}]},
+    "reasoning": {"messages": [{"role": "assistant", "content": "a", "reasoning": LONG}]},
+    "reasoning_content": {"messages": [{"role": "assistant", "content": "a", "reasoning_content": LONG}]},
+    "tool_call_id": {"messages": [{"role": "tool", "content": "a", "tool_call_id": LONG}]},
+    "arguments": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": LONG}}]}]},
+    "kwargs": {"messages": HELLO, "chat_template_kwargs": {"documents_of_mine": [{"text": LONG}]}},
+    "keys of kwargs": {"messages": HELLO, "chat_template_kwargs": {LONG: 1}},
+    "tools": {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+    "parameters": {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "parameters": {LONG: {}}}}]},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_that_a_template_reads_is_counted(name: str) -> None:
+    given = ChatRequest.model_validate(FIELDS[name])
+    assert prompts.length(given.messages, given.tools, given.chat_template_kwargs) > max(SHORT_TEXT, len(LONG))
