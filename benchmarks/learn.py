@@ -41,7 +41,6 @@ from fledge.engine.engine import Engine
 from fledge.engine.request import Request
 from fledge.learning.config import LearnConfig
 from fledge.learning.hook import Learning
-from fledge.learning.learner import pack
 from fledge.learning.samples import Sample
 from fledge.learning.setup import build_learning_engine
 from fledge.models.decoder import Decoder
@@ -49,7 +48,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
-from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
+from fledge.training.optimizers import learning_rate_factor
 
 MODEL = "smollm2-135m"
 
@@ -221,8 +220,8 @@ def stream(setting: Setting) -> dict[str, Any]:
             f"{counts.steps} steps, {spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
         )  # fmt: skip
         if args.output:
-            write_json(args.output.with_suffix(".partial"), results | {"events": list(hook.events)})
-    results |= {"curve": list(hook.curve), "events": list(hook.events)}
+            write_json(args.output.with_suffix(".partial"), results | {"events": list(hook.journal.events)})
+    results |= {"curve": list(hook.journal.curve), "events": list(hook.journal.events)}
     before, after = results["at"]["0"], results["at"][str(args.marks[-1])]
     results["gain"] = after["stream"] / before["stream"] - 1
     if "old" in before:
@@ -239,10 +238,10 @@ def stream(setting: Setting) -> dict[str, Any]:
 
 
 def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample], args: argparse.Namespace) -> EagleDrafter:
-    """The first weights trained on all answers of the stream, epoch after epoch: what there was to gain."""
+    """The first weights trained by the learner's steps on all answers of the stream, for epochs: what there was to gain."""
     learner = hook.learner
+    learner._start_over(args.offline_rate)
     learner.load(first)
-    optimizer = build_optimizers(learner.master, "adamw", args.offline_rate)
     room = learner.config.batch_tokens
     batches: list[list[Sample]] = []
     for epoch in range(args.offline_epochs):
@@ -257,16 +256,8 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
     for number, batch in enumerate(batches):
         for missing in learner._without_states(batch):
             learner._read(missing)
-        packed, states = pack([one.text for one in batch if one.text is not None], learner._length(batch))
-        if learner.is_cpu:
-            states = type(states)([tap.float() for tap in states.taps], states.hidden_ND.float())
-        planned = learner.objective.plan(packed).to(learner.device)
-        optimizer.zero_grad()
-        loss, _ = learner.objective(planned, learner.objective.step_weights(planned.num_valid_K), states=states)
-        loss.backward()
-        clip_gradients(learner.parameters, learner.config.max_grad_norm)
-        optimizer.set_factor(learning_rate_factor((number + 1) / len(batches), "cosine", 0.02))
-        optimizer.step()
+        learner.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
+        learner._train(batch)
         if len(samples) * 200 > hook.ring.max_tokens:  # more than memory is meant for: read again in the next epoch
             for one in batch:
                 one.text = None

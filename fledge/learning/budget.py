@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-COLLECT_SHARE, FREE_SECONDS = 0.2, 0.5  # of the budget, that collecting may take: the rest is for training; at first, more
+COLLECT_SHARE, FREE_SECONDS = 0.2, 0.5  # Collecting may use 20 % of the budget, plus 0.5 s at start.
 MOST_CREDIT = 0.25  # seconds that may be saved up: learning must not catch up in one long pause
 
 
@@ -15,8 +15,8 @@ class Spent:
     """Seconds since the start. Plain numbers: another thread may read them."""
 
     serving: float = 0.0  # while requests ran, learning included
-    learning: float = 0.0  # of those
-    collecting: float = 0.0  # of those in turn
+    learning: float = 0.0  # part of `serving`
+    collecting: float = 0.0  # part of `learning`
     idle: float = 0.0  # spent on learning while nothing ran
 
 
@@ -51,10 +51,10 @@ class Budget:
     def allows(self) -> bool:
         return self._since is None or self.credit > 0
 
-    @property
-    def allows_collecting(self) -> bool:
-        """On a GPU a sample may cost as much as a piece of training: unbounded, nothing would be left for that."""
-        return self.spent.collecting < COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS
+    def allows_collecting(self, part: float = 1.0) -> bool:
+        """Whether less than this part of collecting's time is spent. Without a bound nothing would be left for training: on a
+        GPU a sample may cost as much as a piece of it."""
+        return self.spent.collecting < part * (COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS)
 
     def charge(self, seconds: float, *, collecting: bool = False) -> None:
         if collecting:

@@ -1,12 +1,11 @@
 """Which candidate may be served: paired on the same texts, better on recent traffic beyond noise, no worse on the fixed set.
 
-And the roll-back: live acceptance after a swap against before it, within each domain cluster.
+And the roll-back: live acceptance after a swap against before it, within each domain cluster. No single client can cause it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ LEAST_TEXTS = 4  # of a domain, to judge it apart
 MAX_DOMAIN_LOSS = 0.02
 # Roll-back: requests since the swap that are needed, and how clear the fall must be.
 LEAST_REQUESTS, CLEAR_FALL, FALL_ERRORS = 24, 0.03, 3.0
+MAX_CLIENTS = 64  # told apart in live figures; all others count as one
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def accepted_counts(drafter: EagleDrafter, texts: Sequence[TargetText], depth: i
     """What greedy chains of this depth accept over each text."""
     rollout = roll_out(drafter, texts, depth, probe=False)
     rows = torch.bincount(rollout.text_M, minlength=len(texts)).tolist()
-    matched = rollout.stands_MJ.long().cumprod(1).sum(1).cpu().split(rows)
+    matched = rollout.accept_prob_MJ.long().cumprod(1).sum(1).cpu().split(rows)
     return [counted(one.tolist(), depth) for one in matched]
 
 
@@ -60,8 +60,9 @@ def judge(
     domains: Sequence[int],
     fixed_first: Sequence[Count] = (),
     fixed_after: Sequence[Count] = (),
+    clients: Sequence[str] = (),
 ) -> Decision:
-    """`before`, `after`: serving drafter and candidate on the same recent texts; `domains`: of those."""
+    """`before`, `after`: serving drafter and candidate on the same recent texts; `domains`, `clients`: of those."""
     ratio = length_ratio(after, before)
     error = ratio.error if ratio.error is not None else math.inf
     figures: dict[str, Any] = {
@@ -81,63 +82,90 @@ def judge(
         kept = length_ratio(fixed_after, fixed_first)
         if kept.value < 1 - config.max_fixed_loss:
             return Decision(False, f"loses {1 - kept.value:.1%} on the fixed set", is_worse=True, **figures)
-    for domain in sorted(set(domains)):
-        mine = [index for index, one in enumerate(domains) if one == domain]
+    groups = {f"in domain {domain}": [i for i, one in enumerate(domains) if one == domain] for domain in sorted(set(domains))}
+    if clients:  # a flood's gain must not hide what all others lose
+        most = max(sorted(set(clients)), key=clients.count)
+        groups["for all but one client"] = [i for i, one in enumerate(clients) if one != most]
+    for name, mine in groups.items():
         if len(mine) < LEAST_TEXTS:
             continue
         part = length_ratio([after[i] for i in mine], [before[i] for i in mine])
         if part.error is not None and 1 - part.value > max(MAX_DOMAIN_LOSS, config.standard_errors * part.error):
-            return Decision(False, f"loses {1 - part.value:.1%} in domain {domain}", is_worse=True, **figures)
+            return Decision(False, f"loses {1 - part.value:.1%} {name}", is_worse=True, **figures)
     gain = ratio.value - 1
     if gain < max(config.min_gain, config.standard_errors * error):
         return Decision(False, f"gains {gain:+.1%} on recent traffic: within noise", is_worse=gain < -error, **figures)
     return Decision(True, f"gains {gain:+.1%} on recent traffic", **figures)
 
 
+NO_SUMS = (0.0, 0.0, 0.0, 0.0, 0.0)  # requests, rates, their squares, steps, accepted tokens
+
+
 @dataclass
 class Live:
-    """Acceptance of served requests under one generation, by domain: sums for means and variances between requests."""
+    """Acceptance of served requests under one generation: sums for means and variances between requests."""
 
     requests: int = 0
     steps: int = 0
     accepted: int = 0
-    by_domain: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0, 0.0, 0.0]))
+    by_domain: dict[int, list[float]] = field(default_factory=dict)
+    by_client: dict[str, dict[int, list[float]]] = field(default_factory=dict)  # and domain
 
-    def add(self, domain: int, steps: int, accepted: int, tried: int) -> None:
+    def add(self, domain: int, client: str, steps: int, accepted: int, tried: int) -> None:
         """`tried`: drafted tokens that were judged: the accepted ones and the first rejected one of each step. Their share
         that was accepted does not depend on the depth, which follows the load."""
         self.requests += 1
         self.steps += steps
         self.accepted += accepted
-        rate, sums = accepted / tried, self.by_domain[domain]
-        for place, value in enumerate((1, rate, rate * rate, steps, accepted)):
-            sums[place] += value
+        rate = accepted / tried
+        if client not in self.by_client and len(self.by_client) >= MAX_CLIENTS:
+            client = "others"
+        for sums in (self.by_domain, self.by_client.setdefault(client, {})):
+            pairs = zip(sums.get(domain, NO_SUMS), (1, rate, rate * rate, steps, accepted), strict=True)
+            sums[domain] = [sum(pair) for pair in pairs]
+
+    def without(self, client: str) -> dict[int, list[float]]:
+        """By domain, of all other clients."""
+        mine = self.by_client.get(client, {})
+        return {
+            domain: [a - b for a, b in zip(sums, mine.get(domain, NO_SUMS), strict=True)]
+            for domain, sums in self.by_domain.items()
+        }
 
     @property
     def acceptance_length(self) -> float:
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
     def length_of(self, domain: int) -> float | None:
-        _, _, _, steps, accepted = self.by_domain.get(domain, (0, 0, 0, 0, 0))
+        _, _, _, steps, accepted = self.by_domain.get(domain, NO_SUMS)
         return 1 + accepted / steps if steps else None
 
 
 def has_fallen(before: Live, after: Live) -> bool:
-    """Whether live acceptance is clearly lower than under the generation before, within the domains that both have seen."""
-    if after.requests < LEAST_REQUESTS:
+    """Whether live acceptance is clearly lower than under the generation before, within the domains that both have seen.
+
+    It must be so without any one client, too: its texts may have become harder, or easy ones have stopped coming.
+    """
+    if after.requests < LEAST_REQUESTS or not _is_lower(before.by_domain, after.by_domain):
         return False
+    clients = before.by_client.keys() | after.by_client.keys()
+    return all(_is_lower(before.without(one), after.without(one)) is not False for one in clients)
+
+
+def _is_lower(before: dict[int, list[float]], after: dict[int, list[float]]) -> bool | None:
+    """None: there are too few requests to say."""
     weight = difference = variance = base = 0.0
-    for domain in before.by_domain.keys() & after.by_domain.keys():
-        (n, rate, spread), (m, other, wide) = (_mean_and_variance(one.by_domain[domain]) for one in (before, after))
-        if min(n, m) < LEAST_TEXTS:
+    for domain in before.keys() & after.keys():
+        if min(before[domain][0], after[domain][0]) < LEAST_TEXTS:
             continue
+        (n, rate, spread), (m, other, wide) = (_mean_and_variance(one[domain]) for one in (before, after))
         weight += m
         base += m * rate
         difference += m * (other - rate)
         variance += m * m * (spread / n + wide / m)
-    if not weight or not base:
-        return False
-    return difference / base < -CLEAR_FALL and difference < -FALL_ERRORS * math.sqrt(variance)
+    if not weight:
+        return None
+    return base > 0 and difference / base < -CLEAR_FALL and difference < -FALL_ERRORS * math.sqrt(variance)
 
 
 def _mean_and_variance(sums: Iterable[float]) -> tuple[float, float, float]:

@@ -8,8 +8,10 @@ DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ class Generations:
             raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
         for left in self.folder.glob(".generation-*"):  # by one that was killed in a save
             shutil.rmtree(left, ignore_errors=True)
+        self.history = self.folder / "history.jsonl"
+        if self.history.is_file() and not (content := self.history.read_bytes()).endswith(b"\n"):  # by one killed in a line
+            os.truncate(self.history, content.rfind(b"\n") + 1)
 
     def path(self, number: int) -> Path:
         return self.folder / f"generation-{number:04d}"
@@ -45,32 +50,56 @@ class Generations:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / 'current.json'}: cannot be read ({error}); delete it to start anew") from None
-        if not (self.path(number) / "config.json").is_file():
+        if not self._has(number):
             raise UserError(f"{self.path(number)}: is missing, and current.json names it; delete current.json to start anew")
         return number
+
+    def figures(self, number: int) -> dict[str, Any]:
+        """What was saved beside a generation; empty: nothing can be read."""
+        try:
+            found = json.loads((self.path(number) / "figures.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @property
     def newest(self) -> int:
         """The highest number that was given, served or not."""
         return max(self._numbers(), default=0)
 
+    def _has(self, number: int) -> bool:
+        return (self.path(number) / "config.json").is_file()
+
     def _numbers(self) -> list[int]:
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
 
-    def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any]) -> None:
+    def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
+        """Saves a generation, goes on with it, and deletes old ones; not those that are `needed`."""
         texts = {"figures.json": json.dumps(figures, indent=2) + "\n"}
         save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
         self.choose(number)
-        for old in [one for one in self._numbers() if one and one != number][: -self.keep]:  # the first is the measure of all
-            shutil.rmtree(self.path(old), ignore_errors=True)
+        kept = {0, number, *needed}  # the first is the measure of all
+        for old in [one for one in self._numbers() if one != number][: -self.keep]:
+            if old not in kept:
+                shutil.rmtree(self.path(old), ignore_errors=True)
 
     def choose(self, number: int) -> None:
+        if not self._has(number):  # its save may have failed; a restart could not go on with it
+            raise FileNotFoundError(f"{self.path(number)} is missing")
         content = json.dumps({"generation": number}).encode() + b"\n"
         write_atomically(self.folder / "current.json", lambda file: file.write(content))
 
     def record(self, event: dict[str, Any]) -> None:
-        with (self.folder / "history.jsonl").open("a", encoding="utf-8") as file:
+        with self.history.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+    def last_event(self) -> dict[str, Any]:
+        """Of the history; empty: there is none that can be read."""
+        try:
+            found = json.loads(self.history.read_text(encoding="utf-8").splitlines()[-1])
+        except (OSError, ValueError, IndexError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -24,31 +23,31 @@ import torch
 from torch import Tensor
 
 from fledge.engine.engine import Engine
+from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.engine.memory import readable
 from fledge.engine.request import Delta, Request
+from fledge.learning.admission import Admission
 from fledge.learning.budget import Budget
 from fledge.learning.config import LearnConfig
 from fledge.learning.domains import Domains
+from fledge.learning.fixed_set import FixedSet, answer
 from fledge.learning.gate import LEAST_REQUESTS, Decision, Live, has_fallen
 from fledge.learning.generations import Generations
-from fledge.learning.learner import FixedSet, Learner
-from fledge.learning.samples import LEAST_ANSWER, Sample, SampleRing
+from fledge.learning.journal import Journal
+from fledge.learning.learner import Learner
+from fledge.learning.samples import CLIENT_SHARE, Sample, SampleRing
 from fledge.learning.target import ServedTarget
-from fledge.learning.weights import StagedWeights
+from fledge.learning.weights import StagedWeights, staged_bytes
 from fledge.models.drafter import EagleDrafter
-from fledge.sampling import SamplingParams
-from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
 
 log = logging.getLogger("fledge.learning")
 
-CURVE_REQUESTS = 32  # requests that were looked at, to a point of the curve
-CURVE_POINTS = 512  # kept for the page
-# While pieces of work take longer, they wait until nothing runs, or for a minute. A training step takes a tenth of a second on
-# a GPU, seconds on a small CPU, where every request would stop meanwhile.
+# Work units over 0.5 s run only when idle, or once a minute. A training step takes a tenth of a second on a GPU, but seconds on
+# a small CPU, where every request would stop meanwhile.
 MAX_PAUSE, LONG_PIECE_EVERY = 0.5, 60.0
-EXPIRE_EVERY = 60.0  # seconds between two looks for samples that are too old
 NOVEL_NEED, SHORTENED_NEED = 0.5, 1.0  # added to a sample's need
-PROMPT_TOKENS = 64  # of a prompt's end, that its domain is told by beside the answer
+PROMPT_TOKENS = 64  # a domain is told by the answer and by so many tokens before it
 
 
 class Learning:
@@ -81,27 +80,25 @@ class Learning:
         self.first: dict[int, float] = {}  # acceptance length by domain, before anything was learnt
         self.counts = {"swaps": 0, "rollbacks": 0, "opted_out": 0, "skipped": 0}
         self.requests = self.fixed_tokens = 0
-        self.curve: deque[dict[str, Any]] = deque(maxlen=CURVE_POINTS)
-        self.events: deque[dict[str, Any]] = deque(maxlen=CURVE_POINTS)
-        self.generations = Generations(config.folder, config.keep_generations) if config.folder is not None else None
+        generations = Generations(config.folder, config.keep_generations) if config.folder is not None else None
+        self.journal = Journal(generations, self._counts)
         self.stopped: str | None = None  # why nothing is learnt any more
         self._pieces = self.learner.pieces()
         self._has_work = True
-        self._piece_seconds, self._worked_at = 0.0, clock()  # of the longest of the last pieces, about; when the last ended
+        self._piece_seconds = 0.0  # that the longest of the last pieces took, about
+        self._worked_at = clock()  # when the last piece ended
         self._shortened: set[str] = set()  # ids of running requests that the drift guard shortened
-        self._admission = config.samples_per_second  # samples that may be taken in now
-        self._admitted_at = self._expired_at = clock()
-        self._window = [0, 0, 0]  # steps, accepted tokens and requests of the next point of the curve
+        self.admission = Admission(config.samples_per_second, clock)
         self._salt = secrets.token_bytes(16)  # clients are told apart by a hash that means nothing elsewhere
-        self._disk = ThreadPoolExecutor(1, "learn-disk")
-        self._began = time.time()
-        engine.executor.collect_states(limit=min(config.sample_tokens, engine.config.max_model_len))
+        self.states_limit = min(config.sample_tokens, engine.config.max_model_len)  # tokens of a running request
+        engine.executor.collect_states(limit=self.states_limit)
         engine.hook = self
 
     # The engine's hook
 
     def before_step(self) -> None:
         self.budget.serve()
+        self._expire()
         is_short = self._piece_seconds <= MAX_PAUSE or self.clock() - self._worked_at > LONG_PIECE_EVERY
         if self.budget.allows and is_short:
             self._work()
@@ -125,18 +122,28 @@ class Learning:
         """A piece of work; False: there is none until more requests were served."""
         if self.budget.is_serving:
             self.budget.rest()
+        self._expire()
         return self._work()
+
+    def due_in(self) -> float | None:
+        at = min(self.ring.expires_at, self.target.oldest + self.config.max_age)
+        return None if self.stopped is not None or math.isinf(at) else max(0.0, at - self.ring.clock())
 
     def warm_up(self) -> list[str]:
         """Answers the prompts of the fixed set, and makes one training step on nothing: a GPU compiles it."""
-        lines = []
-        if self.fixed_prompts:
-            texts = answer(self.engine, self.fixed_prompts, self.config.fixed_tokens)
-            self.learner.fixed = FixedSet.of(texts)
-            self.fixed_tokens = sum(len(one.tokens) for one in texts)
-            lines.append(f"learning: fixed set of {len(texts)} answers, half of them replayed, half for the gate")
-        self.learner.warm_up()
-        return [*lines, self.describe()]
+        lines: list[str] = []
+
+        def prepare() -> None:
+            if self.fixed_prompts:
+                texts = answer(self.engine, self.fixed_prompts, self.config.fixed_tokens)
+                self.learner.fixed = FixedSet.of(texts)
+                self.fixed_tokens = sum(len(one.tokens) for one in texts)
+                lines.append(f"learning: fixed set of {len(texts)} answers, half of them replayed, half for the gate")
+            self.learner.warm_up()
+            lines.append(self.describe())
+
+        self._guarded(prepare)
+        return lines if self.stopped is None else []
 
     def describe(self) -> str:
         """What is kept, where and for how long: said at the start."""
@@ -150,7 +157,7 @@ class Learning:
 
     def close(self) -> None:
         """Waits for what is being written."""
-        self._disk.shutdown()
+        self.journal.close()
 
     # Work
 
@@ -160,7 +167,7 @@ class Learning:
         began = self.clock()
         self._guarded(self._piece)
         if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)  # what it takes is to be measured
+            torch.cuda.synchronize(self.target.device)  # else only the launch would be timed
         self.engine.executor.interrupted()
         seconds = self.clock() - began
         self._piece_seconds, self._worked_at = max(seconds, 0.9 * self._piece_seconds), self.clock()
@@ -168,27 +175,26 @@ class Learning:
         return self._has_work and self.stopped is None
 
     def _piece(self) -> None:
-        # `False`: nothing to do until samples come; not asked again before.
+        # False: there is nothing to do until samples come.
         self._has_work = next(self._pieces)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (torch.OutOfMemoryError, MemoryError):
-            self._stop("out of memory")
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error):
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._stop("out of memory")
+            else:
                 log.exception("learning failed")
-            self._stop("out of memory" if "can't allocate memory" in str(error) else "it failed; see above")
-        except Exception:
-            log.exception("learning failed")
-            self._stop("it failed; see above")
+                self._stop("it failed; see above")
 
     def _stop(self, reason: str) -> None:
         """Gives up what learning holds. The generation that is served stays."""
         self.stopped = reason
         log.error("learning stops: %s; serving goes on with generation %d", reason, self.learner.generation)
         self.ring.forget_all()
+        self.target.release()
+        self._shortened.clear()
         self.before = None
         self._pieces = iter(())
         self.engine.executor.collect_states(limit=0)
@@ -209,56 +215,51 @@ class Learning:
             if request.finish_reason not in ("stop", "length") or not request.num_answer:
                 continue
             self.requests += 1
-            if not self._may_admit():  # at thousands of tokens a second, looking at each request would take the budget
+            client = self._client(request.client)
+            if not self.admission.admits(client):  # at thousands of tokens a second, looking at each would take the budget
                 self.counts["skipped"] += 1
                 continue
             tokens, start = request.tokens[: self.config.sample_tokens], len(request.prompt)
             domain, novelty = self.domains.assign([*request.prompt[-PROMPT_TOKENS:], *tokens[start:]])
-            rejected = self._note_live(request, domain)
-            if not self.budget.allows_collecting:
+            rejected = self._note_live(request, domain, client)
+            if not self.budget.allows_collecting(1 - CLIENT_SHARE if self.admission.crowds(client) else 1.0):
                 self.counts["skipped"] += 1
                 continue
             need = rejected + NOVEL_NEED * novelty + SHORTENED_NEED * shortened
-            sample = Sample(list(tokens), start, self._client(request.client), domain, need)
+            sample = Sample(list(tokens), start, client, domain, need)
             if not self.ring.admit(sample):
                 continue
             self._has_work = True
             if (states := self.engine.executor.take_states(request)) is not None:
                 sample.text = self.target.collected(sample.tokens, start, *states)
+        self.engine.executor.drop_states(requests)  # of those that were not taken
         self._check_live()
-        if self.clock() - self._expired_at > EXPIRE_EVERY:
-            self._expired_at = self.clock()
-            self.ring.expire()
 
-    def _may_admit(self) -> bool:
-        now, rate = self.clock(), self.config.samples_per_second
-        self._admission = min(self._admission + rate * (now - self._admitted_at), rate)
-        self._admitted_at = now
-        if self._admission < 1:
-            return False
-        self._admission -= 1
-        return True
+    def _expire(self) -> None:
+        """Drops all that was kept of requests, when it reaches the longest age."""
+        if self.due_in() != 0:
+            return
+        self.ring.expire()
+        oldest = self.ring.clock() - self.config.max_age
+        self.target.forget_until(oldest)
+        if any(one.arrival <= oldest for one in self.learner.at_work):  # the generator holds them
+            self.learner.at_work = []
+            self._pieces = self.learner.pieces()
 
     def _client(self, name: str) -> str:
         return hashlib.blake2b(name.encode(), key=self._salt, digest_size=8).hexdigest()
 
-    def _note_live(self, request: Request, domain: int) -> float:
+    def _note_live(self, request: Request, domain: int, client: str) -> float:
         """Adds a request's acceptance to the live figures; the share of its drafts that was rejected."""
         stats = request.stats
         if not stats.steps:
             return 0.5
         deeper = zip(stats.accepted_at, stats.drafted_at[1:], strict=False)
         tried = stats.steps + sum(min(reached, drafted) for reached, drafted in deeper)
-        self.live.add(domain, stats.steps, stats.accepted, tried)
+        self.live.add(domain, client, stats.steps, stats.accepted, tried)
         if not self.counts["swaps"] and (length := self.live.length_of(domain)) is not None:
             self.first[domain] = length
-        window = self._window
-        window[0] += stats.steps
-        window[1] += stats.accepted
-        window[2] += 1
-        if window[2] >= CURVE_REQUESTS:
-            self._window = [0, 0, 0]
-            self._record("point", self.curve, acceptance_length=1 + window[1] / window[0])
+        self.journal.add_request(stats.steps, stats.accepted)
         return 1 - stats.accepted / tried
 
     def _check_live(self) -> None:
@@ -283,13 +284,14 @@ class Learning:
         self._serves_another()
         self.counts["swaps"] += 1
         log.info("learning: generation %d is served: %s", number, decision.reason)
-        self._record("swap", self.events, generation=number, **decision.to_dict())
-        if self.generations is not None:
+        self.journal.record("swap", generation=number, **decision.to_dict())
+        if self.journal.generations is not None:
             self._save(weights, number, decision.to_dict())
 
-    def save_first(self) -> None:
+    def save_first(self, *, is_warm_start: bool) -> None:
         """The generation that learning starts from, which all others are compared with."""
-        self._save(self.learner.serving, self.learner.generation, {"reason": "the first"})
+        figures = {"reason": "the first", "is_warm_start": is_warm_start}
+        self._save(self.learner.serving, self.learner.generation, figures)
 
     def roll_back(self, reason: str) -> None:
         """Serves the generation before again."""
@@ -307,9 +309,8 @@ class Learning:
         self.live = live
         self.counts["rollbacks"] += 1
         log.warning("learning: generation %d is taken back, generation %d is served again: %s", fallen, number, reason)
-        self._record("rollback", self.events, generation=number, fallen=fallen, reason=reason)
-        if (generations := self.generations) is not None:
-            self._disk.submit(self._on_disk, lambda: generations.choose(number))
+        self.journal.record("rollback", fallen=fallen, reason=reason)
+        self.journal.choose(number)
 
     def _serves_another(self) -> None:
         """The drafter's part of cached pages, and what the guard knows, belong to the weights before."""
@@ -318,36 +319,32 @@ class Learning:
 
     def _refused(self, decision: Decision) -> None:
         log.info("learning: candidate refused: %s", decision.reason)
-        self._record("refused", self.events, **decision.to_dict())
+        self.journal.record("refused", **decision.to_dict())
 
     def _save(self, weights: dict[str, Tensor], number: int, figures: dict[str, Any]) -> None:
-        generations = self.generations
-        assert generations is not None
         with torch.device("meta"):
             copy = EagleDrafter(self.learner.master.config)
         state = {name: value.cpu() for name, value in weights.items()}
         copy.load_state_dict({**state, "d2t": self.learner.master.d2t.cpu()}, assign=True)
-        self._disk.submit(self._on_disk, lambda: generations.save(copy, number, figures))
-
-    def _on_disk(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # a full disk costs the record, not the service
-            log.error("learning: could not be written (%s)", error)
-
-    def _record(self, kind: str, where: deque[dict[str, Any]], **figures: Any) -> None:
-        event = {"event": kind, "seconds": round(time.time() - self._began, 3), "requests": self.requests}
-        event |= {"generation": self.learner.generation, "steps": self.learner.counts.steps, **figures}
-        where.append(event)
-        if (generations := self.generations) is not None:
-            self._disk.submit(self._on_disk, lambda: generations.record(event))
+        drafter = self.engine.drafter
+        has_ngrams = isinstance(drafter, EagleSpeculator) and drafter.fallback is not None
+        needed = [] if self.before is None else [self.before[1]]  # a roll-back would go to it
+        self.journal.save(copy, number, {**figures, "has_ngrams": has_ngrams}, needed)
 
     # Figures
+
+    def _counts(self) -> dict[str, int]:
+        return {"requests": self.requests, "generation": self.learner.generation, "steps": self.learner.counts.steps}
 
     @property
     def num_bytes(self) -> int:
         """What learning holds at most, apart from a step's activations."""
-        return self.learner.num_bytes + self.config.memory_mb * 2**20 + self.fixed_tokens * self.target.bytes_per_token()
+        if self.stopped is not None:
+            return 0
+        weights = self.learner.num_bytes + staged_bytes(self.network)
+        samples = self.config.memory_mb * 2**20 + self.fixed_tokens * self.target.bytes_per_token()
+        running = MAX_REQUESTS * self.states_limit * self.target.num_channels * self.target.decoder.dtype.itemsize
+        return weights + samples + running + self.target.num_bytes
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers, for metrics and the page."""
@@ -370,21 +367,13 @@ class Learning:
             "acceptance_length": self.live.acceptance_length,
             "domains": {
                 str(domain): {"before": self.first.get(domain), "after": self.live.length_of(domain)}
-                for domain in range(len(self.domains.counts))
+                for domain in self.domains.ids
             },
-            "curve": list(self.curve),
-            "events": list(self.events),
+            "curve": list(self.journal.curve),
+            "events": list(self.journal.events),
         }
 
 
-def answer(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sample]:
-    """The target's greedy answers, by the engine itself; before it serves."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    hook, engine.hook = engine.hook, None
-    try:
-        requests = [engine.add_request(prompt, params, learn=False) for prompt in prompts]
-        while engine.has_unfinished():
-            engine.step()
-    finally:
-        engine.hook = hook
-    return [Sample(request.tokens, len(request.prompt)) for request in requests if request.num_answer >= LEAST_ANSWER]
+def is_out_of_memory(error: Exception) -> bool:
+    # On a CPU torch tells of it by a RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

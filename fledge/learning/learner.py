@@ -9,24 +9,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fledge.config import DrafterConfig
 from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText, in_groups
 from fledge.errors import printable
+from fledge.learning.batch import chunk_rows, pack
 from fledge.learning.config import LearnConfig
+from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import Decision, accepted_counts, judge
 from fledge.learning.samples import Sample, SampleRing
 from fledge.learning.target import ServedTarget
 from fledge.learning.weights import are_finite, weights_of
 from fledge.models.drafter import EagleDrafter
-from fledge.training.data.packing import PackedBatch
 from fledge.training.export import served_copy
-from fledge.training.losses import LossSettings, auto_chunk_rows
+from fledge.training.losses import LossSettings
 from fledge.training.objective import Objective, ObjectiveSettings, compiler_error
 from fledge.training.optimizers import build_optimizers, clip_gradients
 from fledge.training.targets.target import TargetStates
@@ -34,7 +34,7 @@ from fledge.training.targets.target import TargetStates
 log = logging.getLogger("fledge.learning")
 
 WARM_UP_STEPS = 8
-MAX_BAD_STEPS = 3  # in a row without a finite loss: back to the serving weights
+MAX_BAD_STEPS = 3  # so many losses in a row that are not finite: training starts again from the serving weights
 # A candidate that is worse, or so many refused in a row: training starts again from the serving weights, at half the learning
 # rate. How large it may be depends on the drafter: one that was trained for long loses at a rate that a new one needs.
 PATIENCE = 6
@@ -44,6 +44,9 @@ SPEED_UP, MOST_SPEEDUP = 1.25, 2  # of the learning rate, when a candidate was a
 # translations the mean gained 10.4 % and lost 2.0 % on the fixed set, the weights of the last step 9.4 % and 3.3 %.
 AVERAGED_STEPS = 24
 GATE_TOKENS = {"cpu": 1024, "cuda": 4096}  # rolled out in one piece
+# Of each weight, in fp32: master, mean, two moments, the serving and the previous one; and a gradient or, in the gate, a
+# candidate.
+WEIGHT_BYTES = 7 * 4
 READ_TOKENS = {"cpu": 512, "cuda": 2048}  # of the target, in one piece
 
 
@@ -59,19 +62,6 @@ class LearnerCounts:
     refused: int = 0
     resets: int = 0
     loss: float = 0.0  # of the last step
-
-
-@dataclass
-class FixedSet:
-    """Texts that new generations must not get worse on: one half is replayed in training, the other judges."""
-
-    replay: list[Sample] = field(default_factory=list)
-    judged: list[Sample] = field(default_factory=list)
-    first_counts: dict[Sample, Count] = field(default_factory=dict)  # of the first generation
-
-    @classmethod
-    def of(cls, texts: Sequence[Sample]) -> FixedSet:
-        return cls(list(texts[::2]), list(texts[1::2]))
 
 
 class Learner:
@@ -98,9 +88,12 @@ class Learner:
         self.parameters = list(self.master.parameters())
         self.serving = weights_of(self.master)
         self.counts = LearnerCounts()
-        self.generation = self.newest = 0  # that is served, and the highest number given: one that fell is not used again
-        self.first: dict[str, Tensor] | None = None  # weights of the first generation, if others are served; until measured
+        self.generation = 0  # that is served
+        self.newest = 0  # the highest number given: that of a generation that fell is not given again
+        # Weights of the first generation after a restart with a later one, until the fixed set was measured with them.
+        self.first: dict[str, Tensor] | None = None
         self.refused_in_a_row = 0
+        self.at_work: list[Sample] = []  # samples of traffic that `pieces` may still hold
         self._start_over(config.learning_rate)
 
     def _objective(self, compiled: bool) -> Objective:
@@ -118,8 +111,8 @@ class Learner:
 
     @property
     def num_bytes(self) -> int:
-        """Of masters, their mean, gradients, moments and the copies of the serving and the previous weights."""
-        return sum(4 * p.numel() for p in self.parameters) * 7
+        """Of all copies of the weights."""
+        return WEIGHT_BYTES * sum(p.numel() for p in self.parameters)
 
     def _start_over(self, learning_rate: float) -> None:
         """Trains on from the serving weights, with fresh moments."""
@@ -159,12 +152,10 @@ class Learner:
         self._start_over(self.learning_rate)
 
     def release(self) -> None:
-        """Learning has stopped: gives up all memory but the weights that may be asked for."""
-        self.optimizer.zero_grad()
-        del self.optimizer, self.objective
-        self.parameters, self.average, self.serving = [], [], {}
-        self.fixed = FixedSet()
-        self.master.to("meta")
+        """Learning has stopped: gives up all memory."""
+        del self.optimizer, self.objective, self.master
+        self.parameters, self.average, self.serving, self.first = [], [], {}, None
+        self.fixed, self.at_work = FixedSet(), []
 
     # The work, in pieces
 
@@ -214,8 +205,10 @@ class Learner:
             if one not in fixed:
                 fixed.append(one)
                 budget -= len(one.tokens)
-        drawn = self.ring.draw(room - sum(len(one.tokens) for one in fixed))
-        return drawn + fixed if drawn else []
+        if not (drawn := self.ring.draw(room - sum(len(one.tokens) for one in fixed))):
+            return []
+        self.at_work = drawn
+        return drawn + fixed
 
     def _without_states(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         missing = [one for one in samples if one.text is None]
@@ -273,7 +266,7 @@ class Learner:
         names = [name for name, _ in self.master.named_parameters()]
         candidate = {name: value.clone() for name, value in zip(names, self.average, strict=True)}
         self.counts.candidates += 1
-        texts = list(self.ring.held_out)
+        texts = self.at_work = list(self.ring.held_out)
         for missing in self._without_states(texts):
             self._read(missing)
             yield True
@@ -296,6 +289,7 @@ class Learner:
                 [one.domain for one in texts],
                 [self.fixed.first_counts[one] for one in self.fixed.judged],
                 [after[one] for one in self.fixed.judged],
+                [one.client for one in texts],
             )
         if decision.accepted:
             yield from self._accept(candidate, decision)
@@ -333,42 +327,6 @@ class Learner:
             yield dict(zip(some, accepted_counts(drafter, texts, self.depth), strict=True))
 
 
-def chunk_rows(config: DrafterConfig, learn: LearnConfig) -> int:
-    """Scored positions at once: a quarter of what a training run takes, whose device is its own."""
-    return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 4)
-
-
-def activation_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
-    """What a training step works with, about: six tensors of logits, and 40 numbers a token, draft step and channel."""
-    logits = 6 * 4 * learn.ttt_steps * chunk_rows(config, learn) * config.draft_vocab_size
-    return logits + 40 * 2 * learn.ttt_steps * learn.batch_tokens * (config.hidden_size + config.intermediate_size // 2)
-
-
 def _for_rollout(text: TargetText) -> TargetText:
     tokens_T = text.tokens_T.to(text.taps[0].device)
     return replace(text, tokens_T=tokens_T, taps=[tap.float() for tap in text.taps], hidden_TD=None)
-
-
-def pack(texts: Sequence[TargetText], length: int) -> tuple[PackedBatch, TargetStates]:
-    """One row with one text after the other, and their hidden states beside it; padding is zero."""
-    total = sum(len(text.tokens_T) for text in texts)
-    assert total <= length, "more tokens than a batch holds"
-    lengths = [len(text.tokens_T) for text in texts]
-    tokens = torch.zeros(1, length, dtype=torch.long)
-    positions, document = torch.zeros_like(tokens), torch.zeros(1, length, dtype=torch.int32)
-    loss = torch.zeros(1, length, dtype=torch.bool)
-    tokens[0, :total] = torch.cat([text.tokens_T for text in texts])
-    at = 0
-    for number, (text, size) in enumerate(zip(texts, lengths, strict=True), 1):
-        positions[0, at : at + size] = torch.arange(size)
-        document[0, at : at + size] = number
-        loss[0, at + max(text.answer_start, 1) : at + size] = True
-        at += size
-
-    def row(parts: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(list(parts))
-        return torch.cat([joined, joined.new_zeros(length - total, joined.shape[1])])
-
-    taps = [row(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
-    hidden = row([text.hidden_TD for text in texts if text.hidden_TD is not None])
-    return PackedBatch(tokens, positions, document, loss), TargetStates(taps, hidden)

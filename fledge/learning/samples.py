@@ -6,6 +6,8 @@ finished request ──▶ admit ──▶ ring        drawn for training: clien
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
 import zlib
@@ -65,6 +67,7 @@ class SampleRing:
         self.keys: set[int] = set()  # texts in the ring: a repeated one is kept once
         self.dropped: Counter[str] = Counter()  # by reason
         self.num_admitted = 0
+        self.expires_at = math.inf  # nothing kept reaches the longest age before
         self._random = random.Random(seed)
 
     @property
@@ -88,6 +91,7 @@ class SampleRing:
             self.held_out = [one for one in self.held_out if one.tokens != sample.tokens]
             self.held_out.append(sample)
             self._shrink_held_out()
+            self.expires_at = min(self.expires_at, sample.arrival + self.max_age)
             return True
         if key in self.keys:
             self.dropped["repeated"] += 1
@@ -99,13 +103,13 @@ class SampleRing:
         self.by_client.setdefault(sample.client, []).append(sample)
         self.tokens_of[sample.client] += len(sample.tokens)
         self.num_admitted += 1
+        self.expires_at = min(self.expires_at, sample.arrival + self.max_age)
         while self.num_tokens > self.max_tokens:
             self._evict()
         return True
 
     def draw(self, room: int) -> list[Sample]:
         """Samples of at most `room` tokens together, for one training step: clients take turns."""
-        self.expire()
         drawn: list[Sample] = []
         for _ in range(64):  # texts that do not fit are passed over
             if not self.by_client:
@@ -126,6 +130,7 @@ class SampleRing:
         self.tokens_of.clear()
         self.keys.clear()
         self.held_out.clear()
+        self.expires_at = math.inf
 
     def _evict(self) -> None:
         """The least needed of a few: of the client with most tokens if it has more than its share, else of any."""
@@ -134,7 +139,7 @@ class SampleRing:
         client = heaviest if over else self._random.choices(list(self.tokens_of), list(self.tokens_of.values()))[0]
         few = [self._random.choice(self.by_client[client]) for _ in range(CANDIDATES)]
         now = self.clock()
-        # A tenth of need an age of the ring: what is as needed and older goes.
+        # Age lowers need by 0.1 per max_age; ties drop the older sample.
         self._drop(min(few, key=lambda one: one.current_need - 0.1 * (now - one.arrival) / max(self.max_age, 1.0)))
 
     def _drop(self, sample: Sample) -> None:
@@ -157,11 +162,13 @@ class SampleRing:
             del self.held_out[index]
 
     def expire(self) -> None:
-        """Drops what is older than the longest age."""
+        """Drops what has reached the longest age."""
         oldest = self.clock() - self.max_age
-        for sample in [one for samples in self.by_client.values() for one in samples if one.arrival < oldest]:
+        for sample in [one for samples in self.by_client.values() for one in samples if one.arrival <= oldest]:
             self._drop(sample)
-        self.held_out = [one for one in self.held_out if one.arrival >= oldest]
+        self.held_out = [one for one in self.held_out if one.arrival > oldest]
+        kept = itertools.chain(self.held_out, *self.by_client.values())
+        self.expires_at = min((one.arrival for one in kept), default=math.inf) + self.max_age
 
 
 def is_held_out(prompt: Sequence[int]) -> bool:

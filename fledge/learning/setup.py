@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from fledge import sources
 from fledge.bench.datasets import load_items
@@ -23,21 +23,20 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
+from fledge.learning.batch import activation_bytes
 from fledge.learning.config import LearnConfig
 from fledge.learning.generations import Generations
-from fledge.learning.hook import Learning
-from fledge.learning.learner import activation_bytes
-from fledge.learning.target import KEPT_DTYPE, ServedTarget, linear_weight
+from fledge.learning.hook import Learning, is_out_of_memory
+from fledge.learning.learner import WEIGHT_BYTES
+from fledge.learning.target import KEPT_DTYPE, MAX_PREFIXES, PREFIX_TOKENS, ServedTarget, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.models.layers import RMSNorm
-from fledge.speculation.drafting import EagleSpeculator
-from fledge.speculation.ngram import NgramSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
-from fledge.training.drafter_shape import drafter_config
+from fledge.training.drafter import drafter_config, last_layer, start_from_target
 from fledge.training.recipe import DrafterRecipe
-from fledge.training.warm_start import start_from_target
 
 log = logging.getLogger("fledge.learning")
 
@@ -56,32 +55,47 @@ def build_learning_engine(
     tokenizer: Tokenizer | None = None,
     fixed_prompts: Sequence[Sequence[int]] | None = None,
     capture: bool | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """As `build_engine`, with a `Learning` hook. `fixed_prompts`: None: those of `learn.replay`, or the built-in ones."""
+    """As `build_engine`, with a `Learning` hook. `fixed_prompts`: None: those of `learn.replay`, or the built-in ones.
+
+    `clock`: what the budget and the rate of samples are measured with.
+    """
     device = resolve_device(config.device)
     learn = learn.resolve(device)
     target = model.config if isinstance(model, Decoder) else _model_config(model)
     generations = Generations(learn.folder, learn.keep_generations) if learn.folder is not None else None
     number = generations.current if generations is not None else None
     found = speculation.resolve_drafter(model if isinstance(model, str) else "")
-    is_new = False
+    is_warm_start = has_ngrams = False
     if generations is not None and number is not None:
         network = load_drafter(generations.path(number), target)
+        is_warm_start = bool(generations.figures(0).get("is_warm_start"))
+        has_ngrams = bool(generations.figures(number).get("has_ngrams"))
     elif found is None or isinstance(found, str):
-        network, is_new = EagleDrafter(day_zero_config(target)), True
+        network, is_warm_start, has_ngrams = EagleDrafter(day_zero_config(target)), True, True
     else:
         network = found if isinstance(found, EagleDrafter) else load_drafter(found, target)
     if not learn.learning_rate:
-        learn = replace(learn, learning_rate=NEW_RATE if is_new else TRAINED_RATE)
+        learn = replace(learn, learning_rate=NEW_RATE if is_warm_start else TRAINED_RATE)
     master = copy.deepcopy(network).float()
     if device.type == "cuda":
         config = replace(config, reserved_bytes=reserved_bytes(master.config, learn))
     engine = build_engine(model, replace(speculation, drafter=network), config, tokenizer=tokenizer, capture=capture)
-    if is_new:
+    assert isinstance(engine.drafter, EagleSpeculator)
+    if is_warm_start and number is None:
         _start(engine, master)
+    if has_ngrams and isinstance(engine.executor, EagerExecutor) and engine.drafter.tree is None:
+        engine.drafter.fallback = NgramSpeculator(engine.drafter.depth)  # they draft until the drafter is better
     if fixed_prompts is None:
         fixed_prompts = _fixed_prompts(engine, learn)
-    learning = Learning(engine, master, learn, fixed_prompts)
+    try:
+        learning = Learning(engine, master, learn, fixed_prompts, clock=clock)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.error("learning stops: out of memory; the server starts without it")
+        return engine
     if generations is not None and number is not None:
         learning.learner.generation, learning.learner.newest = number, generations.newest
         if number and (generations.path(0) / "config.json").is_file():
@@ -90,7 +104,7 @@ def build_learning_engine(
                 for name, value in weights_of(load_drafter(generations.path(0), target)).items()
             }
     if generations is not None and number is None:
-        learning.save_first()
+        learning.save_first(is_warm_start=is_warm_start)
     if isinstance(found, str) or found is None:
         log.info("learning: no drafter was named; one made from the target's last layer learns from the requests")
     return engine
@@ -106,39 +120,28 @@ def day_zero_config(target: ModelConfig) -> DrafterConfig:
 
 @torch.no_grad()
 def _start(engine: Engine, master: EagleDrafter) -> None:
-    """Day 0: weights from the target's last layer, as it is served; n-grams draft until those are better."""
+    """Day 0: weights from the target's last layer, as it is served."""
     assert isinstance(engine.drafter, EagleSpeculator)
     target = ServedTarget(engine.decoder, master.config.aux_layer_ids)
     vocab_size = target.vocab_size
     tokens = [(7 * place + 3) % vocab_size for place in range(64)]  # any: the median size of states over them counts
     taps = [tap.float().cpu() for tap in target.read([(tokens, 1)])[0].taps]
-    start_from_target(master, last_layer(engine.decoder), target.head, engine.decoder.embed_tokens, taps)
+    start_from_target(master, last_layer(engine.decoder, linear_weight), target.head, engine.decoder.embed_tokens, taps)
     staged = StagedWeights(engine.drafter.network)
     for _ in staged.prepare(weights_of(master)):
         pass
     staged.apply()
-    if isinstance(engine.executor, EagerExecutor) and engine.drafter.tree is None:
-        engine.drafter.fallback = NgramSpeculator(engine.drafter.depth)
-
-
-def last_layer(decoder: Decoder) -> dict[str, Tensor]:
-    """As `warm_start.last_layer`, from weights in whatever format they are served."""
-    found = {"norm.weight": decoder.norm.weight.detach().float().cpu()}
-    for name, module in decoder.layers[-1].named_modules():
-        if isinstance(module, RMSNorm):
-            found[f"{name}.weight"] = module.weight.detach().float().cpu()
-        elif hasattr(module, "in_features"):
-            found[f"{name}.weight"] = linear_weight(module, torch.float32).cpu()
-    return found
 
 
 def reserved_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
-    """Of a GPU's memory, that the KV cache must leave: weights in training, samples, states of running requests, a step."""
+    """Of a GPU's memory, that the KV cache must leave: as `Learning.num_bytes`, and for a step."""
     with torch.device("meta"):
         num_weights = sum(p.numel() for p in EagleDrafter(config).parameters())
     width = (len(config.aux_layer_ids) + 1) * config.target_hidden_size * KEPT_DTYPE.itemsize
-    running = MAX_REQUESTS * learn.sample_tokens * width
-    return 28 * num_weights + learn.memory_mb * 2**20 + running + activation_bytes(config, learn)
+    fixed = learn.fixed_texts * 2 * learn.fixed_tokens  # prompts are about as long as answers
+    tokens = MAX_REQUESTS * learn.sample_tokens + MAX_PREFIXES * PREFIX_TOKENS + fixed
+    weights = (WEIGHT_BYTES + 2) * num_weights  # in a swap, once more as they are served
+    return weights + learn.memory_mb * 2**20 + tokens * width + activation_bytes(config, learn)
 
 
 def _model_config(model: str) -> ModelConfig:

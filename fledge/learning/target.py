@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -27,14 +29,15 @@ PREFIX_TOKENS, MAX_PREFIXES = 128, 16
 class ServedTarget(Target):
     """Shares all weights with the engine's decoder, whatever format they are served in."""
 
-    def __init__(self, decoder: Decoder, taps: Sequence[int]) -> None:
-        self.decoder, self.taps = decoder, tuple(taps)
+    def __init__(self, decoder: Decoder, taps: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.decoder, self.taps, self.clock = decoder, tuple(taps), clock
         self.device = decoder.norm.weight.device
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.embedding = decoder.embed_tokens
         weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.dtype)
-        self.prefixes: dict[tuple[int, ...], list[Tensor]] = {}  # layers of known beginnings, the last used at the end
-        self.unknown: dict[tuple[int, ...], None] = {}  # beginnings that were asked for; `read` fills them in in passing
+        # By beginning, the last asked for at the end: when a request last had it, and for known ones their layers.
+        self.prefixes: dict[tuple[int, ...], tuple[float, list[Tensor]]] = {}
+        self.unknown: dict[tuple[int, ...], float] = {}  # `read` fills them in in passing
         self.head, self.lm_head = Head(weight), _PlainHead(weight)
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
@@ -63,13 +66,15 @@ class ServedTarget(Target):
         layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.dtype))]
         if start:
             prefix = tuple(tokens[:start])
-            if (before := self.prefixes.pop(prefix, None)) is None:
+            if (known := self.prefixes.pop(prefix, None)) is None:
                 if start <= PREFIX_TOKENS:
+                    self.unknown.pop(prefix, None)
                     while len(self.unknown) >= MAX_PREFIXES:  # no text with the oldest was read
                         del self.unknown[next(iter(self.unknown))]
-                    self.unknown[prefix] = None
+                    self.unknown[prefix] = self.clock()
                 return None
-            self.prefixes[prefix] = before
+            _, before = known
+            self.prefixes[prefix] = (self.clock(), before)
             layers = [torch.cat([kept.to(layer), layer]) for kept, layer in zip(before, layers, strict=True)]
         missing = len(tokens) - len(layers[0])
         if missing > 1:
@@ -79,13 +84,41 @@ class ServedTarget(Target):
         return _kept(TargetText(torch.tensor(tokens), answer_start, layers[:-1], layers[-1]))
 
     def _keep_prefix(self, prefix: tuple[int, ...], layers: list[Tensor]) -> None:
-        self.unknown.pop(prefix, None)
+        asked_at = self.unknown.pop(prefix)
         while len(self.prefixes) >= MAX_PREFIXES:
             del self.prefixes[next(iter(self.prefixes))]
-        self.prefixes[prefix] = layers
+        self.prefixes[prefix] = (asked_at, layers)
+
+    @property
+    def oldest(self) -> float:
+        """When a request last had the beginning that was not asked for the longest; inf: none is kept."""
+        return min((at for at in (*self.unknown.values(), *(at for at, _ in self.prefixes.values()))), default=math.inf)
+
+    def forget_until(self, time: float) -> None:
+        """Drops beginnings that no request has had since."""
+        self.unknown = {prefix: at for prefix, at in self.unknown.items() if at > time}
+        self.prefixes = {prefix: (at, layers) for prefix, (at, layers) in self.prefixes.items() if at > time}
+
+    def release(self) -> None:
+        """Learning has stopped: gives up all that is not the engine's."""
+        self.forget_until(math.inf)
+        del self.head, self.lm_head
+
+    @property
+    def num_channels(self) -> int:
+        """Of a token's kept states."""
+        return (len(self.taps) + 1) * self.hidden_size
 
     def bytes_per_token(self) -> int:
-        return (len(self.taps) + 1) * self.hidden_size * KEPT_DTYPE.itemsize + 8
+        return self.num_channels * KEPT_DTYPE.itemsize + 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Of beginnings at most, and of the head if it is not the engine's own."""
+        own = dict(self.decoder.lm_head.named_parameters(recurse=False)).get("weight")
+        is_shared = own is not None and own.data_ptr() == self.head.weight.data_ptr()
+        beginnings = MAX_PREFIXES * PREFIX_TOKENS * self.num_channels * KEPT_DTYPE.itemsize
+        return beginnings + (0 if is_shared else self.head.weight.untyped_storage().nbytes())
 
 
 def _kept(text: TargetText) -> TargetText:

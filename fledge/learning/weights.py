@@ -23,6 +23,13 @@ def are_finite(weights: Weights) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in weights.values())
 
 
+def staged_bytes(network: EagleDrafter) -> int:
+    """What `StagedWeights` takes for a while: all that is served in another type or layout than fp32."""
+    modules = list(network.modules())
+    plain = [one for module in modules for one in module.parameters(recurse=False) if one.dtype != torch.float32]
+    return sum(one.nbytes for one in plain) + sum(one.num_bytes for one in modules if isinstance(one, PackedLinear))
+
+
 class StagedWeights:
     """Weights in the types and layouts of a served network."""
 

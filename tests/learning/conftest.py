@@ -54,13 +54,30 @@ def toy_prompts(count: int, seed: int, kind: str = "tell") -> list[list[int]]:
     return found
 
 
+class Ticks:
+    """A clock that is a millisecond later at each reading: how much is learnt does not depend on the machine's speed."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def __call__(self) -> float:
+        self.readings += 1
+        return self.readings / 1000
+
+
 @pytest.fixture(scope="session")
 def learning_engine(target: Decoder) -> Callable[..., Engine]:
     def build(
-        drafter: EagleDrafter | None = None, *, capture: bool | None = None, engine: dict | None = None, **learn: Any
+        drafter: EagleDrafter | None = None,
+        *,
+        capture: bool | None = None,
+        engine: dict | None = None,
+        drift_guard: bool = False,
+        **learn: Any,
     ) -> Engine:
         """`drafter`: None: day 0."""
-        speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
+        torch.manual_seed(0)
+        speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=drift_guard)
         built = build_learning_engine(
             copy.deepcopy(target),
             speculation,
@@ -68,6 +85,7 @@ def learning_engine(target: Decoder) -> Callable[..., Engine]:
             LearnConfig(**{**LEARN, **learn}),
             fixed_prompts=toy_prompts(12, seed=99),
             capture=capture,
+            clock=Ticks(),
         )
         built.warm_up()
         return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,11 +10,14 @@ import pytest
 from fledge.drift.metrics import Count
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
+from fledge.learning.admission import Admission
 from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget
 from fledge.learning.config import LearnConfig
-from fledge.learning.domains import Domains
-from fledge.learning.gate import Live, has_fallen, judge
+from fledge.learning.domains import RETIRE_AFTER, Domains
+from fledge.learning.gate import MAX_CLIENTS, Live, has_fallen, judge
 from fledge.learning.generations import Generations, read_history
+from fledge.learning.journal import Journal
+from fledge.learning.report import summarize
 from fledge.learning.samples import MAX_USES, Sample, SampleRing, is_held_out
 from fledge.speculation.guard import DriftGuard
 
@@ -69,9 +73,14 @@ def test_a_sample_is_not_drawn_for_ever_nor_kept_past_its_age():
         sample.arrival = 0.0
         ring.admit(sample)
     assert sum(len(ring.draw(400)) for _ in range(100)) == 2 * MAX_USES
+    assert ring.expires_at == 60.0
+    now[0] = 59.0
+    ring.expire()
+    assert len(ring) == 2
     now[0] = 61.0
-    ring.draw(400)
+    ring.expire()
     assert len(ring) == 0
+    assert ring.expires_at == math.inf
 
 
 def test_a_held_out_prompt_is_never_trained_on():
@@ -127,6 +136,16 @@ def test_the_gate_wants_a_clear_gain_and_no_loss():
     assert judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(2.01)).accepted
 
 
+def test_the_gate_refuses_what_only_a_flood_gains_from():
+    before, after = counts(1.0, 24), counts(1.6, 18) + counts(0.7, 6, seed=1)
+    clients = ["flood"] * 18 + ["a", "b"] * 3
+    assert judge(LearnConfig(), before, after, [0] * 24).accepted
+    decision = judge(LearnConfig(), before, after, [0] * 24, clients=clients)
+    assert not decision.accepted
+    assert "all but one client" in decision.reason
+    assert judge(LearnConfig(), before, counts(1.4), [0] * 24, clients=clients).accepted
+
+
 def test_a_refused_candidate_is_worse_only_beyond_noise():
     domains = [0] * 24
     assert not judge(LearnConfig(), counts(1.0), counts(1.0), domains).is_worse
@@ -138,11 +157,11 @@ def test_a_single_text_is_no_evidence():
     assert not judge(LearnConfig(), counts(1.0, 1), counts(3.0, 1), [0]).accepted
 
 
-def live(rate: float, requests: int, domain: int = 0) -> Live:
-    draw, found = random.Random(0), Live()
+def live(rate: float, requests: int, domain: int = 0, client: str = "a", beside: Live | None = None) -> Live:
+    draw, found = random.Random(0), beside or Live()
     for _ in range(requests):
         tried = 100
-        found.add(domain, 40, max(1, int(tried * rate) + draw.randrange(-5, 6)), tried)
+        found.add(domain, client, 40, max(1, int(tried * rate) + draw.randrange(-5, 6)), tried)
     return found
 
 
@@ -151,6 +170,66 @@ def test_a_fall_is_seen_within_domains_only():
     assert not has_fallen(live(0.7, 50), live(0.5, 8))  # too few
     assert not has_fallen(live(0.7, 50), live(0.69, 50))
     assert not has_fallen(live(0.7, 50, domain=0), live(0.3, 50, domain=1))  # other traffic
+
+
+def test_one_client_cannot_cause_a_roll_back():
+    before = live(0.7, 50, beside=live(0.7, 10, client="b"))
+    assert not has_fallen(before, live(0.3, 200, beside=live(0.7, 10, client="b")))  # one turns hard
+    assert not has_fallen(live(0.9, 50, beside=live(0.4, 10, client="b")), live(0.4, 30, client="b"))  # an easy one has gone
+    assert has_fallen(before, live(0.3, 50, beside=live(0.3, 10, client="b")))  # it is so for all
+    assert has_fallen(live(0.7, 50), live(0.3, 50, beside=live(0.9, 2, client="b")))  # two requests say nothing
+    many = Live()
+    for number in range(500):
+        live(0.5, 1, client=str(number), beside=many)
+    assert len(many.by_client) == MAX_CLIENTS + 1
+    assert many.requests == 500
+
+
+def test_a_flood_leaves_room_for_others():
+    now = [0.0]
+    admission = Admission(30, lambda: now[0])
+    for _ in range(10_000):  # ten seconds of a flood alone
+        now[0] += 0.001
+        admission.admits("flood")
+    counts = {"flood": 0, "a": 0, "b": 0}
+    for step in range(10_000):
+        now[0] += 0.001
+        counts["flood"] += admission.admits("flood")
+        if step % 200 == 0:
+            counts["a"] += admission.admits("a")
+        if step % 500 == 100:
+            counts["b"] += admission.admits("b")
+    assert counts["a"] == 50
+    assert counts["b"] == 20
+    assert 200 < counts["flood"] <= 300 - 70 + 8
+    assert admission.crowds("flood")
+    assert not admission.crowds("a")
+
+
+def test_one_client_alone_has_the_whole_rate():
+    now = [0.0]
+    admission = Admission(30, lambda: now[0])
+    assert 300 <= sum(admission.admits("only") for now[0] in [n / 1000 for n in range(10_000)]) <= 340
+    assert not admission.crowds("only")
+
+
+def test_a_cluster_that_nobody_uses_gives_its_place_away():
+    domains, draw = Domains(max_clusters=2), random.Random(0)
+
+    def text(kind: int) -> list[int]:
+        return [5000 * kind + draw.randrange(100) for _ in range(80)]
+
+    assert [domains.assign(text(kind))[0] for kind in (0, 1)] == [0, 1]
+    for kind in range(2, 10):  # new words alone push nobody out
+        domains.assign(text(0))
+        assert domains.assign(text(kind))[0] in (0, 1)
+    while domains.ids == [0, 1]:
+        domains.assign(text(0))
+        domains.assign(text(11))
+        assert domains.num_texts < 2 * RETIRE_AFTER
+    assert domains.ids == [0, 2]
+    assert domains.assign(text(0))[0] == 0
+    assert domains.assign(text(11))[0] == 2
 
 
 def test_domains_tell_vocabularies_apart():
@@ -174,6 +253,24 @@ def test_history_survives_a_line_cut_short(tmp_path):
     (tmp_path / "current.json").write_text('{"generation": 7}')
     with pytest.raises(UserError, match="generation-0007"):
         _ = generations.current
+
+
+def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
+    own = {"requests": 32, "generation": 1, "steps": 16}
+    for _ in range(3):
+        journal = Journal(Generations(tmp_path, keep=2), lambda: own)
+        journal.record("point", acceptance_length=2.0)
+        journal.record("swap", generation=5)
+        journal.close()
+        with (tmp_path / "history.jsonl").open("a") as file:
+            file.write('{"event": "poi')  # killed
+    events = read_history(tmp_path)
+    assert [event["requests"] for event in events] == [32, 32, 64, 64, 96, 96]
+    assert [event["steps"] for event in events] == [16, 16, 32, 32, 48, 48]
+    assert [event["generation"] for event in events] == [1, 5] * 3
+    seconds = [event["seconds"] for event in events]
+    assert seconds == sorted(seconds)
+    assert "96 requests, 48 training steps" in summarize([{"recent_before": 1, "recent_after": 2} | event for event in events])
 
 
 def test_a_pool_that_forgets_keeps_its_owners():
@@ -218,7 +315,7 @@ def test_collecting_leaves_most_of_the_budget_to_training():
     for _ in range(10_000):  # 100 s of serving, and a sample that takes 10 ms after each 10 ms
         now += 0.01
         budget.serve()
-        if budget.allows_collecting:
+        if budget.allows_collecting():
             budget.charge(0.01, collecting=True)
             spent += 0.01
     assert FREE_SECONDS <= spent <= FREE_SECONDS + 0.01 * now + 0.02  # a fifth of 5 %

@@ -9,8 +9,11 @@ import torch
 
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
+from fledge.engine.engine import Engine
 from fledge.learning.gate import Decision
 from fledge.learning.hook import MAX_PAUSE, Learning
+from fledge.learning.learner import FixedSet, Learner
+from fledge.learning.setup import NEW_RATE, TRAINED_RATE
 from fledge.learning.weights import weights_of
 from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
 
@@ -67,8 +70,8 @@ def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
     list(hook.learner._gate())
     assert hook.learner.counts.refused == 1
     assert hook.learner.generation == 0
-    assert hook.events[-1]["event"] == "refused"
-    assert hook.events[-1]["is_worse"]
+    assert hook.journal.events[-1]["event"] == "refused"
+    assert hook.journal.events[-1]["is_worse"]
     assert same(served_weights(hook.network), served)
     assert [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)] == before
 
@@ -100,7 +103,7 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
 def test_a_long_piece_of_work_waits_until_nothing_runs(learning_engine, drafter):
     engine = learning_engine(drafter, budget=100)
     hook: Learning = engine.hook
-    hook._piece_seconds, hook._worked_at = MAX_PAUSE + 1, hook.clock()
+    hook._piece_seconds, hook._worked_at = MAX_PAUSE + 0.1, hook.clock()
     serve(engine, toy_prompts(16, seed=7))
     assert hook.ring.num_admitted
     assert not hook.budget.spent.learning - hook.budget.spent.collecting
@@ -127,8 +130,8 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     assert same(served_weights(hook.network), served)
     assert acceptance(serve(engine, toy_prompts(16, seed=5), learn=False)) > 2.0
     hook.close()
-    assert hook.generations.current == 0
-    assert [event["event"] for event in hook.events] == ["swap", "rollback"]
+    assert hook.journal.generations.current == 0
+    assert [event["event"] for event in hook.journal.events] == ["swap", "rollback"]
 
 
 def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
@@ -150,6 +153,55 @@ def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     assert first == {one: count for counts in learner._counted(list(first), hook.before[0]) for one, count in counts.items()}
 
 
+def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6, keep_generations=2)
+    hook: Learning = engine.hook
+    for _ in range(7):  # so fast that too few requests see each: generation 1 stays the measure
+        list(hook._swap(hook.learner.serving, ACCEPTED))
+        hook.learner.newest += 1
+        hook.learner.generation = hook.learner.newest
+        if hook.learner.generation == 1:
+            serve(engine, toy_prompts(32, seed=4))
+    assert hook.before[1] == 1
+    hook.roll_back("a test")
+    hook.close()
+    assert hook.journal.generations.current == 1
+    assert sorted(path.name[-1] for path in tmp_path.glob("generation-*")) == ["0", "1", "5", "6", "7"]
+
+
+def test_a_generation_that_could_not_be_saved_is_not_chosen(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    generations = engine.hook.journal.generations
+    engine.hook.close()
+    with pytest.raises(FileNotFoundError, match="generation-0003"):
+        generations.choose(3)
+    assert generations.current == 0
+
+
+def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
+    engine = learning_engine(folder=tmp_path, learning_rate=0.0)
+    engine.hook.close()
+    again = learning_engine(folder=tmp_path, learning_rate=0.0)
+    assert same(served_weights(again.hook.network), served_weights(engine.hook.network))
+    for one in (engine, again):
+        assert one.hook.config.learning_rate == NEW_RATE
+        assert one.drafter.fallback is not None
+    list(again.hook._swap(again.hook.learner.serving, Decision(True, "a test", recent_after=5.0)))  # better than n-grams
+    again.hook.close()
+    last = learning_engine(folder=tmp_path, learning_rate=0.0)
+    assert last.hook.learner.generation == 1
+    assert last.hook.config.learning_rate == NEW_RATE
+    assert last.drafter.fallback is None
+
+
+def test_a_drafter_that_was_given_is_not_taken_for_a_warm_start(learning_engine, drafter, tmp_path):
+    for given in (drafter, None):
+        engine = learning_engine(given, folder=tmp_path, learning_rate=0.0)
+        assert engine.hook.config.learning_rate == TRAINED_RATE
+        assert engine.drafter.fallback is None
+        engine.hook.close()
+
+
 def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog):
     engine = learning_engine(drafter)
 
@@ -164,6 +216,24 @@ def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch
     assert len(engine.hook.ring) == 0
     serve(engine, toy_prompts(8, seed=6))
     assert not engine.idle()
+
+
+@pytest.mark.parametrize("where", ["Learner.warm_up", "Learner.__init__", "FixedSet.of", "Engine._step"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test"), RuntimeError("can't allocate memory")])
+def test_out_of_memory_at_the_start_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog, where, error):
+    def no_memory(*_, **__):
+        raise error
+
+    owner, name = where.split(".")
+    with monkeypatch.context() as patched:
+        patched.setattr({"Learner": Learner, "FixedSet": FixedSet, "Engine": Engine}[owner], name, no_memory)
+        engine = learning_engine(drafter)
+    assert "learning stops: out of memory" in caplog.text
+    assert not engine.has_unfinished()
+    requests = serve(engine, toy_prompts(4, seed=6))
+    assert all(request.finish_reason in ("stop", "length") for request in requests)
+    assert acceptance(requests) > 1.5
+    engine.check_integrity()
 
 
 def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine, drafter, monkeypatch, caplog):

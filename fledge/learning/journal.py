@@ -1,0 +1,73 @@
+"""What learning did: points of the curve and decisions, for metrics and for a learn folder; and the generations it saves there.
+
+A thread of its own writes: no request waits for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fledge.learning.generations import Generations
+from fledge.models.drafter import EagleDrafter
+
+log = logging.getLogger("fledge.learning")
+
+CURVE_REQUESTS = 32  # to a point of the curve
+MAX_EVENTS = 512  # kept in memory, of each kind
+
+
+class Journal:
+    def __init__(self, generations: Generations | None, counts: Callable[[], dict[str, int]]) -> None:
+        """`generations`: None: nothing is written to disk. `counts`: requests, steps and generation, which every line bears."""
+        self.generations, self.counts = generations, counts
+        last = generations.last_event() if generations is not None else {}
+        self._before = {name: last.get(name, 0) for name in ("seconds", "requests", "steps")}  # a restart counts on from them
+        self.curve: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._window = [0, 0, 0]  # steps, accepted tokens and requests of the next point
+        self._began = time.time()
+        self._disk = ThreadPoolExecutor(1, "learn-disk")
+
+    def add_request(self, steps: int, accepted: int) -> None:
+        """Counts a request towards the next point of the curve."""
+        self._window = [sum(pair) for pair in zip(self._window, (steps, accepted, 1), strict=True)]
+        all_steps, all_accepted, requests = self._window
+        if requests >= CURVE_REQUESTS:
+            self._window = [0, 0, 0]
+            self.record("point", acceptance_length=1 + all_accepted / all_steps)
+
+    def record(self, kind: str, **figures: Any) -> None:
+        counts = {"seconds": time.time() - self._began, **self.counts()}
+        counts |= {name: round(counts[name] + before, 3) for name, before in self._before.items()}
+        event = {"event": kind, **counts, **figures}
+        (self.curve if kind == "point" else self.events).append(event)
+        if (generations := self.generations) is not None:
+            self._write(lambda: generations.record(event))
+
+    def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
+        """As `Generations.save`. `drafter` must not change any more: it is written later."""
+        if (generations := self.generations) is not None:
+            self._write(lambda: generations.save(drafter, number, figures, needed))
+
+    def choose(self, number: int) -> None:
+        """A restart goes on with this generation."""
+        if (generations := self.generations) is not None:
+            self._write(lambda: generations.choose(number))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._disk.shutdown()
+
+    def _write(self, write: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                write()
+            except Exception as error:  # a full disk costs the record, not the service
+                log.error("learning: could not be written (%s)", error)
+
+        self._disk.submit(guarded)
