@@ -26,11 +26,11 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample, SampleSet
+from fledge.training.drafter import last_layer, start_from_target
 from fledge.training.losses import LossSettings
 from fledge.training.objective import Objective, ObjectiveSettings
 from fledge.training.optimizers import build_optimizers, clip_gradients
 from fledge.training.targets.target import DecoderTarget
-from fledge.training.warm_start import last_layer, start_from_target
 
 # SmolLM2-135M's shape: the figures do not depend on what the weights say.
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)

@@ -1,10 +1,12 @@
-"""One drafter in training: its objective and optimiser, what it has reached, its folder. A run has one, or several arms."""
+"""An arm: one drafter in training, with its objective, optimiser, best acceptance and folder. A run has one or several."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,40 @@ from torch import Tensor
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
 from fledge.files import write_atomically
-from fledge.training.checkpoint import load_checkpoint, save_checkpoint
+from fledge.training.checkpoint import flat_settings, load_checkpoint, save_checkpoint
 from fledge.training.context import TrainingContext
 from fledge.training.data.prefetch import StepInput
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, evaluate
 from fledge.training.export import export, served_copy
-from fledge.training.guards import describe_not_finite
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
 from fledge.training.objective import Objective, ObjectiveSettings
 from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
-from fledge.training.targets.target import TargetStates
+from fledge.training.recipe import Recipe, RecipeError, with_overrides
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import TrainBatch
+
+# Sections that arms may differ in, and keys of them that all arms share: the target's pass and the batches depend on these.
+OWN = ("drafter", "objective", "optimizer")
+SHARED = (
+    *("drafter.aux_layers", "drafter.draft_vocab_size"),
+    *("objective.ttt_steps", "objective.outside_vocabulary", "objective.chunk_rows"),
+)
 
 Recent = deque[tuple[int, StepInput]]
 
 
 class TrainingStopped(UserError):
     """The run cannot go on; says where and what to do."""
+
+
+class OutOfMemory(TrainingStopped):
+    """`on_all`: all processes of the run stopped for it, so that they can try again together."""
+
+    def __init__(self, message: str, *, on_all: bool) -> None:
+        super().__init__(message)
+        self.on_all = on_all
 
 
 @dataclass
@@ -48,7 +65,7 @@ class _Window:
 
 
 class Arm:
-    journal: Journal  # from the run's start
+    journal: Journal  # set by the trainer when the run starts
 
     def __init__(self, context: TrainingContext, world: DistributedContext) -> None:
         self.context, self.world, self.recipe, self.drafter = context, world, context.recipe, context.drafter
@@ -107,7 +124,7 @@ class Arm:
         self._window.tokens += batch.tokens_BT.numel() * self.world.size
 
     def end_step(self, step: int) -> None:
-        self.world.sum_gradients(self.drafter.parameters())
+        """Updates the weights by the gradients, which are summed over all processes by now."""
         norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm)
         self.optimizer.step()
         window = self._window
@@ -116,7 +133,7 @@ class Arm:
         is_bad = ~torch.isfinite(window.loss + norm) & (window.first_bad < 0)
         window.first_bad = torch.where(is_bad, step, window.first_bad)
 
-    # --- telling --------------------------------------------------------------------------------------------------
+    # --- logging --------------------------------------------------------------------------------------------------
 
     def reset_window(self) -> None:
         zero = torch.zeros((), device=self.device)
@@ -124,11 +141,11 @@ class Arm:
         self._window = _Window(zero.clone(), zero.clone(), first_bad, began=time.perf_counter())
 
     def pause(self, seconds: float) -> None:
-        """The tokens per second are those of training: evaluations do not count."""
+        """Leaves an evaluation's time out of the tokens per second."""
         self._window.began += seconds
 
     def check_finite(self, recent: Recent) -> None:
-        """Waits for the device."""
+        """Raises if a loss or gradient since the last log was not finite. Synchronises with the device."""
         bad = int(self._window.first_bad)
         if bad >= 0:
             step_input = next((x for step, x in recent if step == bad), None)
@@ -167,17 +184,21 @@ class Arm:
         self.reset_window()
 
     def evaluate(self, step: int, tokens: int, held_out: HeldOut | None) -> None:
-        """On the first process, which has `held_out`; the others wait for what it found."""
-        figures, asked = None, self.recipe.evaluation
-        if self.world.is_first:
+        """Evaluates on the first process, which has `held_out`, and keeps the drafter if it is the best so far."""
+        asked = self.recipe.evaluation
+
+        def measured() -> dict[str, Any]:
             assert held_out is not None
             drafter = served_copy(self.drafter, self.target, self.dtype)
-            figures = evaluate(drafter, held_out, asked.depths, asked.sink_column)
+            return evaluate(drafter, held_out, asked.depths, asked.sink_column)
+
+        figures = self.world.on_first(measured)
+        if self.world.is_first:
             self.journal.record("evaluation", step, figures)
             shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
             self.journal.say(f"step {step:,}: acceptance length {shown}")
             self.evaluations.append({"step": step, **figures})
-        length = self.world.broadcast(figures and figures["acceptance_length"][asked.select_depth])
+        length = figures["acceptance_length"][asked.select_depth]
         if length > self.best:
             self.best, self.stale = length, 0
             if self.world.is_first:
@@ -207,7 +228,7 @@ class Arm:
         save_checkpoint(self.folder / "checkpoints", step, state, keep)
 
     def resume(self, path: Path) -> dict[str, Any]:
-        """Takes a checkpoint's weights and returns all of it. The first process reads: the others may not have the file."""
+        """Loads a checkpoint's weights and returns its whole state. The first process reads: others may not have the file."""
         state = self.world.on_first(lambda: load_checkpoint(path))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
@@ -224,3 +245,49 @@ class Arm:
             ) from None
         self.best, self.stale = state["best"], state["stale"]
         return state
+
+
+def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
+    """Parses arms, each `NAME=KEY=VALUE …`: the recipe with these keys, in a folder NAME of the output folder."""
+    recipes: dict[str, Recipe] = {}
+    for text in arms:
+        name, equals, keys = text.partition("=")
+        if not equals or not name or Path(name).name != name:
+            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
+        if name in recipes:
+            raise RecipeError(f"--arms: {name} is there twice")
+        recipes[name] = with_overrides(recipe, shlex.split(keys))
+        was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
+        changed = [key for key, value in now.items() if value != was[key]]
+        if refused := [key for key in changed if key.partition(".")[0] not in OWN or key in SHARED]:
+            raise RecipeError(
+                f"--arms {name}: {', '.join(refused)} must be the same in all arms, which share target, data and batches; "
+                "set it for all of them"
+            )
+    if recipe.run.patience is not None:
+        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
+    return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]
+
+
+def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:
+    """Says which step failed and whether the target or the drafter caused it. Saves the batch in `folder`."""
+    text = f"step {step}: the loss is not a finite number"
+    if step_input is None:
+        return text
+    where = folder / "not-finite.pt"
+    write_atomically(where, lambda file: torch.save([vars(packed) for packed in step_input.packed], file))
+    text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
+    for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
+        finite = torch.stack([torch.isfinite(tap).all(-1) for tap in target.states(batch).taps]).all(0)
+        finite = finite.view(batch.tokens_BT.shape).cpu()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            return text + (
+                f"; the target's own states are not finite in batch {number}, row {row}, "
+                f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
+            )
+    documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
+    return text + (
+        f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
+        "lower optimizer.learning_rate, or lengthen optimizer.warmup"
+    )

@@ -1,11 +1,11 @@
-"""Where a run stands, on disk: written whole or not at all; and whether it may continue with other settings."""
+"""Checkpoints of a run, written atomically; and whether a run may continue with other settings."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name))
 
 
+def latest_checkpoints(folders: Sequence[Path]) -> list[Path]:
+    """The checkpoint of each run at the newest step that all have; empty if no run has any."""
+    found = [{path.name: path for path in checkpoints(folder / "checkpoints")} for folder in folders]
+    common = set.intersection(*(set(paths) for paths in found))
+    if not common and any(found):
+        raise UserError(
+            f"{', '.join(map(str, folders))}: these arms have no checkpoint of the same step; train what is missing in another "
+            "output folder"
+        )
+    return [paths[max(common)] for paths in found] if common else []
+
+
 def remove_leftovers(folder: Path) -> None:
-    """What a run that was killed while it wrote leaves: as large as a checkpoint, and never read."""
+    """Deletes temporary files of a run that was killed while it wrote a checkpoint."""
     for path in folder.glob(".step-*.pt.*"):
         path.unlink(missing_ok=True)
 
@@ -118,7 +130,7 @@ def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str
 
 
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
-    """In words: (what `recipe` may not have changed since `before`, a recipe as a mapping; what it may, but not unnoticed)."""
+    """Describes the changes since `before`, a recipe as a mapping: (refused ones, allowed ones that are logged)."""
     was, now = flat_settings(before), flat_settings(recipe.to_dict())
     usual = flat_settings(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
@@ -137,7 +149,7 @@ def _within(value: Any, output: str) -> Any:
 
 
 def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """By dotted keys."""
+    """Flattens nested settings to dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= flat_settings(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}

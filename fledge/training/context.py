@@ -1,4 +1,4 @@
-"""From recipes to the context of a run: target, data, draft vocabulary, drafters."""
+"""Builds the context of a run from its recipes: target, data, draft vocabulary, drafters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from fledge.training.data.loading import DataReport, data_hash, load_samples, to
 from fledge.training.data.samples import SampleSet
 from fledge.training.data.vocabulary import DraftVocabulary
 from fledge.training.distributed import DistributedContext
-from fledge.training.drafter_shape import drafter_config
+from fledge.training.drafter import drafter_config, start_from_drafter, start_from_target, start_random
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import DataRecipe, Recipe, RecipeError
 from fledge.training.targets.loading import find_target, greedy_answers, load_target
 from fledge.training.targets.target import DecoderTarget, Target
-from fledge.training.warm_start import start_from_drafter, start_from_target, start_random
 
 Say = Callable[[str], None]
 
@@ -102,7 +101,7 @@ def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> D
 
 def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Say) -> list[TrainingContext]:
     """One for each recipe, with a drafter of its own; target, data and draft vocabulary are shared. They must be resolved,
-    and alike in what they share (`trainer.arm_recipes`)."""
+    and alike in what they share (`arm.arm_recipes`)."""
     recipe = recipes[0]
     device = torch.device(recipe.run.device)
     # First: one may not be there.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,16 +27,20 @@ def _as_tensor(array: Any, start: int) -> Tensor:
         return torch.frombuffer(array, dtype=torch.uint8)[start : start + BROADCAST_BYTES]
 
 
+class AgreedOutOfMemory(torch.OutOfMemoryError):
+    """Memory ran out on at least one process, and all of them know: they can go on together."""
+
+
 @dataclass(frozen=True)
 class DistributedContext:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    control: Any = None  # process group for small facts on the host: agreeing never waits for a GPU
+    control: Any = None  # process group on the host, for small messages: it never waits for a GPU
 
     @classmethod
     def join(cls, use_cuda: bool) -> DistributedContext:
-        """Reads what torchrun sets; without it, a world of one."""
+        """Joins the process group that torchrun describes; without torchrun, a world of one."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -59,7 +64,7 @@ class DistributedContext:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process has, for all. Large numpy arrays inside travel without a copy."""
+        """Sends the first process's value to all. Large numpy arrays inside are not copied."""
         if self.size == 1:
             return value
         arrays: list[bytearray | memoryview] = []
@@ -75,29 +80,41 @@ class DistributedContext:
         return value if self.is_first else pickle.loads(packed, buffers=arrays)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives on the first process, for all; a user's mistake found there is told by all."""
+        """Runs `work` on the first process and returns its result on all. A user's mistake, or memory that runs out there, is
+        raised by all."""
         if self.size == 1:
             return work()
-        result, problem = None, None
+        result: Any = None
+        problem: Exception | None = None
         if self.is_first:
             try:
                 result = work()
             except UserError as error:
                 problem = error
+            except torch.OutOfMemoryError as error:
+                problem = AgreedOutOfMemory(str(error))
         result, problem = self.broadcast((result, problem))
         if problem is not None:
             raise problem
         return result
 
+    @contextmanager
+    def agree_on_memory(self) -> Iterator[None]:
+        """Memory that runs out on one process is raised by all: none waits for one that is gone. No collectives inside."""
+        problem = ""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            problem = str(error)
+        if self.sum(torch.tensor([float(bool(problem))])) > 0:
+            raise AgreedOutOfMemory(problem or "on another process")
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One reduction over all gradients laid end to end. The drafter is small: overlapping would gain nothing."""
-        if self.size == 1:
-            return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in gradients])
-        dist.all_reduce(flat)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        """In place, so that it takes no memory. The drafter has few tensors: overlapping would gain nothing."""
+        if self.size > 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
 
     def broadcast_parameters(self, module: nn.Module) -> None:
         if self.size > 1:
@@ -105,7 +122,7 @@ class DistributedContext:
                 dist.broadcast(tensor, src=0)
 
     def in_turn(self, work: Callable[[], Any]) -> Any:
-        """Each process's own result; they work one after the other."""
+        """Runs `work` on one process after the other; each returns its own result."""
         result = None
         for rank in range(self.size):
             if rank == self.rank:

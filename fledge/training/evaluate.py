@@ -1,31 +1,43 @@
-"""Acceptance on held-out prompts: what speculative decoding with the drafter's own tokens would give."""
+"""Acceptance on held-out prompts: what speculative decoding with the drafter's own tokens would give; also under other chat
+templates and system prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.drift.metrics import Tally, by_text
+from fledge.checkpoints.eagle3 import load_drafter
+from fledge.drift.metrics import MetricAccumulator, by_text
 from fledge.drift.probes import find_sink
 from fledge.drift.rollout import roll_out
 from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.training.attention import BLOCK, document_starts
+from fledge.progress import track
+from fledge.tokenizer import Tokenizer
+from fledge.training.data.packing import pack
+from fledge.training.data.rendering import ChatFormat, TemplateError
+from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, TextTemplate
+from fledge.training.distributed import DistributedContext
+from fledge.training.recipe import Recipe
+from fledge.training.targets.loading import find_target, greedy_answers, load_target
 from fledge.training.targets.target import DecoderTarget, Target, TargetStates
-from fledge.training.ttt import TrainBatch
+from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
-TOKENS_AT_ONCE = 1 << 15  # of texts that are drafted over together
+TOKENS_AT_ONCE = 1 << 15  # of the texts in one batch
 SINK_TEXTS = 4  # that the sink is looked for in
+ROBUSTNESS_DEPTH = 5
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The target's own greedy texts, packed, with its states: all that an evaluation needs of the target."""
+    """Greedy texts of the target, packed, with its hidden states: all that an evaluation needs of the target."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
@@ -37,17 +49,9 @@ class HeldOut:
     @classmethod
     def of(cls, target: Target, texts: Sequence[Sequence[int]], answer_starts: Sequence[int], device: torch.device) -> HeldOut:
         """`texts[i][answer_starts[i]:]` is what the target wrote, greedily."""
-        longest = max(map(len, texts))
-        length = -(-longest // BLOCK) * BLOCK
-        rows: list[list[int]] = []  # texts by number
-        room: list[int] = []
-        for number in sorted(range(len(texts)), key=lambda i: -len(texts[i])):
-            row = next((r for r, left in enumerate(room) if left >= len(texts[number])), len(rows))
-            if row == len(rows):
-                rows.append([])
-                room.append(length)
-            rows[row].append(number)
-            room[row] -= len(texts[number])
+        lengths = np.array([len(text) for text in texts])
+        length = -(-int(lengths.max()) // BLOCK) * BLOCK
+        rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # texts by number
         tokens = torch.zeros(len(rows), length, dtype=torch.long)
         document = torch.zeros(len(rows), length, dtype=torch.long)
         answers = {}
@@ -106,7 +110,7 @@ def evaluate(
     """
     texts = held_out.texts
     sink = held_out.sink_column if sink_column is None else sink_column
-    tally = Tally(sorted(depths))
+    tally = MetricAccumulator(sorted(depths))
     for group in in_groups([len(text.tokens_T) for text in texts], TOKENS_AT_ONCE):
         rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink)
         for index, figures in zip(group, by_text(rollout, len(group), tally.depths), strict=True):
@@ -136,3 +140,62 @@ def acceptance(
     if sink_column is None:
         held_out = held_out.with_sink(decoder)
     return evaluate(drafter, held_out, depths, sink_column, per_text=True)
+
+
+# --- other templates and system prompts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Acceptance length at depth 5 in one setting, and what share it is of that in the usual one."""
+
+    setting: str
+    acceptance_length: float
+    standard_error: float
+    share: float
+
+
+def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *, texts: bool = True) -> list[Retention]:
+    """`recipe`: resolved. `questions`: users' turns that were not trained on. `texts`: whether the tokenizer can write other
+    templates' marks."""
+    folder = find_target(recipe)
+    tokenizer = Tokenizer(folder)
+    chat, world = ChatFormat(tokenizer), DistributedContext()
+    loaded = load_target(recipe, world, folder)
+    target, device = loaded.target, torch.device(recipe.run.device)
+    dtype = getattr(torch, recipe.run.compute_dtype)
+    drafter = load_drafter(drafter_folder, dtype=dtype, device=device).share(target.embedding, target.lm_head)
+    stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
+
+    def with_system(question: str) -> list[int]:
+        messages = [{"role": "system", "content": SYSTEM_PROMPTS[0]}, {"role": "user", "content": question}]
+        return chat.prompt_ids(messages, [])
+
+    def by(template: TextTemplate) -> Callable[[str], list[int]]:
+        return lambda question: tokenizer.encode(template.user.replace("{}", question) + template.opening)
+
+    settings = {"as served": lambda question: chat.prompt_ids([{"role": "user", "content": question}], [])}
+    if texts:
+        settings |= {
+            "another system prompt": with_system,
+            "another chat template": by(TEXT_TEMPLATES["vicuna"]),
+            "no chat template": by(NO_TEMPLATE),
+        }
+    found: list[Retention] = []
+    for name, render in track(settings.items(), "checking acceptance under other templates", "templates"):
+        try:
+            prompts = [render(question) for question in questions]
+        except TemplateError:  # a template without system prompts, say
+            continue
+        prompts = [prompt for prompt in prompts if 1 < len(prompt) <= recipe.evaluation.max_prompt_tokens]
+        if not prompts:
+            continue
+        answers = greedy_answers(target, prompts, recipe.evaluation.max_new_tokens, stop_ids)
+        whole = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        held_out = HeldOut.of(target, whole, [len(prompt) for prompt in prompts], device)
+        figures = evaluate(drafter, held_out, [ROBUSTNESS_DEPTH])
+        length = figures["acceptance_length"][ROBUSTNESS_DEPTH]
+        usual = found[0].acceptance_length if found else length
+        found.append(Retention(name, length, figures["standard_error"][ROBUSTNESS_DEPTH], length / usual))
+    target.close()
+    return found

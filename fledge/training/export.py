@@ -61,7 +61,7 @@ def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
         config, weights = drafter_config_from_hf(state["config"]), state["drafter"]
         return replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)
     # An earlier version's, which says it in its recipe and the target's configuration.
-    from fledge.training.drafter_shape import drafter_config
+    from fledge.training.drafter import drafter_config
     from fledge.training.recipe import DrafterRecipe
 
     model = state["recipe"]["target"]["model"]

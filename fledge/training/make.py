@@ -1,10 +1,10 @@
-"""A drafter for a model in one command: answers, training, checks, card. Each part continues where it was ended.
+"""Makes a drafter for a model: answers, training, checks, card. An interrupted run continues with its last part.
 
-make.json        settings, seconds spent, parts done
-answers*.jsonl   what the target answered (they grow line by line), greedily and sampled
+make.json        settings, seconds spent, parts that are done
+answers*.jsonl   the target's answers, greedy and sampled, appended line by line
 data/            the same, split into training and held-out conversations
 recipe.yaml      of the training, whose folder is run/
-drafter/         what came of it, with a model card
+drafter/         the drafter, with a model card
 """
 
 from __future__ import annotations
@@ -17,40 +17,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fledge import progress as progress_bars
 from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.checkpoints.ends import fetch_ends
 from fledge.checkpoints.export import launch_commands
-from fledge.devices import resolve_device
+from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training import toy
+from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
 from fledge.training.distributed import DistributedContext
-from fledge.training.make_answers import Progress, Say, answer, free, num_lines, sizes
-from fledge.training.make_plan import MakePlan
+from fledge.training.evaluate import Retention, robustness
+from fledge.training.make_answers import Progress, Say, answer, num_lines, sizes
+from fledge.training.planning import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
-from fledge.training.robustness import Retention, robustness
 from fledge.training.targets.loading import target_shape
-from fledge.training.trainer import TrainingStopped, train, train_arms
+from fledge.training.trainer import train, train_arms
 
 NUM_DRAFT_TOKENS = 3  # in the commands at the end
 ARMS = {"eagle3.1": "", "eagle3": "drafter.version=3"}  # with a twin
 
 
 class Interrupted(UserError):
-    """Ended on the user's wish; the same command continues."""
+    """Interrupted by SIGINT or SIGTERM. The same command continues."""
 
 
 @dataclass(frozen=True)
 class Made:
     folder: Path
     acceptance_length: dict[str, float]  # by depth, on held-out prompts
-    healthy: bool | None  # as `fledge doctor` says; None: not asked, as the target runs elsewhere
+    healthy: bool | None  # the verdict of `fledge doctor`; None: not run, because the target is on a server
     robustness: list[Retention]
     commands: dict[str, str]
 
@@ -68,7 +67,7 @@ def make(
     device: str = "auto",
     say: Say = print,
 ) -> Made | None:
-    """None: in the processes of torchrun that are not the first.
+    """Makes a drafter in `out`. Returns None in the processes of torchrun that are not the first.
 
     `decontaminate`: files of prompts; what shares thirteen words in a row with one is not answered. `twin`: also trains an
     EAGLE 3 drafter on the same batches, to compare with.
@@ -76,31 +75,33 @@ def make(
     place = resolve_device(device)
     world = DistributedContext.join(use_cuda=place.type == "cuda")
     settings = {"model": model, "prompts": None if prompts is None else str(prompts), "endpoint": endpoint, "twin": twin}
-    progress = world.on_first(lambda: Progress.load(out / "make.json", settings))
-    if model == "toy":
-        model = str(world.on_first(lambda: toy.make(out / "toy", num_answers=1)) / "target")
 
-    def prepare() -> tuple[MakePlan, dict[str, Any]]:
-        folder = fetch_ends(model) if endpoint else sources.resolve(model)
+    def prepare() -> tuple[MakePlan, dict[str, Any], Progress]:
+        progress = Progress.load(out / "make.json", settings)
+        name = str(toy.make(out / "toy", num_answers=1) / "target") if model == "toy" else model
+        folder = fetch_ends(name) if endpoint else sources.resolve(name)
         shape, _ = target_shape(folder)
         tokenizer = Tokenizer(folder)
-        plan = MakePlan.of(model, shape, tokenizer, place, hours, prompts, endpoint, endpoint_states)
+        plan = MakePlan.of(name, shape, tokenizer, place, hours, prompts, endpoint, endpoint_states)
         say(f"the plan, for {hours:g} hours:\n{plan.describe()}")
         out.mkdir(parents=True, exist_ok=True)
         progress.save()
         if "answers" not in progress.done:
             answer(plan, shape, tokenizer, out, progress, decontaminate, say)
-        return plan, _recipe(plan, out, progress, twin, say).to_dict()
+        return plan, _recipe(plan, out, progress, twin, say).to_dict(), progress
 
-    plan, content = world.on_first(prepare)
-    recipe = build_recipe(content)
-    if "training" not in progress.done:
-        recipe = _train(recipe, twin, say if world.is_first else lambda text: None)
+    try:
+        plan, content, progress = world.on_first(prepare)
+        recipe = build_recipe(content)
+        if "training" not in progress.done:
+            recipe = _train(recipe, twin, say if world.is_first else lambda text: None, world)
+    finally:
+        world.leave()
     if not world.is_first:
         return None
     if "training" not in progress.done:
         progress.finish("training")
-    free(place)
+    release_memory(place)
     return _finish(plan, recipe, out, progress, twin, say)
 
 
@@ -108,7 +109,7 @@ def make(
 
 
 def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say) -> Recipe:
-    """Written once, so that a resumed run has the same steps; the time may be another."""
+    """Returns the training recipe. It is written once, so that a resumed run has the same steps; its time may change."""
     path, seconds = out / "recipe.yaml", plan.train_seconds(progress.spent)
     if path.is_file():
         recipe = load_recipe(path)
@@ -124,28 +125,30 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say)
     return recipe
 
 
-def _train(recipe: Recipe, twin: bool, say: Say) -> Recipe:
-    """With smaller micro-batches where memory runs out, which changes nothing but the speed. Returns what fitted."""
+def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> Recipe:
+    """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
+    Returns the recipe that fitted."""
     began = time.perf_counter()
     while True:
         try:
             if twin:
-                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began)
+                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, world=world)
                 result = results["eagle3.1"]
             else:
-                result = train(recipe, began=began)
+                result = train(recipe, began=began, world=world)
             if not result.finished:
                 raise Interrupted("interrupted; the same command continues")
             return recipe
-        except TrainingStopped as error:
+        except OutOfMemory as error:
             size = recipe.data.micro_batch_size // 2
-            if not isinstance(error.__cause__, torch.OutOfMemoryError) or (not size and recipe.objective.recompute):
+            # Not on all: the others still wait in a collective. This process ends, and torchrun ends them.
+            if not error.on_all or (not size and recipe.objective.recompute):
                 raise
             say(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
             data, objective = replace(recipe.data, micro_batch_size=max(1, size)), replace(recipe.objective, recompute=True)
             recipe = replace(recipe, data=data, objective=objective)
         # Only here: the error holds on to everything that did not fit.
-        free(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        release_memory(resolve_device("auto"))
 
 
 # --- checks and card --------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The answers that `fledge make` trains on: written in the time that there is, then split into training and held-out ones."""
+"""Answers for `fledge make`: written within a time limit, then split into training and held-out conversations."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import re
@@ -15,25 +14,27 @@ from typing import Any
 
 import torch
 
+from fledge.devices import release_memory
 from fledge.errors import UserError
 from fledge.files import write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
-from fledge.training.make_plan import AnswerPart, MakePlan
+from fledge.training.planning import AnswerPart, MakePlan
 from fledge.training.targets.endpoint import EndpointAnswers
 from fledge.training.targets.states_client import StatesClient, launch_command
 
 FIRST_ROUND = {"cuda": 2048, "cpu": 64}  # self-written prompts; later rounds are as large as the speed allows
 ENDPOINT_REQUESTS = 64
-MIN_SHARE = 0.15  # of all time, for answers, where what came before them took theirs
-SIZED_LINES = 4096  # conversations whose tokens are counted; the others are taken to be alike
+MIN_ANSWERS, MIN_SECONDS = 8, 60.0  # fewer cannot be trained on and held out; they may take a minute beyond a short budget
+MIN_SHARE = 0.15  # of all time, at least for answers, even if loading took long
+SIZED_LINES = 4096  # conversations whose tokens are counted; the rest are assumed to be alike
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class Progress:
-    """What is done, on disk, and the seconds it took."""
+    """The parts that are done and the seconds they took, kept in make.json."""
 
     path: Path
     settings: dict[str, Any]
@@ -75,45 +76,62 @@ class Progress:
 def answer(
     plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progress: Progress, decontaminate: Sequence[Path], say: Say
 ) -> None:
-    generator, files = _generator(plan, shape), []
+    """Writes all answers of the plan and splits them into training and held-out files."""
+    writer = _AnswerWriter(_generator(plan, shape), plan, tokenizer, out, progress, decontaminate, say)
     start = progress.spent
     left = max(plan.answer_seconds - start, MIN_SHARE * plan.seconds)
     for part in plan.answer_parts:
-        _answer_part(part, start + part.until * left, plan, generator, tokenizer, out, progress, decontaminate, say)
-        files += [out / part.file] if (out / part.file).is_file() else []
-    del generator
-    free(torch.device(plan.device))
+        writer.write_until(part, start + part.until * left)
+    files = [out / part.file for part in plan.answer_parts]
+    if sum(map(num_lines, files)) < MIN_ANSWERS:  # a short budget on a busy machine: the first few come before the time limit
+        writer.write(plan.answer_parts[0], MIN_ANSWERS, max(MIN_SECONDS, plan.seconds))
+    del writer
+    release_memory(torch.device(plan.device))
     if plan.device != "cpu":
         say(f"GPU memory still taken when the answers are there: {torch.cuda.memory_reserved(plan.device) / 2**30:.1f} GiB")
+    files = [file for file in files if file.is_file()]
     done = sum(map(num_lines, files))
-    if done < 8:
+    if done < MIN_ANSWERS:
         raise UserError(f"{out}: {done} answers are too few to train on; give more time (--hours) or more prompts (--prompts)")
     split(files, out / "data")
     progress.finish("answers")
 
 
-def _answer_part(
-    part: AnswerPart,
-    until: float,
-    plan: MakePlan,
-    generator: AnswerGenerator,
-    tokenizer: Tokenizer,
-    out: Path,
-    progress: Progress,
-    decontaminate: Sequence[Path],
-    say: Say,
-) -> None:
-    """Until so many seconds are spent. A file's prompts at once. Self-written ones in rounds, each as large as the time that is
-    left allows by the speed of those before it: all prompts of a round are written before the first is answered."""
-    file, before, began = out / part.file, num_lines(out / part.file), time.monotonic()
-    num_new, size = 0, FIRST_ROUND["cpu" if plan.device == "cpu" else "cuda"]
-    while (left := until - progress.spent) > 0:
-        if num_new:
-            size = min(4 * num_new, max(16, int(num_new / (time.monotonic() - began) * left)))
+@dataclass
+class _AnswerWriter:
+    """Writes the answers of a plan's parts, each to its own file."""
+
+    generator: AnswerGenerator
+    plan: MakePlan
+    tokenizer: Tokenizer
+    out: Path
+    progress: Progress
+    decontaminate: Sequence[Path]
+    say: Say
+
+    def write_until(self, part: AnswerPart, until: float) -> None:
+        """Writes answers of one kind until `until` seconds are spent.
+
+        All prompts of a file are answered in one call. Self-written prompts come in rounds, because all prompts of a round are
+        written before the first is answered. The size of a round follows from the time left and the speed so far.
+        """
+        before, began = num_lines(self.out / part.file), time.monotonic()
+        num_new, size = 0, FIRST_ROUND["cpu" if self.plan.device == "cpu" else "cuda"]
+        while (left := until - self.progress.spent) > 0:
+            if num_new:
+                size = min(4 * num_new, max(16, int(num_new / (time.monotonic() - began) * left)))
+            written = self.write(part, before + num_new + size if part.self_written else None, left)
+            num_new += written
+            if not part.self_written or not written:
+                return
+
+    def write(self, part: AnswerPart, total: int | None, max_seconds: float) -> int:
+        """Writes answers until the part's file has `total`, for at most `max_seconds`. Returns how many are new."""
+        file, plan = self.out / part.file, self.plan
         try:
             report = regenerate(
-                generator,
-                tokenizer,
+                self.generator,
+                self.tokenizer,
                 None if part.self_written else plan.prompts,
                 file,
                 max_tokens=plan.max_answer_tokens,
@@ -121,27 +139,18 @@ def _answer_part(
                 seed=part.seed,
                 model=plan.model,
                 template_options=[{"enable_thinking": True}, {"enable_thinking": False}] if plan.has_thinking else [{}],
-                decontaminate=decontaminate,
-                max_seconds=left,
-                self_prompted=before + num_new + size if part.self_written else None,
+                decontaminate=self.decontaminate,
+                max_seconds=max_seconds,
+                self_prompted=total if part.self_written else None,
+                limit=total,
             )
-            say(f"{file.name}: {report}")
+            self.say(f"{file.name}: {report}")
+            return report.conversations
         except PromptsExhausted as error:
-            say(f"{file.name}: {error}")
-            return
+            self.say(f"{file.name}: {error}")
+            return 0
         finally:
-            progress.save()
-        num_new += report.conversations
-        if not part.self_written or not report.conversations:
-            return
-
-
-def free(device: torch.device) -> None:
-    """Gives memory back that only the garbage collector finds: engines and trainers refer to themselves."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # what comes next has its own
+            self.progress.save()
 
 
 def _generator(plan: MakePlan, shape: Any) -> AnswerGenerator:
@@ -152,7 +161,7 @@ def _generator(plan: MakePlan, shape: Any) -> AnswerGenerator:
         return EndpointAnswers(client, ENDPOINT_REQUESTS)
     from fledge.engine.offline import answer_generator
 
-    # What is longer than a row of the training is not learnt from.
+    # Longer conversations are not trained on.
     return answer_generator(plan.model, device=plan.device, max_model_len=plan.sequence_length)
 
 
@@ -164,7 +173,7 @@ def num_lines(path: Path) -> int:
 
 
 def split(answers: Sequence[Path], folder: Path) -> None:
-    """A tenth of the first file's prompts, 64 at most, are held out: the same ones for the same answers."""
+    """Holds out a tenth of the first file's prompts, at most 64. The choice depends on their ids alone."""
     with answers[0].open("rb") as file:
         ids = sorted((_id_of(line) for line in file), key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ids[: min(64, max(2, len(ids) // 10))])
@@ -179,13 +188,13 @@ def split(answers: Sequence[Path], folder: Path) -> None:
 
 
 def _id_of(line: bytes) -> str:
-    """Its first key, without reading the rest of the line: a file of answers may have gigabytes."""
+    """Reads a line's id without parsing the rest: a file of answers may have gigabytes."""
     found = re.match(rb'\{"id":\s*("(?:[^"\\]|\\.)*")', line)
     return json.loads(found[1]) if found else json.loads(line)["id"]
 
 
 def sizes(path: Path) -> tuple[float, int]:
-    """About how many tokens the conversations have, and how many the longest: by the first of them."""
+    """Estimates the number of tokens of all conversations, and of the longest, from the first ones."""
     num_tokens = num_bytes = longest = 0
     with path.open("rb") as file:
         for line in islice(file, SIZED_LINES):

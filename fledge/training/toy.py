@@ -18,8 +18,8 @@ from fledge.checkpoints.hf import save_decoder
 from fledge.config import ModelConfig
 from fledge.files import write_atomically
 from fledge.models.decoder import Decoder
-from fledge.training.attention import document_starts, packed_attend, packed_mask
 from fledge.training.targets.continuations import continuations
+from fledge.training.ttt import document_starts, packed_attend, packed_mask
 
 NUMBERS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,12 +18,11 @@ from torch import Tensor
 
 from fledge import progress
 from fledge.errors import UserError
-from fledge.training.arm import Arm, Recent, TrainingStopped
+from fledge.training.arm import OWN, Arm, OutOfMemory, Recent, arm_recipes
 from fledge.training.checkpoint import (
     check_settings,
-    checkpoints,
     earlier_settings,
-    flat_settings,
+    latest_checkpoints,
     remove_leftovers,
     restore_random_state,
 )
@@ -28,21 +30,38 @@ from fledge.training.context import TrainingContext, build_contexts, held_out_te
 from fledge.training.data.loading import DataError
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.prefetch import Prefetcher, StepInput
-from fledge.training.distributed import DistributedContext
+from fledge.training.distributed import AgreedOutOfMemory, DistributedContext
 from fledge.training.evaluate import HeldOut
-from fledge.training.guards import Interrupts
 from fledge.training.journal import Journal, draw_curves
 from fledge.training.objective import compiler_error
-from fledge.training.recipe import Recipe, RecipeError, with_overrides
+from fledge.training.recipe import Recipe
 from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 from fledge.training.ttt import TrainBatch
 
-# What arms may differ in, and what of it they share all the same: the target's pass and the planned batches depend on it.
-OWN = ("drafter", "objective", "optimizer")
-SHARED = (
-    *("drafter.aux_layers", "drafter.draft_vocab_size"),
-    *("objective.ttt_steps", "objective.outside_vocabulary", "objective.chunk_rows"),
-)
+
+class Interrupts:
+    """Handles SIGINT and SIGTERM inside a `with`: the first sets `wanted`, a second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
 
 
 @dataclass
@@ -81,8 +100,8 @@ class Trainer:
             data.global_batch_size,
         )
         self.step, self.tokens = 0, 0
-        # The run's clock, and what of it passed in steps: loading, compiling (in the first step), evaluations and checkpoints
-        # take of the time that there is, but the learning rate does not move on meanwhile.
+        # The run's clock, and the part of it spent in steps. Loading, compiling (in the first step), evaluations and
+        # checkpoints use up the run's time, but the learning rate does not move on meanwhile.
         self._began, self._seconds_before, self.step_seconds = began, 0.0, 0.0
         self.loader_state: dict[str, Any] | None = None
         self.agreed_seconds = self.agreed_step_seconds = 0.0  # the first process's, as all count them
@@ -102,7 +121,7 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """That the run has taken, in all processes that worked on it."""
+        """Seconds that the run has taken, earlier attempts included."""
         return self._seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     def _total_steps(self) -> int | None:
@@ -115,7 +134,7 @@ class Trainer:
         return min(limits) if limits else None
 
     def use_states_on_disk(self) -> None:
-        """Runs the target over all data, unless that is done; then training no longer holds it."""
+        """Computes the target's states of all data, unless that is done, and releases the target."""
         recipe, folder, layers = self.recipe, self.recipe.run.hidden_states_folder, self.arms[0].drafter.config.aux_layer_ids
         identity = {
             "model": recipe.target.model,
@@ -141,7 +160,7 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> list[Result]:
-        """Of each arm."""
+        """Trains to the end or to an interruption; returns the result of each arm."""
         prefetch = Prefetcher(self.loader, self.arms[0].objective, self.device)
         self._recent: Recent = deque(maxlen=self.recipe.run.log_every + 1)
         for arm in self.arms:
@@ -166,7 +185,7 @@ class Trainer:
         return [Result(self.step, finished, arm.best, arm.folder / "best", arm.evaluations) for arm in self.arms]
 
     def _loop(self, prefetch: Prefetcher) -> bool:
-        """Whether the run came to its end."""
+        """Runs the steps that are left; returns whether the run is finished."""
         run, is_compiled = self.recipe.run, False
         if self._began is None:
             self._began = time.perf_counter()
@@ -199,7 +218,7 @@ class Trainer:
         return self._is_done()
 
     def _is_due(self, what: str, every: int, seconds: float | None) -> bool:
-        """By steps or by the first process's clock: the same answer in all processes."""
+        """Whether it is time, by steps or by the first process's clock: the same answer in all processes."""
         due = self.step % every == 0 or (seconds is not None and self.agreed_seconds - self._done_at[what] >= seconds)
         if due:
             self._done_at[what] = self.agreed_seconds
@@ -214,8 +233,8 @@ class Trainer:
         return run.max_seconds is not None and self.step > 0 and self.agreed_seconds >= run.max_seconds
 
     def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool]:
-        """Over all processes: positions with loss at each draft step, those without as their token is outside the draft
-        vocabulary, whether anyone wants to stop; and, kept, the first one's clocks."""
+        """Sums over all processes: positions with loss at each draft step, positions left out because their token is outside
+        the draft vocabulary, and whether one wants to stop. Also keeps the first process's clocks."""
         clocks = (self.seconds, self.step_seconds) if self.world.is_first else (0.0, 0.0)
         mine = torch.tensor([float(self.interrupts.wanted), *clocks])
         facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
@@ -224,7 +243,7 @@ class Trainer:
         return valid, outside, bool(facts[-3] > 0)
 
     def _share(self) -> float:
-        """How much of the run is over, which the learning rate follows."""
+        """The share of the run that is over, by steps or time. The learning rate follows it."""
         share = 0.0 if self.total_steps is None else self.step / self.total_steps
         if (limit := self.recipe.run.max_seconds) is not None:
             left = max(limit - self.agreed_seconds, 1e-9)
@@ -235,12 +254,20 @@ class Trainer:
         counts = counts.to(self.device, non_blocking=True)
         for arm in self.arms:
             arm.begin_step(self._share())
-        for batch in step_input.batches:
-            self._backward(batch, counts, measure)
-            self.tokens += batch.tokens_BT.numel() * self.world.size
+        with self._agree_on_memory():
+            for batch in step_input.batches:
+                self._backward(batch, counts, measure)
         for arm in self.arms:
-            arm.end_step(self.step)
+            self.world.sum_gradients(arm.drafter.parameters())
+        with self._agree_on_memory():  # the first step allocates the optimiser's moments
+            for arm in self.arms:
+                arm.end_step(self.step)
+        self.tokens += sum(batch.tokens_BT.numel() for batch in step_input.batches) * self.world.size
         self._recent.append((self.step, step_input))
+
+    def _agree_on_memory(self) -> AbstractContextManager[None]:
+        """A sharded target's pass has collectives, in which the others would wait already: there the process ends."""
+        return nullcontext() if self.recipe.run.shard_target else self.world.agree_on_memory()
 
     def _backward(self, batch: TrainBatch, counts: Tensor, measure: bool) -> None:
         states = None
@@ -275,14 +302,14 @@ class Trainer:
         if self.world.is_first:
             clocks = {"seconds": self.seconds, "step_seconds": self.step_seconds}
             position = {"loader": self.loader_state, "tokens": self.tokens, **clocks}
-            # One more of several arms: a run that is killed between two of them goes on from the step that all have.
+            # With several arms one more: a run that is killed between two saves resumes from the step that all arms have.
             keep = self.recipe.run.keep + (len(self.arms) > 1)
             for arm in self.arms:
                 arm.save(self.step, position, keep)
         self.world.barrier()
 
     def _resume(self) -> None:
-        """From the first process's files: the others may run on machines that do not have them."""
+        """Resumes from the first process's files: others may run on machines that do not have them."""
         paths = self.world.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
         for arm, path in zip(self.arms, paths, strict=False):
             state = arm.resume(path)
@@ -300,57 +327,30 @@ class Trainer:
         restore_random_state(state["random"])
 
 
-def latest_checkpoints(folders: Sequence[Path]) -> list[Path]:
-    """Of each run, that of the newest step that all have; none where no run has any."""
-    found = [{path.name: path for path in checkpoints(folder / "checkpoints")} for folder in folders]
-    common = set.intersection(*(set(paths) for paths in found))
-    if not common and any(found):
-        raise UserError(
-            f"{', '.join(map(str, folders))}: these arms have no checkpoint of the same step; train what is missing in another "
-            "output folder"
-        )
-    return [paths[max(common)] for paths in found] if common else []
-
-
-def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
-    """Of `NAME=KEY=VALUE …`, each the recipe with these keys, in a folder of its own name within the output folder."""
-    recipes: dict[str, Recipe] = {}
-    for text in arms:
-        name, equals, keys = text.partition("=")
-        if not equals or not name or Path(name).name != name:
-            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
-        if name in recipes:
-            raise RecipeError(f"--arms: {name} is there twice")
-        recipes[name] = with_overrides(recipe, shlex.split(keys))
-        was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
-        changed = [key for key, value in now.items() if value != was[key]]
-        if refused := [key for key in changed if key.partition(".")[0] not in OWN or key in SHARED]:
-            raise RecipeError(
-                f"--arms {name}: {', '.join(refused)} must be the same in all arms, which share target, data and batches; "
-                "set it for all of them"
-            )
-    if recipe.run.patience is not None:
-        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
-    return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]
-
-
-def train(recipe: Recipe, *, began: float | None = None) -> Result:
+def train(recipe: Recipe, *, began: float | None = None, world: DistributedContext | None = None) -> Result:
     """A whole run, or the rest of one: everything `fledge train` does.
 
     `began`: when the clock of `run.max_seconds` started (time.perf_counter()); None: it starts with the first step.
+    `world`: of a caller that has joined it, and leaves it; None: joined and left here.
     """
-    return _train(recipe, None, began)[0]
+    return _train(recipe, None, began, world)[0]
 
 
-def train_arms(recipe: Recipe, arms: Sequence[str], *, began: float | None = None) -> dict[str, Result]:
+def train_arms(
+    recipe: Recipe, arms: Sequence[str], *, began: float | None = None, world: DistributedContext | None = None
+) -> dict[str, Result]:
     """Several drafters on the same batches of target states: each as if it were trained alone (see `arm_recipes`)."""
     recipes = arm_recipes(recipe, arms)
-    return {Path(one.output).name: result for one, result in zip(recipes, _train(recipe, recipes, began), strict=True)}
+    results = _train(recipe, recipes, began, world)
+    return {Path(one.output).name: result for one, result in zip(recipes, results, strict=True)}
 
 
-def _train(common: Recipe, arms: Sequence[Recipe] | None, began: float | None) -> list[Result]:
+def _train(
+    common: Recipe, arms: Sequence[Recipe] | None, began: float | None, joined: DistributedContext | None
+) -> list[Result]:
     asked = common.run.device
-    world = DistributedContext.join(use_cuda=asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available()))
+    use_cuda = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
+    world = joined or DistributedContext.join(use_cuda=use_cuda)
     say = Journal.tell if world.is_first else (lambda text: None)
     try:
         recipes = _resolved(common, arms, world, say)
@@ -373,12 +373,14 @@ def _train(common: Recipe, arms: Sequence[Recipe] | None, began: float | None) -
             say(f"resuming at step {trainer.step:,}")
         return trainer.fit()
     except torch.OutOfMemoryError as error:
-        raise TrainingStopped(
+        raise OutOfMemory(
             f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.micro_batch_size, "
-            "set objective.recompute=true, or lower objective.chunk_rows"
+            "set objective.recompute=true, or lower objective.chunk_rows",
+            on_all=world.size == 1 or isinstance(error, AgreedOutOfMemory),
         ) from error
     finally:
-        world.leave()
+        if joined is None:
+            world.leave()
 
 
 def _resolved(common: Recipe, arms: Sequence[Recipe] | None, world: DistributedContext, say: Any) -> list[Recipe]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tokenizers import Tokenizer as Backend
@@ -10,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fledge.tokenizer import Tokenizer
+from fledge.training import toy
 
 # ChatML with a default system prompt, as SmolLM2 has it.
 CHATML = (
@@ -76,3 +80,11 @@ def assistant(text: str) -> dict[str, str]:
 
 def system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
+
+
+def prompts_of_toy(path: Path, count: int) -> Path:
+    """A file of questions that the toy can answer."""
+    draw = random.Random(0)
+    texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(count)]
+    path.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))
+    return path

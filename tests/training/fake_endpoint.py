@@ -25,6 +25,7 @@ class FakeEndpoint:
     layers: tuple[int, ...]
     folder: Path
     max_model_len: int = 512
+    max_answer: int = 512  # a request for more tokens gets so many
     hands_out_states: bool = True
     failures: int = 0  # how many requests are answered by 503 before one is answered
     write_seconds: float = 0.0  # from the answer to the end of the writing
@@ -37,14 +38,19 @@ class FakeEndpoint:
         prompt = body["prompt"]
         self.requests.append(prompt)
         tokens, stop_ids, log_probability = list(prompt), set(body.get("stop_token_ids", ())), 0.0
-        for _ in range(body["max_tokens"]):
+        for _ in range(min(body["max_tokens"], self.max_answer)):
             out = self.run(tokens)
             scores = self.decoder.logits(out.hidden_ND[-1]).log_softmax(-1)
             tokens.append(int(scores.argmax()))
             log_probability = float(scores.max())
             if tokens[-1] in stop_ids:
                 break
-        answer = {"choices": [{"token_ids": tokens[len(prompt) :], "logprobs": {"token_logprobs": [log_probability]}}]}
+        choice = {
+            "token_ids": tokens[len(prompt) :],
+            "logprobs": {"token_logprobs": [log_probability]},
+            "finish_reason": "stop" if tokens[-1] in stop_ids else "length",
+        }
+        answer: dict = {"choices": [choice]}
         if self.hands_out_states:
             path = self.folder / f"request-{len(self.requests)}-{threading.get_ident()}.safetensors"
             self.write(path, [*prompt, 1] if self.extra_token else prompt)

@@ -16,11 +16,11 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.cli.train import train as command
 from fledge.errors import UserError
 from fledge.training import toy
-from fledge.training.arm import Arm
+from fledge.training.arm import Arm, arm_recipes
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe, with_overrides
 from fledge.training.targets.target import DecoderTarget
-from fledge.training.trainer import Trainer, arm_recipes, train, train_arms
+from fledge.training.trainer import Trainer, train, train_arms
 
 ARMS = {
     "eagle3": "drafter.version=3",

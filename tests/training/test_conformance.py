@@ -11,9 +11,9 @@ from fledge.config import MLAConfig, RopeConfig
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy
-from fledge.speculation.drafting import AcceptedSpan, EagleSpeculator
-from fledge.training.attention import document_starts
-from fledge.training.ttt import Unroll, step_masks
+from fledge.speculation.methods.base import AcceptedSpan
+from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.training.ttt import Unroll, document_starts, step_masks
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 STEPS, LENGTH = 5, 24

@@ -17,7 +17,7 @@ from fledge.training.data import loading as data
 from fledge.training.data.loading import DataError, load_samples, read_lines
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.data.templates import Augmentation
-from fledge.training.workers import WorkerError
+from fledge.training.data.workers import WorkerError
 from tests.training.chat import CHATML, assistant, chat_tokenizer, system, user
 
 # Refuses one of the system prompts that the files below have.

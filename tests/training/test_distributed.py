@@ -186,6 +186,43 @@ def test_resumed_with_another_number_of_processes(by_one, tmp_path):
     assert not (tmp_path / "run-other-machine").exists()
 
 
+MEMORY = """
+import os, sys, torch
+torch.set_num_threads(1)
+from fledge.training import arm
+from fledge.training.distributed import DistributedContext
+from fledge.training.make import _train
+from fledge.training.recipe import load_recipe
+
+def fail(owner, name, rank, call):
+    whole, calls = getattr(owner, name), []
+    def fails_once(*args, **kwargs):
+        calls.append(1)
+        if os.environ["RANK"] == rank and len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Injected")
+        return whole(*args, **kwargs)
+    setattr(owner, name, fails_once)
+
+fail(arm.Arm, "backward", "1", 1)
+fail(arm, "evaluate", "0", 3)  # of the second attempt, at its end
+world, told = DistributedContext.join(use_cuda=False), []
+fitted = _train(load_recipe(sys.argv[1]), False, told.append, world)
+world.leave()
+assert fitted.data.micro_batch_size == 1 and fitted.objective.recompute, fitted
+assert len(told) == 2, told
+"""
+
+
+def test_memory_that_runs_out_on_one_process_is_tried_again_by_both(by_one, tmp_path):
+    """In `fledge make`: the other one is not left waiting."""
+    data = replace(by_one.data, micro_batch_size=4, global_batch_size=8)
+    two = replace(by_one, output=str(tmp_path / "two"), data=data, run=replace(by_one.run, steps=1, evaluate_every=1))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(two.to_yaml())
+    run_two(path, MEMORY)
+    assert train_lines(two)[-1]["step"] == 1
+
+
 def test_a_step_that_cannot_be_shared_is_refused(by_one):
     with pytest.raises(UserError, match="2 rows of a step cannot be shared equally by 3 processes"):
         resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), DistributedContext(0, 3))

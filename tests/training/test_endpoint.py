@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
 from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
+from fledge.cli.make import make
 from fledge.errors import ModelError
 from fledge.training import toy
 from fledge.training.journal import read_journal
@@ -22,6 +28,7 @@ from fledge.training.targets.states_client import EndpointError
 from fledge.training.targets.target import DecoderTarget, documents
 from fledge.training.trainer import train
 from tests.tiny import tiny_decoder
+from tests.training.chat import prompts_of_toy
 from tests.training.fake_endpoint import FakeEndpoint, serving
 from tests.training.test_target import DOCUMENT, packed
 
@@ -190,6 +197,63 @@ def test_a_backend_and_an_endpoint_are_too_much(recipe):
     content["target"] |= {"endpoint": "http://host/v1", "backend": "fledge"}
     with pytest.raises(RecipeError, match="choose one"):
         build_recipe(content)
+
+
+# --- fledge make ---------------------------------------------------------------------------------------------------
+
+
+def run_make(folder: Path, endpoint: FakeEndpoint, prompts: Path, states: Path) -> Result:
+    app = typer.Typer()
+    app.command()(make)
+    options = {"--hours": 0.004, "--prompts": prompts, "--endpoint": endpoint.url, "--endpoint-states": states}
+    words = [str(word) for pair in options.items() for word in pair]
+    return CliRunner().invoke(app, [str(folder / "target"), "--out", str(folder / "out"), "--device", "cpu", *words])
+
+
+@pytest.fixture
+def toy_server(toy_folder, tmp_path):
+    """(a folder with the toy as target, a server of it, prompts)"""
+    shutil.copytree(toy_folder / "target", tmp_path / "target")
+    prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 24)
+    with serving(FakeEndpoint(load_decoder(tmp_path / "target"), (1, 2, 3, 4), tmp_path / "states", max_answer=16)) as running:
+        yield tmp_path, running, prompts
+
+
+def test_make_with_a_server_writes_answers_and_states_there_and_leaves_nothing(toy_server):
+    folder, endpoint, prompts = toy_server
+    done = run_make(folder, endpoint, prompts, endpoint.folder)
+    assert done.exit_code == 0, done.output
+    target = load_decoder(folder / "target")
+    lines = [json.loads(line) for line in (folder / "out" / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) == 24
+    for turn in (line["turns_ids"][0] for line in lines):
+        assert continuations(target, [turn["prompt_ids"]], len(turn["answer_ids"]), [toy.END]) == [turn["answer_ids"]]
+    record = json.loads((folder / "out" / "drafter" / "provenance.json").read_text())
+    assert record["recipe"]["target"]["endpoint"] == endpoint.url
+    assert record["step"] > 0
+    asked = set(map(tuple, endpoint.requests))
+    trained = [json.loads(line)["turns_ids"][0] for line in (folder / "out" / "data" / "train.jsonl").open()]
+    assert any((*turn["prompt_ids"], *turn["answer_ids"]) in asked for turn in trained)  # states of what is trained on
+    assert not list(endpoint.folder.iterdir())
+
+
+@pytest.mark.parametrize("named", ["{other}/x.safetensors", "http://elsewhere:1/x.safetensors"])
+def test_make_refuses_states_from_where_the_user_did_not_say(toy_server, monkeypatch, named):
+    """Before the first answer is kept: the server's folder would fill up."""
+    folder, endpoint, prompts = toy_server
+    monkeypatch.setattr(states_client, "FIRST_CONTACT_S", 0.3)
+    other = folder / "other"
+    other.mkdir()
+    for name in ("x.safetensors", "x.safetensors.lock"):
+        (other / name).write_bytes(b"x")
+    path = named.format(other=other)
+    complete = endpoint.complete
+    endpoint.complete = lambda body: complete(body) | {"kv_transfer_params": {"hidden_states_path": path}}
+    done = run_make(folder, endpoint, prompts, endpoint.folder)
+    assert isinstance(done.exception, EndpointError)
+    assert ("another host" if "://" in named else f"wrote states to {path[:60]}") in str(done.exception)
+    assert len(list(other.iterdir())) == 2  # neither read nor deleted
+    assert not (folder / "out" / "answers.jsonl").exists() or not (folder / "out" / "answers.jsonl").read_text()
 
 
 # --- the ends of a checkpoint --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -24,16 +23,18 @@ from fledge.engine import build, offline
 from fledge.errors import UserError
 from fledge.training import journal, make_answers, toy
 from fledge.training import make as making
+from fledge.training.arm import OutOfMemory
+from fledge.training.distributed import DistributedContext
 from fledge.training.make import _train, make
 from fledge.training.make_answers import Progress, sizes, split
-from fledge.training.make_plan import MakePlan, expected_acceptance
+from fledge.training.planning import MakePlan, expected_acceptance
 from fledge.training.recipe import build_recipe
-from fledge.training.trainer import TrainingStopped
 from tests.checkpoints.packers import write_quantised
 from tests.tiny import FAMILY_SETTINGS, tiny_model_config
-from tests.training.chat import TOOLS, chat_tokenizer
+from tests.training.chat import TOOLS, chat_tokenizer, prompts_of_toy
 
-COMMAND = [sys.executable, "-m", "fledge", "make", "toy", "--hours", "0.03", "--device", "cpu", "--out"]
+COMMAND = [sys.executable, "-m", "fledge", "make", "toy", "--device", "cpu", "--hours", "0.03", "--out"]
+STATED_LENGTH = 3.0  # acceptance at depth 5 that a drafter for the toy must reach; all steps give about 4.7
 
 
 def kill_when(out: Path, reached: Callable[[], bool]) -> None:
@@ -52,6 +53,7 @@ def kill_when(out: Path, reached: Callable[[], bool]) -> None:
         process.wait()
 
 
+@pytest.mark.timeout(1200)
 def test_a_toy_killed_twice_on_the_way(tmp_path):
     out = tmp_path / "made"
     answers, checkpoints = out / "answers.jsonl", out / "run" / "checkpoints"
@@ -61,10 +63,12 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     kill_when(out, lambda: checkpoints.is_dir() and any(checkpoints.glob("step-*.pt")))
     step = max(int(path.stem.removeprefix("step-")) for path in checkpoints.glob("step-*.pt"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*COMMAND, str(out)], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    # More time than the steps need: a busy machine takes longer over them, and does not make fewer.
+    command = [*COMMAND, str(out), "--hours", "0.3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert f"resuming at step {step:,}" in done.stderr
-    assert done.stdout.startswith("the plan, for 0.03 hours:\n  target ")
+    assert done.stdout.startswith("the plan, for 0.3 hours:\n  target ")
     for command in ("fledge serve", "vllm serve", "sglang.launch_server"):
         assert command in done.stdout
     lines = answers.read_text().splitlines()
@@ -73,8 +77,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     drafter = load_drafter(out / "drafter", load_config(out / "toy" / "target"))
     assert drafter.config.version == "3.1"
     record = json.loads((out / "drafter" / "provenance.json").read_text())
-    # About 4.7 after the 300 steps that two idle cores make in the time given. A busy machine makes too few to learn.
-    assert record["evaluation"]["acceptance_length"]["5"] > (2.0 if record["step"] >= 150 else 0.99)
+    assert record["evaluation"]["acceptance_length"]["5"] > STATED_LENGTH
     assert {"README.md", "curves.png"} <= {path.name for path in (out / "drafter").iterdir()}
     assert json.loads((out / "make.json").read_text())["done"] == ["answers", "training", "drafter"]
     with pytest.raises(UserError, match="was begun with model 'toy', now it is 'other'"):
@@ -177,13 +180,6 @@ def test_the_sizes_of_the_first_conversations_tell_those_of_all(tmp_path, monkey
     assert sizes(tmp_path / "train.jsonl") == (pytest.approx(40 * 50), 50)
 
 
-def prompts_of_toy(path: Path, count: int) -> Path:
-    draw = random.Random(0)
-    texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(count)]
-    path.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))
-    return path
-
-
 def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, monkeypatch):
     """And when a few prompts are answered greedily, they are answered once more, and the target writes its own."""
     for package in ("matplotlib", "tensorboard", "torch.utils.tensorboard"):
@@ -230,20 +226,42 @@ def test_the_engine_that_answered_is_gone_before_the_training(tmp_path, monkeypa
     assert [reference() for reference in built] == [None, None]
 
 
-def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch):
+def test_a_budget_that_loading_uses_up_still_gets_its_first_answers(tmp_path):
+    """A busy machine took 0.9 s to load the target of a make of 3.6 s: no answer, no drafter."""
+    target = toy.make(tmp_path / "toy", num_answers=1, steps=10) / "target"
+    tokenizer, shape = making.Tokenizer(target), load_config(target)
+    for prompts, name in ((prompts_of_toy(tmp_path / "p", 20), "file"), (None, "self-written")):
+        plan = MakePlan.of(str(target), shape, tokenizer, torch.device("cpu"), 1.0, prompts)
+        out = tmp_path / name
+        out.mkdir()
+        make_answers.answer(
+            replace(plan, hours=1e-9), shape, tokenizer, out, Progress(out / "make.json", {}), (), lambda _: None
+        )
+        lines = [len((out / "data" / file).read_text().splitlines()) for file in ("held-out.jsonl", "train.jsonl")]
+        assert lines == [2, make_answers.MIN_ANSWERS - 2]
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch, on_all):
+    """Unless other processes have not noticed: then this one ends, and they with it."""
     tried = []
 
-    def fails_twice(recipe, began):
+    def fails_twice(recipe, **_):
         tried.append((recipe.data.micro_batch_size, recipe.objective.recompute))
         if len(tried) < 3:
-            raise TrainingStopped("no memory") from torch.OutOfMemoryError("CUDA out of memory")
+            raise OutOfMemory("no memory", on_all=on_all)
         return SimpleNamespace(finished=True)
 
     monkeypatch.setattr(making, "train", fails_twice)
     data = {"train": ["x"], "micro_batch_size": 8, "global_batch_size": 8}
     recipe = build_recipe({"output": "o", "target": {"model": "m"}, "data": data, "run": {"steps": 1}})
     told: list[str] = []
-    assert _train(recipe, False, told.append).data.micro_batch_size == 2
+    if not on_all:
+        with pytest.raises(OutOfMemory, match="no memory"):
+            _train(recipe, False, told.append, DistributedContext())
+        assert tried == [(8, False)]
+        return
+    assert _train(recipe, False, told.append, DistributedContext()).data.micro_batch_size == 2
     assert tried == [(8, False), (4, True), (2, True)]
     assert len(told) == 2
 

@@ -14,7 +14,7 @@ import yaml
 import fledge
 from fledge.config import DrafterConfig, MLAConfig, RopeConfig
 from fledge.errors import UserError
-from fledge.training.drafter_shape import drafter_config
+from fledge.training.drafter import drafter_config
 from fledge.training.recipe import RecipeError, build_recipe, describe_keys, load_recipe
 from tests.tiny import tiny_model_config
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.training.attention import attention_with_lse, document_starts, packed_mask
-from fledge.training.ttt import TrainBatch, Unroll, merge_own, step_masks
+from fledge.training.ttt import TrainBatch, Unroll, attention_with_lse, document_starts, merge_own, packed_mask, step_masks
 from tests.tiny import tiny_drafter, tiny_drafter_config
 
 STEPS = 4

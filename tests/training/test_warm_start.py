@@ -7,15 +7,15 @@ import torch
 
 from fledge.config import MLAConfig
 from fledge.errors import ModelError
-from fledge.training.losses import Head
-from fledge.training.optimizers import build_optimizers, learning_rate_factor
-from fledge.training.warm_start import (
+from fledge.training.drafter import (
     last_layer,
     last_layer_of_transformers,
     start_from_drafter,
     start_from_target,
     start_random,
 )
+from fledge.training.losses import Head
+from fledge.training.optimizers import build_optimizers, learning_rate_factor
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from fledge.tokenizer import Tokenizer
+from fledge.training.data.workers import Here, Processes, WorkerError, find_workers
 from fledge.training.datagen import conversations
 from fledge.training.datagen import regenerate as regeneration
 from fledge.training.datagen.dialogues import HostWork
 from fledge.training.datagen.regenerate import regenerate
-from fledge.training.workers import Here, Processes, WorkerError, find_workers
 from tests.training.chat import INSTRUCT, chat_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent

@@ -31,7 +31,7 @@ from fledge.training.data.decontamination import Decontamination
 from fledge.training.data.rendering import Answer, ChatFormat, TemplateError
 from fledge.training.data.samples import Sample, SampleSet, key_of
 from fledge.training.data.templates import Augmentation, Choice
-from fledge.training.workers import Processes, num_cores
+from fledge.training.data.workers import Processes, num_cores
 
 __all__ = [
     "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",

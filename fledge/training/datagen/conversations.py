@@ -15,9 +15,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from fledge.errors import UserError
+from fledge.training.data.workers import Workers
 from fledge.training.datagen.dialogues import Answered, Dialogue, Settled
 from fledge.training.datagen.prompts import AnswerFile, Prompt
-from fledge.training.workers import Workers
 
 if TYPE_CHECKING:
     from fledge.training.datagen.regenerate import RegenerateReport

@@ -25,10 +25,10 @@ from fledge.tokenizer import Tokenizer
 from fledge.training.data.decontamination import Decontamination
 from fledge.training.data.loading import DataError
 from fledge.training.data.rendering import Options
+from fledge.training.data.workers import Workers, find_workers
 from fledge.training.datagen.conversations import Conversations
 from fledge.training.datagen.dialogues import HostWork
 from fledge.training.datagen.prompts import AnswerFile, Prompt, prompt_id, read_prompts
-from fledge.training.workers import Workers, find_workers
 
 # What is handed at once to a generator that takes lists. Large, so that it always has work; follow-up turns join the next.
 WAVE = 32768

@@ -133,6 +133,9 @@ class EndpointAnswers:
             ids, reason = self.client.continuation(prompts[index], max_tokens, stop_ids, **sampling)
             return index, ids, reason
 
-        with ThreadPoolExecutor(self.requests, thread_name_prefix="answers") as pool:
+        pool = ThreadPoolExecutor(self.requests, thread_name_prefix="answers")
+        try:
             for done in as_completed([pool.submit(answer, index) for index in range(len(prompts))]):
                 yield done.result()
+        finally:  # requests under way end, so that their files are removed; the others are not made
+            pool.shutdown(cancel_futures=True)

@@ -17,12 +17,11 @@ from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, is_supported
 from fledge.errors import ModelError, first_line
 from fledge.training.distributed import DistributedContext
-from fledge.training.drafter_shape import drafter_config
+from fledge.training.drafter import drafter_config, last_layer, last_layer_of_transformers, usable
 from fledge.training.recipe import Recipe
 from fledge.training.targets.continuations import continuations, transformers_continuations
 from fledge.training.targets.endpoint import EndpointTarget
 from fledge.training.targets.target import DecoderTarget, Target, TransformersTarget, load_sharded
-from fledge.training.warm_start import last_layer, last_layer_of_transformers, usable
 
 
 @dataclass(frozen=True)

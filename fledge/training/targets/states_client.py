@@ -8,7 +8,6 @@ file read and deleted here. The API key goes to the server, and to the files' UR
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -91,14 +90,10 @@ class StatesClient:
             content = self._completion(body)
             try:
                 tensors = self._collect(content)
-                self._folder_seen = True
                 break
-            except FileNotFoundError as error:
+            except FileNotFoundError:
                 if attempt == 3 or not self._folder_seen or self._closed.is_set():
-                    raise EndpointError(
-                        f"{self.url}: it wrote the states to {error.filename}, which does not appear here; share that folder, "
-                        "or name where it is seen from here, as a folder or a URL, in target.endpoint_states"
-                    ) from None
+                    raise self._not_here(content) from None
         self._check(tensors, prompt)
         choice = content["choices"][0]
         return Answer(tensors["hidden_states"], choice["token_ids"][0], choice["logprobs"]["token_logprobs"][0])
@@ -109,8 +104,11 @@ class StatesClient:
         """What the target writes after the prompt, its stop token included, and why it ended; greedily unless said."""
         body = {"prompt": list(map(int, prompt)), "max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
         content = self._completion(body | {"stop_token_ids": list(stop_ids)} | sampling)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._collect(content)  # not wanted, but they would fill the server's folder
+        except FileNotFoundError:
+            if not self._folder_seen:  # none is deleted: better no answers than a full disk
+                raise self._not_here(content) from None
         choice = content["choices"][0]
         return list(choice["token_ids"]), choice.get("finish_reason") or "stop"
 
@@ -164,7 +162,10 @@ class StatesClient:
 
     def _collect(self, content: dict[str, Any]) -> dict[str, Tensor]:
         """Reads the answer's file, once it is whole, and deletes it where that is possible."""
-        name = os.path.basename(str(content["kv_transfer_params"]["hidden_states_path"]))
+        named = _named(content)
+        if "://" in named:
+            raise EndpointError(f"{self.url}: it names states on another host, which are not fetched: {printable(named, 80)!r}")
+        name = os.path.basename(named)
         if not STATES_FILE.fullmatch(name):
             raise EndpointError(f"{self.url}: it names a file of states that has no plain name: {printable(name, 80)!r}")
         place = f"{self.storage}/{name}"
@@ -185,7 +186,15 @@ class StatesClient:
         if fetch is _read_unlocked:
             for file in (Path(place), Path(place + ".lock")):
                 file.unlink(missing_ok=True)
+        self._folder_seen = True
         return tensors
+
+    def _not_here(self, content: dict[str, Any]) -> EndpointError:
+        return EndpointError(
+            f"{self.url}: it wrote states to {printable(_named(content), 80)}, which do not appear in {self.storage}; share "
+            "that folder, or name where it is seen from here, as a folder or a URL, in target.endpoint_states "
+            "(fledge make: --endpoint-states)"
+        )
 
     def _download(self, url: str) -> bytes | None:
         try:
@@ -208,6 +217,10 @@ class StatesClient:
                 f"{self.url}: asked for the states of {expected[0]} tokens, it gave those of {shape[0]} others; its model adds "
                 "or drops tokens, or something between changes the request"
             )
+
+
+def _named(content: dict[str, Any]) -> str:
+    return str(content["kv_transfer_params"]["hidden_states_path"])
 
 
 def _origin(url: str) -> tuple[str, str, int | None] | None:

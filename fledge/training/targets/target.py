@@ -18,10 +18,9 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.ops.base import LayerModule
 from fledge.ops.torch_ops import AttendOps
-from fledge.training.attention import Mask, packed_attend, packed_mask
 from fledge.training.distributed import DistributedContext
 from fledge.training.losses import Head
-from fledge.training.ttt import TrainBatch
+from fledge.training.ttt import Mask, TrainBatch, packed_attend, packed_mask
 
 
 class TargetStates(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who does the work on the host: this thread, or a few processes beside the one that drives the GPU.
+"""Runs work on the host: in this thread, or in processes beside the one that drives the GPU.
 
     driving thread | submit …                       (never waits)
     worker thread  |   write ==> process ==> read   (one thread for each process; it waits, and takes no time)
@@ -43,7 +43,7 @@ class Workers(Protocol):
 
 
 class Here:
-    """Everything at once, in this thread: for few prompts, and where answers take longer than all this."""
+    """Runs the work in this thread: for few prompts, or when generating takes far longer than the work."""
 
     batch = ahead = 1
 
@@ -93,7 +93,7 @@ class Processes:
         # The same modules as here, wherever they were found; and no GPU.
         environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fledge.training.workers"],
+            [sys.executable, "-P", "-m", "fledge.training.data.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

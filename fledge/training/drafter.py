@@ -1,23 +1,25 @@
-"""Where a drafter starts: from the target's last layer, from random weights, or from another drafter.
+"""The drafter that a recipe asks for: its configuration, and where its weights start.
 
-Starting from the target's last layer halves the way: in short runs the weighted loss after 150 steps was 15.1, against 17.0
-from random weights.
+They start from the target's last layer, from random weights, or from another drafter. Starting from the target's last layer
+halves the way: in short runs the weighted loss after 150 steps was 15.1, against 17.0 from random weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fledge.config import ModelConfig
+from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
 from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm
 from fledge.training.losses import Head
+from fledge.training.recipe import DrafterRecipe, LatentRecipe, RecipeError
 
 SMALL = 0.02  # standard deviation of what is not copied
 
@@ -27,7 +29,7 @@ _OF_USE = (
     *("self_attn.", "input_layernorm.", "post_attention_layernorm.", "pre_feedforward_layernorm."),
     *("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj."),
 )
-_OF_USE_HERE = ("self_attn.", "input_layernorm.", "post_attention_layernorm.", "mlp.gate_up_proj.", "mlp.down_proj.")
+_OF_USE_HERE = ("self_attn.", "input_layernorm", "post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")
 # What our networks keep as one, under the names of transformers' models.
 _FUSED = (
     ("self_attn.qkv_proj.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"]),
@@ -35,6 +37,69 @@ _FUSED = (
     ("self_attn.qkv_a_proj.weight", ["self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"]),
     ("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
 )
+
+
+# --- configuration ------------------------------------------------------------------------------------------------------
+
+
+def drafter_config(asked: DrafterRecipe, target: Any) -> DrafterConfig:
+    """A drafter of the target's shape. `target`: a ModelConfig, or anything with its fields."""
+    aux = asked.aux_layers or default_aux_layers(target.num_layers)
+    if bad := [i for i in aux if not 0 <= i <= target.num_layers]:
+        raise ModelError(f"drafter.aux_layers: the target has {target.num_layers} layers; it cannot be tapped after {bad}")
+    if list(aux) != sorted(set(aux)):
+        raise RecipeError(f"drafter.aux_layers: {list(aux)} must ascend without repetition")
+    draft_vocab_size = asked.draft_vocab_size or target.vocab_size
+    if not 0 < draft_vocab_size <= target.vocab_size:
+        raise RecipeError(f"drafter.draft_vocab_size: {draft_vocab_size} is more than the target's {target.vocab_size} tokens")
+    if not asked.own_head and draft_vocab_size != target.vocab_size:
+        raise RecipeError("drafter.own_head: false shares the target's head, so draft_vocab_size must be null")
+    is_31 = asked.version == "3.1"
+    mla = latent_sizes(asked.mla, target) if asked.attention == "mla" else None
+    rope = target.rope
+    if rope.kind == "longrope" or (mla is not None and MLAConfig.rope_problem(rope)):
+        rope = RopeConfig(theta=rope.theta)  # the drafter need not share the target's positions; plain ones will do
+    return DrafterConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=asked.intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_heads if mla else target.num_kv_heads,
+        head_dim=mla.qk_head_dim if mla else target.head_dim,
+        max_positions=target.max_positions,
+        aux_layer_ids=tuple(aux),
+        num_layers=asked.num_layers,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=rope,
+        fc_norm=is_31 if asked.fc_norm is None else asked.fc_norm,
+        norm_output=is_31 if asked.norm_output is None else asked.norm_output,
+        norm_before_fc=asked.norm_before_fc,
+        norm_before_residual=asked.norm_before_residual,
+        window=asked.window,
+        own_embedding=asked.own_embedding,
+        own_head=asked.own_head,
+        qk_norm=asked.qk_norm,
+        mla=mla,
+    )
+
+
+def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
+    """What the recipe says, else the target's own sizes, else DeepSeek's with heads as wide as the target's."""
+    usual = MLAConfig(
+        kv_lora_rank=512,
+        qk_nope_head_dim=target.head_dim,
+        qk_rope_head_dim=64,
+        v_head_dim=target.head_dim,
+        q_lora_rank=min(1536, target.hidden_size),
+    )
+    given = {name: size for name, size in asdict(asked).items() if size is not None}
+    sizes = replace(getattr(target, "mla", None) or usual, **given)
+    return replace(sizes, q_lora_rank=sizes.q_lora_rank or None)
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -138,25 +203,36 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor])
     return pieces
 
 
-def last_layer(decoder: Decoder) -> dict[str, Tensor]:
-    """The last layer's weights, and the final norm as `norm.weight`. A sharded one is gathered, by all processes."""
-    layer = decoder.layers[-1]
-    named = [(name, value) for name, value in layer.named_parameters() if name.startswith(_OF_USE_HERE)]  # not the experts
-    weights = {name: _whole(value.detach()).float().cpu() for name, value in named}
-    return usable(weights, decoder.config) | {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+def whole_weight(module: nn.Module) -> Tensor:
+    """A module's weight. A sharded one is gathered, by all processes."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
+
+
+def last_layer(decoder: Decoder, weight_of: Callable[[nn.Module], Tensor] = whole_weight) -> dict[str, Tensor]:
+    """The last layer's weights that a drafter's layer can use, by our names, and the final norm as `norm.weight`.
+
+    `weight_of`: a linear's weight [O, I], for a decoder whose weights are packed or quantised.
+    """
+    weights = {"norm.weight": decoder.norm.weight.detach().float().cpu()}
+    for name, module in decoder.layers[-1].named_modules():
+        if not name.startswith(_OF_USE_HERE):  # not the experts
+            continue
+        if isinstance(module, RMSNorm):
+            weights[f"{name}.weight"] = whole_weight(module).detach().float().cpu()
+        elif hasattr(module, "in_features"):
+            weights[f"{name}.weight"] = weight_of(module).detach().float().cpu()
+    return usable(weights, decoder.config)
 
 
 def usable(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Of a last layer's weights by our names, those that mean something to a drafter's layer: where outputs are normed, weights
-    before that norm have no size without it; where only a part of a head is rotated, queries and keys are of another kind."""
-    strange: tuple[str, ...] = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
-    strange += ("self_attn.qkv_proj.",) if config.rotary_dim != config.head_dim else ()
-    return {name: value for name, value in weights.items() if not strange or not name.startswith(strange)}
-
-
-def _whole(value: Tensor) -> Tensor:
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
+    """Leaves out weights of a last layer that mean nothing to a drafter's: where outputs are normed, weights before that norm
+    have no size without it; where only a part of a head is rotated, queries and keys are of another kind."""
+    unusable: tuple[str, ...] = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
+    unusable += ("self_attn.qkv_proj.",) if config.rotary_dim != config.head_dim else ()
+    return {name: value for name, value in weights.items() if not unusable or not name.startswith(unusable)}
 
 
 def last_layer_of_transformers(model: Any) -> dict[str, Tensor]:
