@@ -17,7 +17,7 @@ from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.linear.packed import PackedLinear
 from fledge.kernels.quantization import QuantizedLinear
 from fledge.sampling import SamplingParams
-from fledge.speculation.drafting import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
 
 Encode = Callable[[list[dict[str, str]]], list[int]]  # a conversation as the model's prompt

@@ -22,12 +22,12 @@ from fledge.bench.loops import is_looping
 from fledge.bench.provenance import provenance
 from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift import suites
-from fledge.drift.metrics import Tally, TargetTally, by_text
+from fledge.drift.metrics import MetricAccumulator, TargetAccumulator, by_text
 from fledge.drift.probes import find_sink
 from fledge.drift.prompts import load_documents
 from fledge.drift.results import Measured, suite_result
 from fledge.drift.rollout import roll_out, target_probabilities
-from fledge.drift.subjects import Subject, load_subjects
+from fledge.drift.subjects import DrafterUnderTest, load_subjects
 from fledge.drift.suites import Settings, Suite
 from fledge.drift.texts import Answers, TargetText, TokenIds, in_groups, read_texts
 from fledge.engine.build import fit
@@ -51,7 +51,7 @@ class Lab:
         self,
         decoder: Decoder,
         tokenizer: Tokenizer,
-        subjects: Sequence[Subject],
+        subjects: Sequence[DrafterUnderTest],
         config: EngineConfig,
         settings: Settings,
         on_progress: progress.Report = progress.silent,
@@ -160,11 +160,11 @@ class Tallies:
         """`sink`: the column that attention rests on."""
         self.lab, self.sink, settings = lab, sink, lab.settings
         names = [subject.name for subject in lab.subjects]
-        self.by_place: dict[tuple[str, str, str], Tally] = {}
-        self.whole = {name: Tally(lab.probe_depths) for name in names}
-        self.noisy = {(name, level): Tally(lab.depths) for name in names for level in settings.noise}
-        self.hot = {(name, t): Tally(lab.depths) for name in names for t in settings.temperatures if t > 0}
-        self.states = {subject.name: TargetTally(subject.network) for subject in lab.subjects}
+        self.by_place: dict[tuple[str, str, str], MetricAccumulator] = {}
+        self.whole = {name: MetricAccumulator(lab.probe_depths) for name in names}
+        self.noisy = {(name, level): MetricAccumulator(lab.depths) for name in names for level in settings.noise}
+        self.hot = {(name, t): MetricAccumulator(lab.depths) for name in names for t in settings.temperatures if t > 0}
+        self.states = {subject.name: TargetAccumulator(subject.network) for subject in lab.subjects}
 
     def greedy(
         self,
@@ -187,7 +187,7 @@ class Tallies:
                 rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=self.sink, probe=probe)
                 for index, figures in zip(indexes, by_text(rollout, len(indexes), depths), strict=True):
                     for suite, condition, name in places[prompts[index]]:
-                        tally = self.by_place.setdefault((subject.name, suite, condition), Tally(lab.depths))
+                        tally = self.by_place.setdefault((subject.name, suite, condition), MetricAccumulator(lab.depths))
                         tally.add(name, figures, looping[index])
                     if prompts[index] in probed:
                         self.whole[subject.name].add(probed[prompts[index]], figures, looping[index])
@@ -212,7 +212,7 @@ class Tallies:
                 looping = is_looping(text.tokens_T[text.answer_start :].tolist())
                 self.hot[subject.name, temperature].add(probed[prompt], figures, looping)
 
-    def _seen_by(self, subject: Subject, text: TargetText) -> TargetText:
+    def _seen_by(self, subject: DrafterUnderTest, text: TargetText) -> TargetText:
         """With the layers that this drafter taps, of all that any does."""
         return replace(text, taps=[text.taps[self.lab.taps.index(i)] for i in subject.network.config.aux_layer_ids])
 
@@ -221,7 +221,7 @@ class Tallies:
         lab, settings = self.lab, self.lab.settings
         names = [subject.name for subject in lab.subjects]
 
-        def measured(name: str, tallies: dict[str, Tally]) -> Measured:
+        def measured(name: str, tallies: dict[str, MetricAccumulator]) -> Measured:
             return Measured({"name": name, "note": "", "prompts": len(next(iter(tallies.values())).texts)}, tallies)
 
         noise = [measured("no noise", self.whole)]

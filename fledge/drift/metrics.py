@@ -164,7 +164,7 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
     inside, on_path = rollout.inside_MJ, rollout.inside_MJ & rollout.on_path_MJ
     values: dict[str, tuple[Tensor, Tensor | None]] = {"rms": (rollout.rms_MJ, None), "cosine": (rollout.cosine_MJ, on_path)}
     if not sampled:
-        right = rollout.stands_MJ
+        right = rollout.accept_prob_MJ
         values["accuracy"] = (right, inside)
         values["conditional_acceptance"] = (right, on_path)
         values["joint_acceptance"] = (right.long().cumprod(1), inside)
@@ -177,7 +177,7 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
     sums = {name: _summed(*pair, rollout.text_M, num_texts) for name, pair in values.items()}
     rows_of_text = torch.bincount(rollout.text_M, minlength=num_texts).tolist()
     found = []
-    for number, mine in enumerate(rollout.stands_MJ.cpu().split(rows_of_text)):
+    for number, mine in enumerate(rollout.accept_prob_MJ.cpu().split(rows_of_text)):
         if sampled:
             counts = {depth: expected_walk(mine.tolist(), depth) for depth in depths}
         else:
@@ -196,7 +196,7 @@ def _summed(values_MJ: Tensor, counted_MJ: Tensor | None, text_M: Tensor, num_te
     return total, count
 
 
-class Tally:
+class MetricAccumulator:
     def __init__(self, depths: Sequence[int]) -> None:
         self.depths = tuple(depths)
         self.texts: dict[str, dict[int, Count]] = {}  # by the text's name within its condition
@@ -328,7 +328,7 @@ def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tens
     return found
 
 
-class TargetTally:
+class TargetAccumulator:
     """Sizes of what the target gives a drafter: each captured state, the fc output and its parts, by where the token stands."""
 
     def __init__(self, drafter: EagleDrafter) -> None:

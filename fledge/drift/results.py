@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fledge.drift.metrics import Count, Estimate, Tally, length_ratio, pooled
+from fledge.drift.metrics import Count, Estimate, MetricAccumulator, length_ratio, pooled
 
 FLAT = 1.1  # growth of the fed-back state from step 1 to step 8 that is still flat
 # What a robust drafter must keep: of its acceptance length in its own template, and in a short context.
@@ -26,7 +26,7 @@ class Measured:
     """One condition with each drafter's tally of it."""
 
     facts: dict[str, Any]  # name, note, numbers of prompts and tokens
-    tallies: Mapping[str, Tally]  # by drafter
+    tallies: Mapping[str, MetricAccumulator]  # by drafter
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ def suite_result(
     }
 
 
-def _shares(tally: Tally, base: Tally, depths: Sequence[int]) -> dict[str, Any]:
+def _shares(tally: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int]) -> dict[str, Any]:
     """Acceptance length as a share of the baseline's, over the questions that both have; and over those where neither loops."""
     calm = tally.looping | base.looping
     found = {
@@ -103,12 +103,12 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
     return result
 
 
-def _ratio(tally: Tally, base: Tally, depth: int, without: Set[str] = frozenset()) -> Estimate | None:
+def _ratio(tally: MetricAccumulator, base: MetricAccumulator, depth: int, without: Set[str] = frozenset()) -> Estimate | None:
     common = [name for name in _common(tally, base) if name not in without]
     return length_ratio(tally.counts(depth, common), base.counts(depth, common)) if common else None
 
 
-def _common(tally: Tally, base: Tally) -> list[str]:
+def _common(tally: MetricAccumulator, base: MetricAccumulator) -> list[str]:
     return [name for name in tally.texts if name in base.texts]
 
 

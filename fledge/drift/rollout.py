@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
 from fledge.drift.row_attention import attend_rows, can_attend_rows
-from fledge.drift.texts import SideBySide, TargetText
+from fledge.drift.texts import PaddedBatch, TargetText
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
@@ -40,7 +40,7 @@ class Rollout:
 
     text_M: Tensor  # the text of each row
     drafted_MJ: Tensor  # target ids
-    stands_MJ: (
+    accept_prob_MJ: (
         Tensor  # probability that a draft is accepted once those before it were; greedy: 1 where it is the target's token
     )
     inside_MJ: Tensor  # the text reaches that far; nothing is accepted past its end
@@ -52,19 +52,19 @@ class Rollout:
     @property
     def on_path_MJ(self) -> Tensor:
         """The state of a step has seen only tokens that the target wrote: all drafts before it stand."""
-        stood = (self.stands_MJ > 0).long().cumprod(1)
+        stood = (self.accept_prob_MJ > 0).long().cumprod(1)
         return torch.cat([torch.ones_like(stood[:, :1]), stood[:, :-1]], 1).bool()
 
     @property
     def matched_M(self) -> list[int]:
         """Greedy: how many drafts from each row are the target's next tokens."""
-        return self.stands_MJ.long().cumprod(1).sum(1).tolist()
+        return self.accept_prob_MJ.long().cumprod(1).sum(1).tolist()
 
 
 class RolloutAttention:
     """The `attend` of one rollout: keeps the texts' step-0 keys of each layer, and each row's own later ones."""
 
-    def __init__(self, batch: SideBySide, sink: int, probe: bool) -> None:
+    def __init__(self, batch: PaddedBatch, sink: int, probe: bool) -> None:
         self.batch, self.probe = batch, probe
         self.sink_B = sink - batch.first_B
         self.column = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
@@ -167,7 +167,7 @@ def roll_out(
     that each draft stands for (`sampled.target_probabilities`).
     The drafter must have been lent the target's embedding and head where it has none (`EagleDrafter.share`).
     """
-    batch = SideBySide([texts] if isinstance(texts, TargetText) else texts, drafter)
+    batch = PaddedBatch([texts] if isinstance(texts, TargetText) else texts, drafter)
     device, is_row = batch.tokens_BT.device, batch.is_row_BR
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -208,9 +208,9 @@ def roll_out(
             assert probability is not None
             assert target_p is not None, "of sampled texts"
             p = torch.zeros_like(inside, dtype=torch.float32).masked_scatter_(is_row, target_p[:, step])
-            found["stands"] = (probability.view_as(wanted) / p.clamp_min(1e-30)).clamp_max(1) * inside
+            found["accept_prob"] = (probability.view_as(wanted) / p.clamp_min(1e-30)).clamp_max(1) * inside
         else:
-            found["stands"] = (drafted == wanted) & inside
+            found["accept_prob"] = (drafted == wanted) & inside
         token = wanted if temperature else drafted
         found["cosine"] = cosine(state, batch.at(batch.fused_BTD, there).flatten(0, 1)).view_as(wanted)
         if target_hidden is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.drift.texts import SideBySide
+from fledge.drift.texts import PaddedBatch
 
 
 def can_attend_rows(q_BRHE: Tensor, window: int | None, step: int) -> bool:
@@ -17,7 +17,7 @@ def can_attend_rows(q_BRHE: Tensor, window: int | None, step: int) -> bool:
 
 
 def attend_rows(
-    batch: SideBySide,
+    batch: PaddedBatch,
     q_BRHE: Tensor,
     keys_BTKE: Tensor,
     values_BTKE: Tensor,

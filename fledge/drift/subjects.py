@@ -18,7 +18,7 @@ from fledge.models.drafter import EagleDrafter
 
 
 @dataclass
-class Subject:
+class DrafterUnderTest:
     """One drafter under study."""
 
     name: str
@@ -39,8 +39,8 @@ class Subject:
         }
 
 
-def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: EngineConfig) -> list[Subject]:
-    subjects: list[Subject] = []
+def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: EngineConfig) -> list[DrafterUnderTest]:
+    subjects: list[DrafterUnderTest] = []
     for name in names:
         label, equals, where = name.partition("=")
         found = Speculation(where if equals else name).resolve_drafter(model)
@@ -53,7 +53,7 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
         if label in {subject.name for subject in subjects}:
             raise UserError(f"two drafters are called {label!r}; give them other names")
         folder = Path(found)
-        subjects.append(Subject(label, fit(network, config), size, _training_of(folder), _hash_of(folder)))
+        subjects.append(DrafterUnderTest(label, fit(network, config), size, _training_of(folder), _hash_of(folder)))
     return subjects
 
 

@@ -6,7 +6,6 @@ D hidden size.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from fledge.devices import release_memory
 from fledge.engine.config import EngineConfig
 from fledge.engine.offline import AnswerGenerator, answer_generator
 from fledge.models.decoder import Decoder, causal_attend
@@ -65,7 +65,7 @@ def in_groups(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
         yield group
 
 
-class SideBySide:
+class PaddedBatch:
     """Texts in the rows of one batch, each from the first column that its drafts can see, padded on the right.
 
     With a window, what lies further back than it reaches (through all layers) makes no difference and is left out: a text
@@ -137,6 +137,4 @@ class Answers:
     def release(self) -> None:
         """Gives the generator's cache back; answers stay."""
         self._generator = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory(torch.device(self.config.device))

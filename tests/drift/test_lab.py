@@ -16,7 +16,16 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drift import prompts as templates
 from fledge.drift.lab import run_lab
-from fledge.drift.metrics import Count, Tally, TextFigures, accepted_ratio, fused_parts, kept_difference, length_ratio, pooled
+from fledge.drift.metrics import (
+    Count,
+    MetricAccumulator,
+    TextFigures,
+    accepted_ratio,
+    fused_parts,
+    kept_difference,
+    length_ratio,
+    pooled,
+)
 from fledge.drift.prompts import Document, load_documents
 from fledge.drift.results import verdict_table, verdicts
 from fledge.drift.subjects import load_subjects
@@ -161,7 +170,7 @@ def test_a_drafter_without_states_is_refused(folders):
 
 
 def test_a_condition_without_answers_counts_nothing():
-    figures = Tally((1, 3)).to_dict()
+    figures = MetricAccumulator((1, 3)).to_dict()
     assert figures["acceptance_length"] == {1: 1.0, 3: 1.0}
     assert figures["texts"] == 0
 
@@ -260,7 +269,7 @@ def test_parts_of_the_fused_input_add_up(folders):
 
 
 def test_figures_without_loops_and_errors_of_changes_are_kept():
-    tally, ones = Tally((1,)), torch.ones(2, dtype=torch.double)
+    tally, ones = MetricAccumulator((1,)), torch.ones(2, dtype=torch.double)
     for name, right, size, looping in (("a", 0.0, 1.0, False), ("b", 4.0, 3.0, True), ("c", 2.0, 2.0, False)):
         sums = {"joint_acceptance": (ones * right, ones * 4), "rms": (torch.tensor([4.0, 4 * size]).double(), ones * 4)}
         tally.add(name, TextFigures({1: Count(1, 2)}, sums), looping)

@@ -68,7 +68,7 @@ def assert_same(ours: Rollout, theirs: list[Rollout], skip: list[int] | None = N
 
     same = (ours.drafted_MJ == joined("drafted_MJ")).all(1)
     assert same.float().mean() > 0.95
-    for name in ("stands_MJ", "inside_MJ", "rms_MJ", "cosine_MJ", "cosine_hidden_MJ"):
+    for name in ("accept_prob_MJ", "inside_MJ", "rms_MJ", "cosine_MJ", "cosine_hidden_MJ"):
         torch.testing.assert_close(getattr(ours, name)[same], joined(name)[same], rtol=1e-3, atol=1e-3)
     for step, figures in enumerate(ours.attention):
         for name in ("sink_MH", "own_MH", "drafted_MH", "entropy_MH"):
