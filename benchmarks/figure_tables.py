@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import sys
 from typing import Any
 
 from benchmarks.figure_blocks import (
@@ -329,3 +331,49 @@ def doctor_off_by_one() -> str:
     run = load("doctor-examples")["runs"]["layers off by one"]
     verdict = f"calls {run['fault']}" if run["fault"] else "calls healthy"
     return f"{run['as_it_stands']['accepted']:.2f} accepted a step, which `doctor` {verdict}"
+
+
+@figures("limits")
+def limits() -> str:
+    """Nothing measured: the server's limits, which are read where the page is, not in the built site alone."""
+    sys.path.insert(0, str(RESULTS.parents[1] / "docs"))
+    import references
+
+    return references.limits()
+
+
+@figures("parity")
+def parity() -> str:
+    result = load("parity-cpu")
+    rows = [
+        (
+            name,
+            f"{row['fp32']['logits']:.0e}",
+            f"{row['fp32']['states']:.0e}",
+            percent(row["bf16"]["logits"], 1),
+            percent(row["bf16"]["states"], 1),
+            number(row["engine"]["logprobs"], 4),
+            *(f"{row['engine'][kind]} of {row['engine']['answers']}" for kind in ("EAGLE", "latent attention")),
+        )
+        for name, row in result["rows"].items()
+    ]
+    titles = ["one layer of", "logits, fp32", "states, fp32", "logits, bf16", "states, bf16", "engine's logprobs"]
+    titles += ["same text with EAGLE", "with latent attention"]
+    return table(titles, rows)
+
+
+@figures("outside-vocabulary")
+def outside_vocabulary() -> str:
+    """Mean acceptance lengths over the seeds, and the difference of the two choices with its standard error."""
+    rows: list[list[object]] = []
+    for row in load("outside-vocabulary-toy-cpu")["rows"]:
+        for depth, difference in row["mask_minus_renormalise"].items():
+            means = [statistics.mean(row["acceptance_length"][choice][depth]) for choice in ("mask", "renormalise")]
+            rows.append(
+                [
+                    f"{row['draft_vocabulary']} tokens ({percent(row['coverage'], 1)} of the answers), depth {depth}",
+                    *(f"{mean:.2f}" for mean in means),
+                    f"{difference:+.2f} ± {row['standard_error'][depth]:.2f}",
+                ]
+            )
+    return table(["draft vocabulary", "mask", "renormalise", "difference"], rows)

@@ -56,6 +56,31 @@ def gpu_steps() -> str:
     return table(["rows of a plain step", "before, µs", "exact kernels, µs"], rows)
 
 
+@figures("gpu-linears")
+def gpu_linears() -> str:
+    layers = {(one["model"], one["rows"]): one for one in load("linears-h200")["layers"]}
+    rows = []
+    for count in sorted({count for _, count in layers}):
+        found = [layers.get((model, count)) for model in ("135m", "1.5b")]
+        rows.append([count, *(one and one[way] for one in found for way in ("before", "best", "cublas"))])
+    titles = [f"{size}: {way}" for size in ("135M", "1.5B") for way in ("before", "now", "cuBLAS")]
+    return table(["rows", *titles], rows)
+
+
+@figures("serving-gpu")
+def serving_gpu() -> str:
+    found = load("serving-h200")
+    rows = []
+    for users, run in found["fledge"].items():
+        vllm = found["vLLM plain"][users]
+        waits = [f"{one['ttft_ms']['p50']:.0f} / {one['ttft_ms']['p99']:.0f}" for one in (run, vllm)]
+        own = found["engine"][users]["tokens_per_s"]
+        cells = [own, run["tokens_per_second"], percent(run["share_of_engine"]), waits[0], vllm["tokens_per_second"], waits[1]]
+        rows.append([int(users), *cells])
+    wait = "TTFT p50 / p99, ms"
+    return table(["users", "engine alone", "Fledge's server", "of the engine", wait, "vLLM's server, plain", wait], rows)
+
+
 @figures("gpu-1.5b")
 def gpu_larger() -> str:
     steps = load("exact-h200")["1.5b steps"]

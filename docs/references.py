@@ -6,8 +6,8 @@ python docs/references.py cli|exit_codes|recipe|limits|planning        # prints 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,11 +134,12 @@ def recipe() -> str:
 
 
 def limits() -> str:
-    from fledge.serving.limits import Limits
-
+    """All flags of `fledge serve` that are limits, which shows in their names. `make figures` writes it into `serving.md`."""
     rows = []
-    for field in dataclasses.fields(Limits):
-        rows.append((f"`--{field.name.replace('_', '-')}`", shown(field.default), cell(dict(field.metadata).get("help", ""))))
+    for _, flags in serve_options():
+        for names, default, text in flags:
+            if re.fullmatch(r"`--(max-[\w-]+|[\w-]+-timeout)`", names):
+                rows.append((names, default, text.split(" (default ")[0]))
     return table(("flag", "default", "of what"), rows)
 
 

@@ -217,6 +217,18 @@ def test_every_flag_is_documented():
         assert not silent, f"fledge {command}: no words on {silent}"
 
 
+def test_every_limit_is_in_one_table():
+    """Of the page as it lies in the repository. Limits are flags that bear such a name, or are in `Limits`."""
+    from fledge.serving.limits import Limits
+
+    section = TEXTS["docs/serving.md"].split("## Limits")[1].split("\n## ")[0]
+    documented = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*?) \|", section, re.MULTILINE))
+    named = {flag for flag in known_flags("serve") if re.match(r"--max-|--.*-timeout$", flag)}
+    assert {"--max-queue", "--max-num-seqs", "--max-model-len", "--shutdown-timeout"} <= named
+    assert set(documented) == named | {f"--{name.replace('_', '-')}" for name in Limits.__dataclass_fields__}
+    assert all(re.fullmatch(r"`[\d.]+`", default) for default in documented.values())
+
+
 def test_every_page_is_in_the_sites_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in DOCS.glob("*.md") if f": {page.name}" not in menu] == []
