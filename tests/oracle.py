@@ -35,6 +35,7 @@ class OracleSpeculator:
 
     lookahead = 16
     description = "oracle"
+    knows_confidence = False
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ def make_batch(
         drafter.share(decoder.embed_tokens, decoder.lm_head)
         shape = drafter.config
         own = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        batch.use(CapturedEagle(drafter, own, batch.state, batch.max_positions, max_depth))
+        batch.use(CapturedEagle(drafter, own, batch.state, batch.max_positions))
     return batch
 
 

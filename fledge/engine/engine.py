@@ -145,7 +145,10 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Frees a request's pages at once; its text so far stays with it."""
         if not request.finished:
-            request.finish("abort")
+            try:
+                request.finish("abort")
+            except Exception as failure:  # its decoder
+                request.fail(failure)
             self._leave([request])
 
     def has_unfinished(self) -> bool:

@@ -109,8 +109,8 @@ class LayerLike(Protocol):
 class NativeBatch:
     """The sequences of one pass, for all its layers. `num_more`: see `CpuOps.batch`.
 
-    One array of longs holds C's `Batch`, its `Sequence`s and their runs, each pointing to the next. ctypes structures took half
-    as long again, and a cycle makes two.
+    One array of longs holds C's `Batch`, its `Sequence`s and their runs, each pointing to the next. ctypes structures take
+    1.5 times as long to fill, and a step fills two.
     """
 
     BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # longs of each; cpu/library.c, cpu/attention.h
@@ -208,8 +208,13 @@ class NativeLayers:
             raise MemoryError("no memory for a decoder layer")
         if tapped is None:
             return ()
-        states = tapped.unbind()
-        return states if order == list(taps) else [states[order.index(tap)] for tap in taps]
+        return _in_order(tapped.unbind(), taps)
+
+
+def _in_order(states: Sequence[Tensor], taps: Sequence[int]) -> Sequence[Tensor]:
+    """C writes states by layer; here as they were asked for."""
+    order = sorted(taps)
+    return states if order == list(taps) else [states[order.index(tap)] for tap in taps]
 
 
 def embedding_arguments(embedding: nn.Module) -> EmbeddingArguments:
@@ -255,7 +260,7 @@ class NativeTarget:
         failed = run(*inputs, tap_at, num_taps, states.data_ptr(), wanted_at, num_wanted, *out)
         if failed:
             raise MemoryError("no memory for a pass") if failed == 1 else IndexError("a token beyond the vocabulary")
-        return logits, tapped if order == list(taps) else [tapped[order.index(tap)] for tap in taps], x
+        return logits, _in_order(tapped, taps), x
 
 
 class NativeExperts:

@@ -32,7 +32,7 @@ class DepthPolicy:
         return cls(limit)
 
 
-# Eight verified rows are the most that go through a CPU's linears at once. Of 7 instead of 6 come 1-2 % more tokens/s.
+# Eight verified rows are the most that go through a CPU's linears at once. 7 drafts instead of 6 give 1-2 % more tokens/s.
 CPU_LIMIT, GPU_LIMIT = 7, 6
 # On CPU a draft step costs a twentieth of a target step and a further verified row a thirteenth, so a token pays when it is
 # accepted in one of five cases; what lies around that makes little difference (depth 5 to 8, 0.15 to 0.25).

@@ -4,8 +4,8 @@ What is usual is learnt from the engine's own requests: nothing is judged during
 steps, `calibration_probes` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
 draft's depth changes no answer. A request's limit is halved, down to 1 and never to 0, so that it can be seen to recover.
 
-    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'; less what the
-                 drafter itself expected, where it says so: a hard text that it is unsure of is no drift
+    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'. Where the drafter
+                 gives its own probabilities, they are subtracted: a hard text that it is unsure of is no drift
     rms, sink    size of the fed-back state and share of attention on the sink, by draft step, from the sampled probe
 """
 
@@ -46,7 +46,7 @@ class GuardCounts:
 
 
 class _Rates:
-    """Decayed counts by place in the draft: how often it was reached, how often it was accepted there and was expected to."""
+    """Decayed counts by place in the draft: how often it was reached, accepted, and expected by the drafter to be accepted."""
 
     def __init__(self, places: int, decay: float) -> None:
         self.decay = decay
@@ -62,12 +62,20 @@ class _Rates:
         return self.accepted[place] / self.tried[place]
 
     def surplus(self, place: int) -> float:
-        """The rate less the expected one."""
+        """The rate minus the expected one."""
         return (self.accepted[place] - self.expected[place]) / self.tried[place]
 
     def forget_from(self, place: int) -> None:
         for deeper in range(place, len(self.tried)):
             self.tried[deeper] = self.accepted[deeper] = self.expected[deeper] = 0.0
+
+
+class _Usual(_Rates):
+    """Those of all requests. Nothing is judged by them during the first steps."""
+
+    def __init__(self, places: int, calibration_steps: int) -> None:
+        super().__init__(places, BAND_DECAY)
+        self.steps_left = calibration_steps
 
 
 class _Spread:
@@ -92,6 +100,7 @@ class _Spread:
 class _Watched:
     def __init__(self, limit: int) -> None:
         self.rates = _Rates(limit, REQUEST_DECAY)
+        self.is_expected = False  # its drafts come with probabilities
         self.limit = limit
         self.since = 0  # steps since the limit changed
         self.wait = FIRST_WAIT
@@ -104,11 +113,15 @@ class _Watched:
 class DriftGuard:
     def __init__(self, limit: int, *, calibration_steps: int = 256, calibration_probes: int = 16) -> None:
         """`limit`: the depth of a draft when all is well."""
-        self.limit, self.steps_left, self.probes_needed = limit, calibration_steps, calibration_probes
-        self.usual = _Rates(limit, BAND_DECAY)
+        self.limit, self.calibration_steps, self.probes_needed = limit, calibration_steps, calibration_probes
+        self.usual = self._calibrate()
         self.bands: dict[str, list[_Spread]] = {name: [] for name in CLEAR_SHIFT}
         self.watched: dict[Hashable, _Watched] = {}
         self.counts = GuardCounts()
+
+    def _calibrate(self) -> dict[bool, _Usual]:
+        """By whether drafts come with probabilities: a greedy draft and a drawn one are not compared."""
+        return {is_expected: _Usual(self.limit, self.calibration_steps) for is_expected in (False, True)}
 
     def depth(self, request: Hashable) -> int:
         """How deep it may be drafted for."""
@@ -120,10 +133,11 @@ class DriftGuard:
             self.counts.shortened -= watched.limit < self.limit
 
     def renew(self) -> None:
-        """The drafter has other weights: no request is shortened any more, and probed figures have another band."""
+        """The drafter has other weights: no request is shortened any more, and what is usual is learnt anew."""
         self.counts.recoveries += self.counts.shortened
         self.counts.shortened = 0
         self.watched.clear()
+        self.usual = self._calibrate()
         self.bands = {name: [] for name in CLEAR_SHIFT}
 
     def record(
@@ -137,22 +151,23 @@ class DriftGuard:
     ) -> None:
         """A step's draft was `depth` deep and so many of its tokens were accepted.
 
-        `confidences`: the drafter's probabilities of its tokens, of all steps or of none.
+        `confidences`: the drafter's probabilities of its tokens: for all steps of a request, or for none.
 
         `nameable`: the drafter could have named the token that the target chose after those. If it could not, the miss says
         nothing about the drafter and is not counted.
         """
         tried = min(depth, accepted + nameable)
-        watched = self._watch(request)
-        self.usual.add(tried, accepted, confidences)
+        watched, usual = self._watch(request), self.usual[bool(confidences)]
+        watched.is_expected = bool(confidences)
+        usual.add(tried, accepted, confidences)
         watched.rates.add(tried, accepted, confidences)
         watched.since += 1
         watched.unseen += 1
         if watched.unseen >= LONGEST_WAIT:
             watched.drifting.clear()  # it may not be looked at again for long; should it still drift, it is seen then
         self.counts.short_steps += watched.limit < self.limit
-        if self.steps_left:
-            self.steps_left -= 1
+        if usual.steps_left:
+            usual.steps_left -= 1
         elif watched.since >= PAUSE and self._below_the_band(watched):
             self._shorten(watched, "acceptance")
         elif watched.since >= watched.wait and watched.limit < self.limit and self._is_back(watched):
@@ -188,18 +203,16 @@ class DriftGuard:
             self.watched[request] = _Watched(self.limit)
         return self.watched[request]
 
-    def _allowed_drop(self, place: int, trials: float) -> float:
-        usual = self.usual.rate(place)
-        return max(CLEAR_DROP, STANDARD_ERRORS * math.sqrt(usual * (1 - usual) / trials))
-
     def _judged(self, watched: _Watched) -> list[tuple[float, float]]:
         """For each place with enough trials: how far it lies below the usual, and how far it may."""
-        rates = watched.rates
-        return [
-            (self.usual.surplus(place) - rates.surplus(place), self._allowed_drop(place, rates.tried[place]))
-            for place in range(watched.limit)
-            if rates.tried[place] >= LEAST_TRIALS
-        ]
+        rates, usual = watched.rates, self.usual[watched.is_expected]
+        judged = []
+        for place in range(watched.limit):
+            if (trials := rates.tried[place]) >= LEAST_TRIALS:
+                error = math.sqrt(usual.rate(place) * (1 - usual.rate(place)) / trials)
+                drop = usual.surplus(place) - rates.surplus(place)
+                judged.append((drop, max(CLEAR_DROP, STANDARD_ERRORS * error)))
+        return judged
 
     def _below_the_band(self, watched: _Watched) -> bool:
         return any(drop > allowed for drop, allowed in self._judged(watched))

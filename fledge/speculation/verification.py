@@ -66,7 +66,7 @@ class VerifiedPass(NamedTuple):
     depth: int = 0  # of its draft; 0: plain
     nodes: int = 0  # draft tokens verified; more than `depth` in a tree
     offered: int = 0  # how deep it might have been drafted; more than `depth` where the drafter stopped early
-    confidences: Sequence[float] = ()  # the drafter's own probabilities of a chain's tokens, if it gives them
+    confidences: Sequence[float] = ()  # the drafter's own probabilities, if they say how often it is right
 
 
 class Verification(NamedTuple):

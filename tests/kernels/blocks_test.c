@@ -36,7 +36,7 @@ static int check(int format, const char *name, long inputs, long outputs) {
     int bad = 0;
     Activations quantised[units];
     for (long r = 0; r < MOST; r++) {
-        quantise_row(x + r * inputs, units, quantised, 1);
+        quantise_row(x + r * inputs, quantised, 0, 1, inputs);
         for (long o = 0; o < outputs; o++) {
             double sum = 0, size = 0;
             row_weights(format, file + o * row_bytes, inputs, weights);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -103,10 +105,15 @@ def test_a_forked_process_starts_threads_of_its_own():
     try:
         torch.set_num_threads(2)
         expected = linear(x)
+        time.sleep(0.05)  # until the helper sleeps: a condition variable that it waits for is copied too
         child = os.fork()
         if not child:
-            same = torch.equal(linear(x), expected)
-            os._exit(0 if same and len(os.listdir("/proc/self/task")) == 2 else 1)
+            signal.alarm(30)
+            for _ in range(3):
+                if not torch.equal(linear(x), expected) or len(os.listdir("/proc/self/task")) != 2:
+                    os._exit(1)
+                time.sleep(0.05)
+            os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         torch.set_num_threads(before)
@@ -234,18 +241,20 @@ def test_a_native_pass_equals_the_network(family):
         assert_near(theirs, mine)
 
 
+@pytest.mark.parametrize("lengths", [(9, 14), (2, 3)], ids=["many rows", "few rows, which stream"])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_in_one_call_has_the_bits_of_its_parts(family, streamed, monkeypatch):
+def test_a_target_in_one_call_has_the_bits_of_its_parts(family, streamed, lengths, monkeypatch):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
-    layouts = [SequenceLayout(list(range(4)), 9, 9), SequenceLayout(list(range(10, 16)), 14, 14)]
-    tokens, positions = torch.randint(0, 128, (23,)), torch.cat([torch.arange(9), torch.arange(14)])
+    one, other = lengths
+    layouts = [SequenceLayout(list(range(4)), one, one), SequenceLayout(list(range(10, 16)), other, other)]
+    tokens, positions = torch.randint(0, 128, (one + other,)), torch.cat([torch.arange(one), torch.arange(other)])
     found = []
     for target_pass, cache_bytes in ((Ops.target_pass, 0), (CpuOps.target_pass, 1 if streamed else 0)):
         monkeypatch.setattr(native, "cache_bytes", lambda size=cache_bytes: size)
         ops = CpuOps(decoder, PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu"))
-        meta = AttentionMetadata.from_layouts(layouts, positions, 8, 14)
-        logits, taps, x = target_pass(ops, decoder, tokens, meta, (4, 0, 2), [8, 22])
+        meta = AttentionMetadata.from_layouts(layouts, positions, 8, other)
+        logits, taps, x = target_pass(ops, decoder, tokens, meta, (4, 0, 2), [one - 1, one + other - 1])
         found.append([logits, *taps, x])
     assert bool(decoder.lm_head.native.arguments.streamed) is streamed
     for mine, theirs in zip(*found, strict=True):

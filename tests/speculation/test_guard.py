@@ -97,9 +97,9 @@ def test_a_miss_on_a_token_that_the_drafter_cannot_name_is_not_held_against_it()
     for _ in range(200):
         guard.record("plain words", 5, 0)
     assert guard.depth("plain words") == 1
-    before = list(guard.usual.tried)
+    before = list(guard.usual[False].tried)
     guard.record("rare words", 5, 2, nameable=False)
-    assert [new > old for new, old in zip(guard.usual.tried, before, strict=True)] == [True, True, False, False, False]
+    assert [new > old for new, old in zip(guard.usual[False].tried, before, strict=True)] == [True, True, False, False, False]
 
 
 def test_a_hard_text_that_the_drafter_is_unsure_of_is_no_drift():
@@ -115,6 +115,28 @@ def test_a_hard_text_that_the_drafter_is_unsure_of_is_no_drift():
 
     assert told(0.3).counts.requests == 0
     assert told(0.7).counts.requests == 1  # as sure as ever, and wrong
+
+
+def test_drawn_drafts_and_greedy_ones_have_bands_of_their_own():
+    """Drafter and target draw with the same noise: a drawn token is accepted far more often than its probability."""
+    guard, rng = DriftGuard(5, calibration_steps=200), random.Random(1)
+    for _ in range(600):
+        guard.record("drawn", 5, accepted(5, [0.85] * 5, rng))
+    for _ in range(100):
+        guard.record("greedy", 5, accepted(5, [0.6] * 5, rng), confidences=[0.55] * 5)
+    assert guard.counts.requests == 0
+
+
+def test_what_another_drafter_showed_is_not_usual_for_this_one():
+    guard, rng = DriftGuard(5, calibration_steps=200), random.Random(1)
+    for _ in range(3000):
+        guard.record("before", 5, accepted(5, [0.35] * 5, rng), confidences=[1.0] * 5)
+    guard.renew()
+    for _ in range(300):
+        guard.record("usual", 5, accepted(5, [0.8] * 5, rng), confidences=[0.7] * 5)
+    for _ in range(100):
+        guard.record("drifting", 5, accepted(5, [0.15] * 5, rng), confidences=[0.7] * 5)
+    assert guard.depth("drifting") == 1
 
 
 def test_a_draft_that_was_accepted_whole_has_no_miss():

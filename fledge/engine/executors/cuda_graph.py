@@ -207,8 +207,8 @@ class CudaGraphExecutor:
         if depth and self.before_drafts is not None:
             self.before_drafts(drafted, depth)
         shape = (size, depth, mode, *bucket)
-        if shape not in self.batch.graphs.graphs:
-            self.batch.record([shape])
+        if shape not in self.batch.graphs.graphs and self.batch.graphs.capture:
+            self.batch.graphs.record_late(shape, self.batch.record)
         masked = {row: request for row, request in rows.items() if request in self.masked} if self.masked else {}
         cycles = 1 if masked else plan.cycles
         drafted_rows = drafted if depth else {}

@@ -239,7 +239,9 @@ class EagerExecutor:
         draft, accepted = item.draft, verified.accepted
         tokens = [draft.tokens[node] for node in accepted] + [verified.next_token]
         depth, offered = draft.depth, max(item.offered, draft.depth) if len(draft) else 0
-        passes = [VerifiedPass(len(tokens), depth, len(draft), offered, draft.confidences if draft.is_chain else ())]
+        # A drawn token is accepted more often than its probability: drafter and target draw with the same noise.
+        is_expected = self.drafter is not None and self.drafter.knows_confidence and item.request.params.greedy
+        passes = [VerifiedPass(len(tokens), depth, len(draft), offered, draft.confidences if is_expected else ())]
         output = Output(item.request, tokens, [True] * len(accepted) + [False], passes)
         count = item.request.params.logprobs
         if count is not None:

@@ -42,10 +42,14 @@ class StepGraphs:
             self.step(*shape)
             return
         if shape not in self.graphs:
-            began = time.perf_counter()
-            self.record([shape])
-            log.info("recorded a graph of %s while requests waited: %.2f s", shape, time.perf_counter() - began)
+            self.record_late(shape, self.record)
         self.graphs[shape].replay()
+
+    def record_late(self, shape: tuple, record: Callable[[list[tuple]], None]) -> None:
+        """Records a graph that requests wait for, and logs it. `record`: what is recorded with it."""
+        began = time.perf_counter()
+        record([shape])
+        log.info("recorded a graph of %s while requests waited: %.2f s", shape, time.perf_counter() - began)
 
     def record(self, shapes: Iterable[tuple]) -> None:
         """Ahead of use. The largest first: the smaller ones then fit into the memory it took."""

@@ -210,10 +210,10 @@ static inline Activations *unit_at(Activations *units, long row, long rows, long
     return units + first + unit * step;
 }
 
-/* A unit of activations in 8 bits; one of noughts has scale 0. */
+/* A unit of activations in 8 bits; all zeros: scale 0. */
 static inline void quantise_unit(const float *x, Activations *to) {
     float largest = 0.0f;
-    int sums[2] = {0, 0}, codes[UNIT];  /* of bytes the sums were taken one by one: twice the time */
+    int sums[2] = {0, 0}, codes[UNIT];  /* ints: the compiler does not vectorise sums of bytes */
     for (int i = 0; i < UNIT; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
     float factor = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
     for (int i = 0; i < UNIT; i++) codes[i] = (int)rintf(x[i] * factor);
@@ -224,7 +224,8 @@ static inline void quantise_unit(const float *x, Activations *to) {
     for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];
 }
 
-/* One row of activations in 8 bits, units `step` apart. */
-static void quantise_row(const float *x, long units, Activations *to, long step) {
-    for (long k = 0; k < units; k++, x += UNIT, to += step) quantise_unit(x, to);
+/* Row `row` of [rows, inputs] in 8 bits, at its place in `units`. */
+static void quantise_row(const float *x, Activations *units, long row, long rows, long inputs) {
+    long step, first = first_unit(row, rows, inputs / UNIT, &step);
+    for (long k = 0; k < inputs / UNIT; k++) quantise_unit(x + k * UNIT, units + first + k * step);
 }

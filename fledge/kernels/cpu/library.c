@@ -64,10 +64,7 @@ static void norm_row(const void *task, long row) {
     const Norm *n = task;
     float *out = n->out + row * n->size;
     rms_norm(n->x + row * n->size, n->weight, out, 1, n->size, n->size, n->eps);
-    if (n->in_bytes) {
-        long step, first = first_unit(row, n->rows, n->size / UNIT, &step);
-        quantise_row(out, n->size / UNIT, n->in_bytes + first, step);
-    }
+    if (n->in_bytes) quantise_row(out, n->in_bytes, row, n->rows, n->size);
 }
 
 /* Norms of rows, in 8 bits too if there is a place for that. */
@@ -162,21 +159,21 @@ static void attend_block(const void *task, long item) {
 
 enum {
     FEW_ROWS = 16,
-    MOST_KEYS = 1024  /* what the second-level caches hold beside the weights */
+    MOST_KEYS = 1024  /* of all sequences: what the second-level caches hold beside the weights */
 };
 
-/* Requests the keys and values that few rows will read. They come from memory, as all weights have passed since the last pass: in
+/* Requests the keys and values that few rows will read. The weights read since the last pass have pushed them out of the caches: in
    this way they arrive while the linear before is computed, and no miss is waited for. */
 static void request_cache(const void *what, long share, long shares) {
     const Attending *a = what;
     const Cache *cache = a->cache;
+    long most = MOST_KEYS / a->batch->num_sequences, seen = cache->window && cache->window < most ? cache->window : most;
     for (long s = 0; s < a->batch->num_sequences; s++) {
         const Sequence *sequence = a->batch->sequences + s;
-        long seen = cache->window && cache->window < MOST_KEYS ? cache->window : MOST_KEYS;
         long first = sequence->kv_len > seen ? sequence->kv_len - seen : 0, count = (sequence->kv_len - first + shares - 1) / shares;
         long from = first + share * count, to = from + count < sequence->kv_len ? from + count : sequence->kv_len;
-        for (long h = 0; from < to && h < cache->kv_heads; h++) {
-            const Run *run = run_of(sequence, from);
+        const Run *run = from < to ? run_of(sequence, from) : NULL;
+        for (long h = 0; run && h < cache->kv_heads; h++) {
             fetch(cache, cache->keys + h * cache->head_bytes, run, from, to - from);
             fetch(cache, cache->values + h * cache->head_bytes, run, from, to - from);
         }

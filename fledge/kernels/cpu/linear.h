@@ -23,8 +23,8 @@ enum { ROWS = 3, BLOCK_ROWS = 8 };
 #endif
 enum { CHUNK = 8 };  /* rows taken through a panel at a time */
 
-/* Starts to load weights. `streamed`: they are read once a pass and fill no cache but the first. A target past the last cache's size
-   would find none of itself there anyway, and leaves it to its drafter, the activations and the interpreter. */
+/* Starts to load weights. `streamed`: they are read once a pass and fill no cache but the first. A target larger
+   than the last cache is never found there again: its weights are kept out, and its drafter's and the activations stay. */
 static inline void load_ahead(const void *weights, long bytes, int streamed) {
     for (long line = 0; line < bytes; line += 64)
         if (streamed) __builtin_prefetch((const char *)weights + line, 0, 0);
@@ -71,7 +71,7 @@ typedef struct {
     int add;                /* to what is in `out` already */
     int gelu;               /* of gates: gelu (tanh) instead of silu */
     const Ahead *ahead;     /* or NULL */
-    int streamed;           /* more rows than one block read a panel again */
+    int streamed;           /* the linear's, off where more rows than ROWS read a panel again */
 } Product;
 
 static inline int is_grouped(long format) {
@@ -281,8 +281,8 @@ static void fix(Product *product) {
 
 static void quantise_row_of(const void *task, long row) {
     const Product *product = task;
-    long inputs = product->linear->inputs, units = inputs / UNIT, step, first = first_unit(row, product->rows, units, &step);
-    quantise_row(product->x + row * inputs, units, product->in_bytes + first, step);
+    long inputs = product->linear->inputs;
+    quantise_row(product->x + row * inputs, product->in_bytes, row, product->rows, inputs);
 }
 
 /* Activations in 8 bits, for blocks. */

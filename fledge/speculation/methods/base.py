@@ -85,6 +85,11 @@ class Drafter(Protocol):
     lookahead: int  # KV slots past the text that drafting or verification may write
     description: str  # for people
 
+    @property
+    def knows_confidence(self) -> bool:
+        """Whether the confidences of its greedy drafts say how often they are accepted."""
+        ...
+
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         """Processes the spans' hidden states, then drafts for each; an empty draft where none is wanted or nothing is known."""
         ...

@@ -1,9 +1,6 @@
 """The EAGLE drafter in captured cycles, as a chain or a tree: all its state lies on the device.
 
-It must equal `methods.eagle`. Worked example, as there. The text is x0 … x4, the target's pass covered x2 x3 x4, after
-which it chose x5:
-    pairs (x3, g2) (x4, g3) (x5, g4)  at positions 2 3 4      `sync`: the cache is rebuilt from the target's hidden states
-    the last output drafts x6'; then (x6', state) at 5 drafts x7', …                                                 `draft`
+It must equal `methods.eagle`, which has a worked example.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ class CapturedEagle:
     reads_text = False
     adjusts_drafts = True
 
-    def __init__(self, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int, max_depth: int) -> None:
+    def __init__(self, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int) -> None:
         """The cache shares the target's pages: the pair at position t lies in slot t."""
         config, device = network.config, cache.keys.device
         if config.hidden_size != config.target_hidden_size and not config.own_embedding:
             raise UserError("the drafter's hidden size differs from the target's embedding: it needs one of its own")
-        self.network, self.cache, self.batch, self.max_depth = network, cache, batch, max_depth
+        self.network, self.cache, self.batch = network, cache, batch
         self.taps = config.aux_layer_ids
         self.ops = CudaOps(cache, network.rotary.device_table(max_positions, device))
         # The drafter's output for the last accepted pair, before its final norm. An inactive row's must be finite.
@@ -103,7 +100,7 @@ class CapturedTree(CapturedEagle):
     def __init__(
         self, shape: TreeShape, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int, max_depth: int
     ) -> None:
-        super().__init__(network, cache, batch, max_positions, max_depth)
+        super().__init__(network, cache, batch, max_positions)
         check_shape(shape, max_depth)
         self.shape = shape
 

@@ -63,6 +63,10 @@ class EagleSpeculator:
         self.coverage = VocabularyCoverage(None if is_whole else self.target_id_list, coverage)  # kept up by the controller
         self.column_of = {token: column for column, token in enumerate(self.target_id_list)}
 
+    @property
+    def knows_confidence(self) -> bool:
+        return self.tree is None and self.fallback is None
+
     def forget(self, request: DraftedRequest) -> None:
         """All state lies in the request's pages."""
         if self.fallback is not None:
@@ -71,8 +75,8 @@ class EagleSpeculator:
     def captured(self, batch: Rows, max_positions: int, max_depth: int) -> CapturedEagle:
         if self.depth.threshold:
             log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
-        parts = (self.network, self.cache, batch, max_positions, max_depth)
-        return CapturedEagle(*parts) if self.tree is None else CapturedTree(self.tree, *parts)
+        parts = (self.network, self.cache, batch, max_positions)
+        return CapturedEagle(*parts) if self.tree is None else CapturedTree(self.tree, *parts, max_depth)
 
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         is_watched = self.observer is not None and self.observer.begin(spans)
@@ -305,4 +309,4 @@ def lookahead(depth: DepthPolicy, tree: TreeShape | None) -> int:
     """Slots past the settled text: the pass that verifies holds the pending token and the draft, drafting holds its nodes."""
     if tree is None:
         return depth.limit + 1
-    return max(tree.nodes + 1, tree.width * depth.limit)
+    return max(tree.nodes + 1, tree.width * (depth.limit - 1))

@@ -18,6 +18,7 @@ class NgramSpeculator:
     """Proposes what followed the most recent earlier occurrence of the last n tokens, longest n first."""
 
     taps: tuple[int, ...] = ()
+    knows_confidence = False
 
     def __init__(self, depth: DepthPolicy, longest: int = 4, shortest: int = 2) -> None:
         self.depth, self.longest, self.shortest = depth, longest, shortest
@@ -39,7 +40,7 @@ class NgramSpeculator:
                 index = self.indexes.setdefault(id(span.request), _NgramIndex(self.longest, self.shortest))
                 tokens = index.lookup(span.request.tokens, min(span.max_draft_tokens, self.depth.limit))
                 # A look-up has no probability to offer: the drafts count as sure, so that `auto` depth drafts to the limit.
-                draft = Draft(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens))
+                draft = Draft.chain(tokens, [1.0] * len(tokens))
             drafts.append(draft)
         return drafts
 

@@ -22,7 +22,7 @@ from tests.tiny import tiny_decoder
 class BlockDrafter:
     """Proposes what a table says follows a token, `depth` times over; tokens are table rows."""
 
-    taps = ()
+    taps, knows_confidence = (), False
 
     def __init__(self, table_VD: torch.Tensor) -> None:
         self.table_VD, self.depth = table_VD, DepthPolicy(table_VD.shape[1])
