@@ -20,6 +20,8 @@ from benchmarks.figure_blocks import (
     times,
 )
 
+ROOT = RESULTS.parents[1]
+
 # One table for the README.
 
 
@@ -336,10 +338,26 @@ def doctor_off_by_one() -> str:
 @figures("limits")
 def limits() -> str:
     """Nothing measured: the server's limits, which are read where the page is, not in the built site alone."""
-    sys.path.insert(0, str(RESULTS.parents[1] / "docs"))
+    sys.path.insert(0, str(ROOT / "docs"))
     import references
 
     return references.limits()
+
+
+# Files and lines at commit 7ab0b39, which had three request loops.
+EARLIER = {"engine": (34, 4364), "speculation": (11, 1000), "models": (5, 498), "ops": None, "kernels": (30, 5765)}
+
+
+@figures("lines")
+def lines() -> str:
+    """Nothing measured: the size of folders. Lines in hundreds, so that few commits change the table."""
+    rows: list[list[object]] = []
+    for folder, before in EARLIER.items():
+        files = [path for path in (ROOT / "fledge" / folder).rglob("*") if path.suffix in (".py", ".c", ".h")]
+        now = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        then = (before[0], f"{before[1] / 1000:.1f}k") if before else (None, None)
+        rows.append([folder, then[0], len(files), then[1], f"{now / 1000:.1f}k"])
+    return table(["folder", "files then", "now", "lines then", "now"], rows)
 
 
 @figures("parity")
@@ -358,7 +376,7 @@ def parity() -> str:
         for name, row in result["rows"].items()
     ]
     titles = ["one layer of", "logits, fp32", "states, fp32", "logits, bf16", "states, bf16", "engine's logprobs"]
-    titles += ["same text with EAGLE", "with latent attention"]
+    titles += ["same text with EAGLE", "with a latent-attention drafter"]
     return table(titles, rows)
 
 

@@ -78,7 +78,14 @@ def serving_gpu() -> str:
         cells = [own, run["tokens_per_second"], percent(run["share_of_engine"]), waits[0], vllm["tokens_per_second"], waits[1]]
         rows.append([int(users), *cells])
     wait = "TTFT p50 / p99, ms"
-    return table(["users", "engine alone", "Fledge's server", "of the engine", wait, "vLLM's server, plain", wait], rows)
+    titles = ["users", "engine alone", "Fledge's server", "of the engine", wait, "vLLM's server, plain", wait]
+    settings, first = found["settings"], found["fledge"]["16"]["ttft_ms"]["p99"] / 1000
+    note = (
+        f"HumanEval prompts, {settings['tokens']} tokens an answer, {settings['rounds']} rounds. Measured before graphs were "
+        "recorded only when the server is quiet:\nat 16 users and more the first answers of a round waited "
+        f"{first:.2f} s for a recording."
+    )
+    return f"{table(titles, rows)}\n\n{note}"
 
 
 @figures("gpu-1.5b")

@@ -3,7 +3,7 @@
     python benchmarks/outside_vocabulary.py --json benchmarks/results/outside-vocabulary-toy-cpu.json
 
 Drafters for the toy, some seeds of each: the same data, steps and start, differing in `objective.outside_vocabulary` alone. The
-toy's draft vocabularies are small, so that they leave out more of the text than a real drafter's (1 to 7 %).
+toy's draft vocabularies: 48 tokens leave out 9 % of the answers' tokens, 72 leave out 1.5 %. A real drafter's: 1 to 7 %.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: at least 2, or the difference has no standard error")
+    return args
 
 
 def main() -> None:

@@ -158,11 +158,11 @@ def server(command: list[str], environment: dict[str, str], seconds: float) -> I
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(15)
-            log.seek(0)
-            print("".join(f"  log: {one}" for one in log if "while requests waited" in one), end="", flush=True)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            log.seek(0)  # last: a log that cannot be read must not leave the server running
+            print("".join(f"  log: {one}" for one in log if "while requests waited" in one), end="", flush=True)
 
 
 def _is_healthy(url: str) -> bool:

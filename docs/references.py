@@ -1,6 +1,7 @@
-"""Reference pages made from the program itself: commands and flags, recipe keys, server limits. The site's build calls them.
+"""Reference tables made from the program itself: commands and flags, exit codes, recipe keys, estimates. The site's build
+calls them; server limits are written into `serving.md` by `make figures`.
 
-python docs/references.py cli|exit_codes|recipe|limits|planning        # prints one as Markdown
+python docs/references.py cli|exit_codes|recipe|planning        # prints one as Markdown
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def recipe() -> str:
 
 
 def limits() -> str:
-    """All flags of `fledge serve` that are limits, which shows in their names. `make figures` writes it into `serving.md`."""
+    """All flags of `fledge serve` that are limits, which shows in their names."""
     rows = []
     for _, flags in serve_options():
         for names, default, text in flags:
@@ -150,7 +151,7 @@ def planning() -> str:
     return Plan().table().replace("| | |", "| figure | estimate |", 1)
 
 
-REFERENCES = {"cli": cli, "recipe": recipe, "limits": limits, "exit_codes": exit_codes, "planning": planning}
+REFERENCES = {"cli": cli, "recipe": recipe, "exit_codes": exit_codes, "planning": planning}
 
 if __name__ == "__main__":
     print(REFERENCES[sys.argv[1]]())

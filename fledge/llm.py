@@ -121,7 +121,7 @@ class LLM:
             tree: Draft a tree instead of a chain.
             device: `auto`, `cpu` or `cuda`.
             dtype: `auto`, `float32`, `float16` or `bfloat16`.
-            quantization: The target's weights: `none`, `fp8` (on a GPU), `int8`, `int4`, or `gguf` as a GGUF file has them.
+            quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (a GGUF file's own).
             deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway.
             max_model_len: Longest prompt and answer together; 0: the model's.
             max_num_seqs: Answers decoded together; 0: by device.

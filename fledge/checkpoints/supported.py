@@ -56,8 +56,9 @@ def _formats() -> Iterable[str]:
         rows.append((f"`{method}`", what, *(_on(method, device) for device in DEVICES)))
     yield from _table(("`quant_method`", "read", *DEVICES.values()), rows)
     yield "\nKept: the kernels read the weights as they are, to the bit; where no format of ours holds them (8 bits with zero"
-    yield "points, integer scales that fp16 does not hold, a partial last block of FP8, on a GPU experts) they become plain"
-    yield "weights when loaded, and the log says how many. Plain: they always do. Training uses plain weights.\n"
+    yield "points, integer scales that fp16 does not hold, a partial last block of FP8, on a GPU experts, FP8 on a GPU before"
+    yield "Ada: compute capability below 8.9) they become plain weights when loaded, and the log says how many. Plain: they"
+    yield "always do. Training uses plain weights.\n"
 
 
 def _on(method: str, device: str) -> str:
@@ -72,7 +73,8 @@ def _own() -> Iterable[str]:
     yield "## Formats of plain and GGUF checkpoints\n"
     *others, last = BITS
     names = f"`{'`, `'.join(others)}` or `{last}`"
-    yield f"Plain weights: safetensors in F32, F16 or BF16; `--quantization` {names} (on a GPU) quantises them when loaded."
+    yield f"Plain weights: safetensors in F32, F16 or BF16; `--quantization` {names} quantises them when loaded (`fp8` on a"
+    yield "GPU of compute capability 8.9 or more)."
     yield f"GGUF: {', '.join(sorted(FORMATS))}, of the architectures {', '.join(f'`{name}`' for name in ARCHITECTURES)}."
 
 

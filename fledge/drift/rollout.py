@@ -164,7 +164,7 @@ def roll_out(
     """`noise` α: each state that enters a draft step gets Gaussian noise of α times its own RMS; the context stays clean.
 
     `temperature`: the texts were sampled at it, and `target_p` [M, J] is the probability that the target gave to the token
-    that each draft stands for (`sampled.target_probabilities`).
+    that each draft stands for (`target_probabilities`).
     The drafter must have been lent the target's embedding and head where it has none (`EagleDrafter.share`).
     """
     batch = PaddedBatch([texts] if isinstance(texts, TargetText) else texts, drafter)

@@ -109,11 +109,11 @@ def make(
 
 
 def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say) -> Recipe:
-    """Returns the training recipe. It is written once, so that a resumed run has the same steps; its time may change."""
+    """Returns the training recipe. It is written once, so that a resumed run has the same steps; its times may change."""
     path, seconds = out / "recipe.yaml", plan.train_seconds(progress.spent)
     if path.is_file():
         recipe = load_recipe(path)
-        return replace(recipe, run=replace(recipe.run, max_seconds=seconds, device=plan.device))
+        return replace(recipe, run=replace(recipe.run, **plan.run_times(seconds), device=plan.device))
     train_file = out / "data" / "train.jsonl"
     num_tokens, longest = sizes(train_file)
     content = plan.recipe(out / "run", train_file, out / "data" / "held-out.jsonl", num_tokens, longest, seconds)
@@ -148,7 +148,7 @@ def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> R
             data, objective = replace(recipe.data, micro_batch_size=max(1, size)), replace(recipe.objective, recompute=True)
             recipe = replace(recipe, data=data, objective=objective)
         # Only here: the error holds on to everything that did not fit.
-        release_memory(resolve_device("auto"))
+        release_memory(resolve_device(recipe.run.device))
 
 
 # --- checks and card --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fledge.devices import release_memory
 from fledge.errors import UserError
 from fledge.files import write_atomically
 from fledge.tokenizer import Tokenizer
+from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
 from fledge.training.planning import AnswerPart, MakePlan
 from fledge.training.targets.endpoint import EndpointAnswers
@@ -84,7 +85,7 @@ def answer(
         writer.write_until(part, start + part.until * left)
     files = [out / part.file for part in plan.answer_parts]
     if sum(map(num_lines, files)) < MIN_ANSWERS:  # a short budget on a busy machine: the first few come before the time limit
-        writer.write(plan.answer_parts[0], MIN_ANSWERS, max(MIN_SECONDS, plan.seconds))
+        writer.write_first(plan.answer_parts[0])
     del writer
     release_memory(torch.device(plan.device))
     if plan.device != "cpu":
@@ -125,8 +126,25 @@ class _AnswerWriter:
             if not part.self_written or not written:
                 return
 
+    def write_first(self, part: AnswerPart) -> None:
+        """Writes answers until the part's file has MIN_ANSWERS, for at most MIN_SECONDS.
+
+        A few prompts at a time, so that a slow machine finishes some. Twice as many each round: a file's first prompts may be
+        duplicates, too long or contaminated.
+        """
+        deadline, limit = time.monotonic() + MIN_SECONDS, MIN_ANSWERS
+        num_prompts = 0 if part.self_written else sum(1 for _ in read_prompts(str(self.plan.prompts)))
+        while num_lines(self.out / part.file) < MIN_ANSWERS and (left := deadline - time.monotonic()) > 0:
+            self.write(part, limit, left)
+            if limit >= num_prompts:
+                return
+            limit *= 2
+
     def write(self, part: AnswerPart, total: int | None, max_seconds: float) -> int:
-        """Writes answers until the part's file has `total`, for at most `max_seconds`. Returns how many are new."""
+        """Answers a file's first `total` prompts, or self-written ones until there are `total`, for at most `max_seconds`.
+
+        Returns how many answers are new.
+        """
         file, plan = self.out / part.file, self.plan
         try:
             report = regenerate(

@@ -238,7 +238,7 @@ class MakePlan:
         endpoint: str | None = None,
         endpoint_states: str | None = None,
     ) -> MakePlan:
-        """`shape`: the target's sizes (see `context.target_shape`)."""
+        """`shape`: the target's sizes (see `targets.loading.target_shape`)."""
         if not tokenizer.has_chat_template:
             raise UserError(f"{model}: its tokenizer has no chat template, so it cannot be asked anything")
         size, length = shape.hidden_size, min(2048, shape.max_positions)
@@ -311,6 +311,12 @@ class MakePlan:
         checks = min(CHECK_SHARE * self.seconds, CHECK_SECONDS)
         return max(MIN_TRAIN_SHARE * self.seconds, self.seconds - checks - spent)
 
+    @staticmethod
+    def run_times(train_seconds: float) -> dict[str, Any]:
+        """Keys of the recipe's `run` that follow from the time for training."""
+        interval = train_seconds / 8
+        return {"max_seconds": train_seconds, "evaluate_seconds": interval, "save_seconds": min(120.0, interval)}
+
     def describe(self) -> str:
         answer_tokens = self.answer_tokens_per_s * self.answer_seconds
         train_seconds = self.train_seconds(self.answer_seconds)
@@ -371,13 +377,11 @@ class MakePlan:
             "objective": {"ttt_steps": 5, "loss": "mix"},
             "optimizer": {"learning_rate": self.learning_rate},
             "run": {
-                "max_seconds": train_seconds,
+                **self.run_times(train_seconds),
                 "epochs": MAX_EPOCHS,
                 "log_every": 20 if on_gpu else 5,
                 "save_every": 10**9,
-                "save_seconds": min(120.0, train_seconds / 8),
                 "evaluate_every": 10**9,
-                "evaluate_seconds": train_seconds / 8,
                 # Three quarters of the run: until the learning rate falls, a few evaluations say little.
                 "patience": 6,
                 "device": self.device,

@@ -24,6 +24,7 @@ from fledge.errors import UserError
 from fledge.training import journal, make_answers, toy
 from fledge.training import make as making
 from fledge.training.arm import OutOfMemory
+from fledge.training.datagen.regenerate import RegenerateReport
 from fledge.training.distributed import DistributedContext
 from fledge.training.make import _train, make
 from fledge.training.make_answers import Progress, sizes, split
@@ -230,7 +231,10 @@ def test_a_budget_that_loading_uses_up_still_gets_its_first_answers(tmp_path):
     """A busy machine took 0.9 s to load the target of a make of 3.6 s: no answer, no drafter."""
     target = toy.make(tmp_path / "toy", num_answers=1, steps=10) / "target"
     tokenizer, shape = making.Tokenizer(target), load_config(target)
-    for prompts, name in ((prompts_of_toy(tmp_path / "p", 20), "file"), (None, "self-written")):
+    file = prompts_of_toy(tmp_path / "p", 20)
+    repeated = tmp_path / "r"  # its first prompt ten times, then the others
+    repeated.write_text(file.read_text().splitlines(True)[0] * 9 + file.read_text())
+    for prompts, name in ((file, "file"), (repeated, "repeated"), (None, "self-written")):
         plan = MakePlan.of(str(target), shape, tokenizer, torch.device("cpu"), 1.0, prompts)
         out = tmp_path / name
         out.mkdir()
@@ -238,7 +242,44 @@ def test_a_budget_that_loading_uses_up_still_gets_its_first_answers(tmp_path):
             replace(plan, hours=1e-9), shape, tokenizer, out, Progress(out / "make.json", {}), (), lambda _: None
         )
         lines = [len((out / "data" / file).read_text().splitlines()) for file in ("held-out.jsonl", "train.jsonl")]
-        assert lines == [2, make_answers.MIN_ANSWERS - 2]
+        assert lines[0] == 2
+        # In rounds of 8, 16 and 32 prompts; of the repeated ones the third has the 19 others.
+        assert sum(lines) == (20 if name == "repeated" else make_answers.MIN_ANSWERS)
+
+
+def test_the_first_answers_may_take_a_minute_and_not_the_budget_again(tmp_path, monkeypatch):
+    limits: list[float] = []
+
+    def answers_nothing(*_, max_seconds, **__) -> RegenerateReport:
+        limits.append(max_seconds)
+        return RegenerateReport()
+
+    monkeypatch.setattr(make_answers, "_generator", lambda *_: None)
+    monkeypatch.setattr(make_answers, "regenerate", answers_nothing)
+    plan = plan_for(prompts=prompts_of_toy(tmp_path / "p", 20))
+    with pytest.raises(UserError, match="0 answers are too few"):
+        make_answers.answer(plan, None, chat_tokenizer(), tmp_path, Progress(tmp_path / "make.json", {}), (), lambda _: None)
+    in_budget, first = limits[: len(plan.answer_parts)], limits[len(plan.answer_parts) :]
+    assert min(in_budget) > 1000
+    assert len(first) == 3  # 8, 16 and 32 prompts of 20
+    assert max(first) <= make_answers.MIN_SECONDS
+
+
+def test_a_run_that_is_resumed_with_more_time_spreads_its_evaluations_over_it(tmp_path):
+    plan = replace(plan_for(), hours=0.1)
+    turn = {"prompt_ids": [1] * 30, "answer_ids": [2] * 20}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text((json.dumps({"id": "a", "turns_ids": [turn]}) + "\n") * 40)
+    recipes = [
+        making._recipe(replace(plan, hours=hours), tmp_path, Progress(tmp_path / "make.json", {}), False, lambda _: None)
+        for hours in (0.1, 3.0)
+    ]
+    short, long = (recipe.run for recipe in recipes)
+    assert short.evaluate_seconds == short.save_seconds == pytest.approx(short.max_seconds / 8)
+    assert long.max_seconds == pytest.approx(3 * 3600 - 120, abs=5)
+    assert long.evaluate_seconds == pytest.approx(long.max_seconds / 8)
+    assert long.save_seconds == 120
+    assert replace(recipes[1], run=short) == recipes[0]  # nothing else changes
 
 
 @pytest.mark.parametrize("on_all", [True, False])

@@ -30,7 +30,7 @@ class LoadedTarget:
     config: DrafterConfig  # of the recipe's drafter for it
     shape: Any  # its sizes: a ModelConfig, or what has its fields
     stop_ids: tuple[int, ...]
-    last_layer: dict[str, Any]  # weights, see `warm_start.last_layer`
+    last_layer: dict[str, Any]  # weights, see `drafter.last_layer`
 
 
 def find_target(recipe: Recipe) -> Path:
