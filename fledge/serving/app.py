@@ -86,7 +86,7 @@ def create_app(service: Service) -> FastAPI:
         return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
 
     async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
-        """With the long texts, whatever the length: no answer waits for it."""
+        """Always on the thread for long texts, so that prompts of answers do not wait behind it."""
         return await while_there(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
 
     @app.post("/tokenize", responses=ERRORS)

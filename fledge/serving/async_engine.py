@@ -151,8 +151,12 @@ class AsyncEngine:
         in_flight = self.num_in_flight + self.others_in_flight
         held = sum(one.unfinished for one in self._generations.values() if one.caller == caller)
         if in_flight + num_answers > room_for(num_answers, held, info.max_num_seqs, self.max_queue):
-            self._num_rejected += 1
+            self.count_rejected()
             raise overloaded(f"the server is busy with {in_flight} answers; try again later", self._retry_after())
+
+    def count_rejected(self) -> None:
+        """A request was turned away because a queue is full: for /metrics."""
+        self._num_rejected += 1
 
     @property
     def status(self) -> str:
@@ -172,8 +176,16 @@ class AsyncEngine:
 
     # Calls
 
-    async def submit(self, works: Sequence[Work], options: CallOptions = CallOptions()) -> Generation:  # noqa: B008 - frozen
-        """Hands the works to the engine and returns when it has taken them; refuses when the queue is full."""
+    async def submit(
+        self,
+        works: Sequence[Work],
+        options: CallOptions = CallOptions(),  # noqa: B008 - frozen
+        deadline: float | None = None,
+    ) -> Generation:
+        """Hands the works to the engine and returns when it has taken them; refuses when the queue is full.
+
+        `deadline`: when it fails if it is not complete, by the event loop's clock.
+        """
         try:
             self.check_capacity(len(works), options.caller)
         except ApiError:
@@ -184,17 +196,21 @@ class AsyncEngine:
         generation = Generation(self, next(self._numbers), works, self.tokenizer, options.caller)
         self._generations[generation.number] = generation
         self.num_in_flight += len(works)
+        if deadline is not None:
+            generation.deadline = self.event_loop.call_at(deadline, generation.fail, self.late())
         try:
             self._send(_add(generation, works, options))
             await generation.taken
         except BaseException:
             generation.close()
             raise
-        if self.request_timeout:
-            generation.deadline = self.event_loop.call_later(self.request_timeout, generation.fail, self._late())
         return generation
 
-    def _late(self) -> ApiError:
+    def new_deadline(self) -> float | None:
+        """Of a request that comes now, by the event loop's clock."""
+        return self.event_loop.time() + self.request_timeout if self.request_timeout else None
+
+    def late(self) -> ApiError:
         return ApiError(f"the answer took longer than {self.request_timeout:g} s", 504, code="timeout")
 
     def forget(self, generation: Generation, abort: bool = False) -> None:
@@ -212,14 +228,10 @@ class AsyncEngine:
         self.check_ready()
         number = next(self._numbers)
         try:
-            async with asyncio.timeout(self.request_timeout or None):
-                await self._answer(Compile(number, caller, kind, value), number)
-        except asyncio.CancelledError:  # the caller has gone
+            await self._answer(Compile(number, caller, kind, value), number)
+        except asyncio.CancelledError:  # the caller has gone, or it took too long
             self.release(number)
             raise
-        except TimeoutError:
-            self.release(number)
-            raise self._late() from None
         return number
 
     def release(self, grammar: int) -> None:

@@ -19,7 +19,7 @@ from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone, while_there
+from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -50,8 +50,7 @@ class ChatCall:
 
 async def create(service: Service, payload: ChatRequest, request: Request) -> Any:
     caller = caller_of(request)
-    call = await while_there(request, prepare(service, payload, caller))
-    generation = await service.engine.submit(call.works, call.options)
+    call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, ChatStream(call))
     return await unless_gone(request, generation, collect(call, generation))

@@ -16,7 +16,7 @@ from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, event, unless_gone, while_there
+from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.tokenizer import Tokenizer
 
 
@@ -52,8 +52,7 @@ class CompletionCall:
 
 async def create(service: Service, payload: CompletionRequest, request: Request) -> Any:
     caller = caller_of(request)
-    call = await while_there(request, prepare(service, payload, caller))
-    generation = await service.engine.submit(call.works, call.options)
+    call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, CompletionStream(call))
     return await unless_gone(request, generation, collect(call, generation))

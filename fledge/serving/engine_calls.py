@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 from fledge.engine.request import Delta, Request
-from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.serving.channel import Channel
 from fledge.serving.messages import Add, Finish, Output, Span, ToEngine
@@ -49,8 +48,8 @@ class Tracked:
     started: float | None = None  # when it left the queue
     last_token: float = 0.0
 
-    def failure(self) -> UserError | None:
-        """Why a logits processor cannot go on, as a grammar that takes too long."""
+    def failure(self) -> Exception | None:
+        """Why a logits processor cannot go on, as a grammar that takes too long: a UserError or an ApiError."""
         failures = (getattr(processor, "failure", None) for processor in self.request.params.logits_processors)
         return next(filter(None, failures), None)
 

@@ -56,10 +56,10 @@ log = logging.getLogger("fledge.serving")
 
 # A step that fails takes its requests with it; after so many in a row the engine is not trusted any more.
 MAX_FAILURES = 3
-# Without requests, after which the engine may do what would hold up the next ones for 0.1 s. Requests come in bursts: with 16
-# users a pause between two bursts that was used to record a graph cost 13 % of the second one's tokens/s.
+# Seconds without requests before the engine records graphs, during which a new request would wait 0.1 s. Requests come in
+# bursts: with 16 users a pause between two bursts that was used to record a graph cost 13 % of the second one's tokens/s.
 QUIET_SECONDS = 2.0
-LONGEST_WAIT = 3600.0  # for the hook's next work: a poll cannot wait for more than weeks
+LONGEST_WAIT = 3600.0  # seconds, for the hook's next work: poll() takes at most 2^31 ms
 # For the last messages of an engine that ends.
 LAST_WORDS_SECONDS = 2.0
 
@@ -81,7 +81,7 @@ class EngineLoop:
         self._grammar_jobs: GrammarJobs[tuple[Front, int]] | None = None
         self._main = self.fronts[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
-        self._busy_until = time.monotonic()
+        self._busy_until: float  # from the start on
         self._tracked: dict[str, Tracked] = {}
         self._unstarted: dict[str, Tracked] = {}
         self._calls: dict[tuple[Front, int], Call] = {}
@@ -298,7 +298,8 @@ class EngineLoop:
             try:
                 processors = []
                 if call.grammar is not None:
-                    processors = [self.grammars.processor(call.grammar, message.begin_mark, message.caller)]
+                    # A call's answers come in order: with a later one, others of it may be running.
+                    processors = [self.grammars.processor(call.grammar, message.begin_mark, message.caller, is_new=index == 0)]
                 params = call.params[answer.params].for_answer(answer.seed, processors)
                 request = self.engine.add_request(
                     prompt, params, speculate=message.speculate, learn=message.learn, client=message.caller, with_text=False
@@ -372,7 +373,7 @@ class EngineLoop:
                 gaps[now - tracked.last_token] += 1
             tracked.last_token = now
             if tracked.request.params.logits_processors and (failure := tracked.failure()) is not None:
-                failed[id(tracked.call)] = (tracked.call, ApiError(str(failure)))
+                failed[id(tracked.call)] = (tracked.call, as_api_error(failure))
             elif delta.request.failure is not None:
                 log.error("a request failed in a step", exc_info=delta.request.failure)
                 failed[id(tracked.call)] = (tracked.call, internal_error())

@@ -9,14 +9,15 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-def room_for(num_answers: int, held: int, max_num_seqs: int, max_queue: int) -> int:
-    """Answers that may be in flight, with those that a caller asks for who already has `held`.
+def room_for(wanted: int, held: int, running: int, max_queue: int) -> int:
+    """How much may be in flight over all callers, once a caller who has `held` of it gets `wanted` more.
 
-    A quarter of the queue's length is added for callers with few of them: two requests for 128 answers each fill the queue, and
-    everybody else would be refused.
+    `running`: what is worked on at a time, beside the queue. All are answers, grammars or characters. A further quarter of the
+    queue is kept for callers who have little in it: two requests for 128 answers each fill the queue, and everybody else would
+    be refused.
     """
     reserved = max_queue // 4
-    return max_num_seqs + max_queue + (reserved if held + num_answers <= reserved // 2 else 0)
+    return running + max_queue + (reserved if held + wanted <= reserved // 2 else 0)
 
 
 class FairQueue(Generic[Item]):

@@ -128,7 +128,10 @@ def parser() -> argparse.ArgumentParser:
         help="proxies (addresses or networks) whose X-Forwarded-For tells callers apart; none by default",
     )
     own.add_argument(
-        "--max-queue", type=int, default=256, help="answers, and grammars, that may wait; a quarter more for callers with few"
+        "--max-queue",
+        type=int,
+        default=256,
+        help="answers, and grammars, that may wait; a further quarter is kept for callers who have little in it",
     )
     own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
     own.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps; see docs/learn.md")
@@ -159,13 +162,15 @@ def human_int(text: str) -> int:
 
 
 def _addresses(text: str) -> tuple[str, ...]:
-    """`10.0.0.1,10.1.0.0/16`. Not `*`: then every caller could say who it is."""
+    """`10.0.0.1,10.1.0.0/16`. Not `*` or `0.0.0.0/0`: then every caller could say who it is."""
     addresses = tuple(part.strip() for part in text.split(","))
     for address in addresses:
         try:
-            ipaddress.ip_network(address)
+            is_everyone = ipaddress.ip_network(address).prefixlen == 0
         except ValueError:
             raise argparse.ArgumentTypeError(f"{address!r} is not an address such as 10.0.0.1 or 10.1.0.0/16") from None
+        if is_everyone:
+            raise argparse.ArgumentTypeError(f"{address!r} is every address; name the proxy's, such as 10.0.0.1 or 10.1.0.0/16")
     return addresses
 
 

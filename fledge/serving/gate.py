@@ -91,7 +91,6 @@ class Gate:
         except CallerTooSlow:
             if CUT in scope:  # closing would wait for the caller to read
                 scope[CUT]()
-                await asyncio.sleep(0)  # uvicorn learns of it, and does not take it for a mistake of ours
             return None
 
     def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:

@@ -15,7 +15,6 @@ from fledge.sampling import LogitsProcessor
 from fledge.serving.errors import ApiError, as_api_error, overloaded
 from fledge.serving.fair_queue import FairQueue, room_for
 from fledge.serving.limits import Limits
-from fledge.serving.mask_thread import MAX_OF_CALLER
 from fledge.serving.messages import Compile
 
 if TYPE_CHECKING:
@@ -116,17 +115,13 @@ class GrammarJobs(Generic[Key]):
                     self.compiler.close()
             return self.compiler
 
-    def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str) -> LogitsProcessor:
-        """A new one for each answer. `begin_mark`: the grammar holds after these tokens."""
+    def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str, is_new: bool) -> LogitsProcessor:
+        """A new one for each answer. `begin_mark`: the grammar holds after these tokens. `is_new`: the first of a call."""
         from fledge.serving.structured import after_mark
 
         assert self.compiler is not None
-        masks = self.compiler.mask_thread
-        if not grammar.is_plain and masks.is_full(caller):
-            if masks.num_timed_out(caller) < MAX_OF_CALLER:
-                raise overloaded("grammars that took too long to follow still take time; try again later", 60)
-            message = "earlier grammars of yours took too long to follow and still take time; try again later"
-            raise ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
+        if not grammar.is_plain and (refusal := self.compiler.mask_thread.refusal(caller, is_new)) is not None:
+            raise refusal
         return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)
 
     @property

@@ -43,7 +43,6 @@ class GrammarProcess:
         limits = self.limits
         job = {"kind": kind, "text": text, "seconds": limits.max_grammar_seconds, "bytes": limits.max_grammar_memory}
         connection, worker = self._open()
-        began = time.monotonic()
         with connection:
             # The fork ends itself in time; this is for a worker that is gone or stuck.
             connection.settimeout(limits.max_grammar_seconds + 30)
@@ -54,8 +53,7 @@ class GrammarProcess:
                 answer = None
         if self._closed:
             raise RequestError("the server is shutting down")
-        is_late = time.monotonic() - began >= limits.max_grammar_seconds
-        if answer == UNTRIED or (answer is None and not is_late and _has_ended(worker)):
+        if answer == UNTRIED or (answer is None and _has_ended(worker)):
             # The grammar is not at fault, so nothing is remembered of it.
             raise overloaded("the process that compiles grammars failed; try again", 1)
         if answer is None or answer[:1] != DONE:

@@ -22,6 +22,7 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
 
     class LimitedProtocol(AutoHTTPProtocol):
         _header_timer: asyncio.TimerHandle | None = None
+        _unread_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -43,20 +44,23 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            self._cancel_unread_timer()  # of the answer before, which may have left as many bytes
             self._watch_unread(None)
 
         def _watch_unread(self, before: int | None) -> None:
             """Cuts a connection whose caller reads nothing of what is left of its answer. Closing would wait for that."""
+            self._unread_timer = None
             left = self.transport.get_write_buffer_size()
             if not left:
                 return
             if left == before:
                 self.transport.abort()
             else:
-                self.loop.call_later(limits.write_timeout, self._watch_unread, left)
+                self._unread_timer = self.loop.call_later(limits.write_timeout, self._watch_unread, left)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel_timer()
+            self._cancel_unread_timer()
             super().connection_lost(exc)
 
         def _is_between_requests(self) -> bool:
@@ -74,5 +78,10 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
+
+        def _cancel_unread_timer(self) -> None:
+            if self._unread_timer is not None:
+                self._unread_timer.cancel()
+                self._unread_timer = None
 
     return LimitedProtocol

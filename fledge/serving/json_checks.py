@@ -1,4 +1,4 @@
-"""Checks of parsed JSON before anything walks it: nesting, size, and values that are no JSON or no Unicode."""
+"""Checks before anything walks what callers sent: JSON's nesting, size and values, and the size of a grammar."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def check_json(data: Any, limits: Limits) -> None:
             elif isinstance(item, float) and not math.isfinite(item):
                 raise RequestError("NaN and infinities are not JSON numbers")
         level = below
+
+
+def check_grammar_size(kind: str, num_characters: int, limits: Limits) -> None:
+    """Raises RequestError. `kind`: what to call it."""
+    longest = limits.max_grammar_characters
+    if num_characters > longest:
+        raise RequestError(
+            f"the {kind} has {num_characters} characters; at most {longest} are taken (--max-grammar-characters)"
+        )

@@ -36,8 +36,10 @@ class Limits:
     max_stop_token_ids: int = _limit(1024, "stop token ids")
     max_logit_bias: int = _limit(1024, "tokens with a bias")
     max_tokenize_bytes: int = _limit(1 << 20, "bytes of text for /tokenize")
-    max_tokenizer_queue: int = _limit(32 << 20, "characters that wait for the tokenizer; a quarter more for callers with few")
-    request_timeout: float = _limit(3600.0, "seconds for a whole answer; 0: no limit", float)
+    max_tokenizer_queue: int = _limit(
+        32 << 20, "characters that wait for the tokenizer; a further quarter is kept for callers who have little in it"
+    )
+    request_timeout: float = _limit(3600.0, "seconds from a request's arrival to the end of its answer; 0: no limit", float)
     # Grammars
     max_grammar_characters: int = _limit(64 << 10, "characters of a schema, regular expression, grammar or choice")
     max_grammar_seconds: float = _limit(10.0, "seconds to compile a grammar, in a process of its own", float)

@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fledge.serving.errors import ApiError, overloaded
+
 Result = TypeVar("Result")
 
 LOWEST_PRIORITY = 19
-# Masks that were given up and are still computed: of one caller, and of all.
+# Masks that were given up and are still computed: of one caller, and of all when a new request comes.
 MAX_OF_CALLER, MAX_OF_ALL = 2, 8
 
 
 class MaskTimeout(Exception):
-    """A mask took more CPU seconds than it may, or too many others still do."""
+    """A mask took more CPU seconds than it may."""
 
 
 def _nothing() -> None:
@@ -101,10 +103,10 @@ class MaskThread:
         self._timed_out: list[tuple[str, _Thread]] = []  # by caller
 
     def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
-        """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds."""
-        if self._timed_out and self.is_full(caller):
-            # Looked at again, as requests that were let in together may all be slow.
-            raise MaskTimeout("grammars that took too long to follow still take time; try again later")
+        """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds, ApiError when the caller has too many."""
+        # Looked at again, as requests that were let in together may all be slow.
+        if (refusal := self.refusal(caller, is_new=False)) is not None:
+            raise refusal
         if self._current is None:
             self._current = _Thread()
         try:
@@ -114,9 +116,19 @@ class MaskThread:
             self._current = None
             raise
 
-    def is_full(self, caller: str) -> bool:
-        """Whether no further mask of this caller's may be tried."""
-        return self.num_timed_out(caller) >= MAX_OF_CALLER or self.num_timed_out() >= MAX_OF_ALL
+    def refusal(self, caller: str, is_new: bool) -> ApiError | None:
+        """Why no further mask of this caller's is tried; None: it is.
+
+        The limit over all callers is for new requests alone: slow masks of some do not end running answers of others.
+        """
+        if not self._timed_out:  # hot path
+            return None
+        if self.num_timed_out(caller) >= MAX_OF_CALLER:
+            message = "earlier grammars of yours took too long to follow and still take time; try again later"
+            return ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
+        if is_new and self.num_timed_out() >= MAX_OF_ALL:
+            return overloaded("grammars that took too long to follow still take time; try again later", 60)
+        return None
 
     def num_timed_out(self, caller: str | None = None) -> int:
         """Masks that timed out and are still computed: of one caller, or of all."""

@@ -84,7 +84,7 @@ class Metrics:
 
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of the requests that began to answer.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens produced.")
-        self.rejected = counter("fledge:requests_rejected", "Requests turned away because the queue was full.")
+        self.rejected = counter("fledge:requests_rejected", "Requests turned away because a queue was full.")
         self.loop_lag = histogram("fledge:event_loop_lag_seconds", "How late the event loop ran a timer, ten times a second.")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = histogram("vllm:inter_token_latency_seconds", "Between the arrivals of tokens at the stream.")

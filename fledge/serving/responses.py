@@ -13,14 +13,13 @@ from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, event, unless_gone, while_there
+from fledge.serving.streaming import EventStream, begin, event, unless_gone
 
 
 async def create(service: Service, payload: ResponsesRequest, request: Request) -> Any:
     caller = caller_of(request)
-    call = await while_there(request, chat.prepare(service, as_chat(payload), caller))
+    call, generation = await begin(service.engine, request, chat.prepare(service, as_chat(payload), caller))
     response = Response(payload, call)
-    generation = await service.engine.submit(call.works, call.options)
     if payload.stream:
         return EventStream(generation, response, done=b"")
     return await unless_gone(request, generation, response.collect(generation))

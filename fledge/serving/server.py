@@ -12,6 +12,7 @@ are killed by the system when it dies.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import uvicorn
 
@@ -87,7 +89,7 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
         ssl_certfile=flags.ssl_certfile,
         # Anyone can write X-Forwarded-For, and callers are told apart by address.
         proxy_headers=bool(flags.trusted_proxies),
-        forwarded_allow_ips=list(flags.trusted_proxies),
+        forwarded_allow_ips=with_mapped(flags.trusted_proxies),
         http=limited_protocol(flags.limits),
         timeout_keep_alive=math.ceil(flags.limits.idle_timeout),
         timeout_graceful_shutdown=math.ceil(flags.shutdown_timeout) + BACKSTOP_SECONDS,
@@ -95,6 +97,13 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
     server = Server(config, service)
     service.engine.on_failure = lambda: setattr(server, "should_exit", True)
     return server
+
+
+def with_mapped(addresses: Sequence[str]) -> list[str]:
+    """Adds the form in which a socket that listens on `::` shows IPv4 peers: ::ffff:127.0.0.1."""
+    networks = [ipaddress.ip_network(one) for one in addresses]
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
+    return [*addresses, *mapped]
 
 
 def run(flags: ServeFlags) -> None:

@@ -19,6 +19,7 @@ from fledge.serving.channel import Channel
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
+from fledge.serving.json_checks import check_grammar_size
 from fledge.serving.messages import Ready, ToFront
 from fledge.serving.protocol import SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
@@ -53,8 +54,9 @@ class Service:
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
         self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
-        self._tokenizing = TokenizerThread("tokenizer", self.limits.max_tokenizer_queue)
-        self._tokenizing_long = TokenizerThread("tokenizer-long", self.limits.max_tokenizer_queue)
+        room, on_refusal = self.limits.max_tokenizer_queue, self.engine.count_rejected
+        self._tokenizing = TokenizerThread("tokenizer", room, on_refusal)
+        self._tokenizing_long = TokenizerThread("tokenizer-long", room, on_refusal)
 
     def _prepare(self, info: Ready) -> Tokenizer:
         """In a thread, when the engine is ready."""
@@ -192,11 +194,10 @@ class Service:
 
     def check_grammar(self, kind: str, value: str | list[str] | None, params: SamplingParams) -> None:
         """Before it is queued. The compiler looks at its size again, as it writes the text."""
-        size = len(value or "") if not isinstance(value, list) else sum(map(len, value))
-        longest = self.limits.max_grammar_characters
-        if size > longest:
-            name = {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
-            raise ApiError(f"the {name} has {size} characters; at most {longest} are taken (--max-grammar-characters)")
+        # A choice is written as alternatives: quotes and ` | ` are 5 characters each.
+        size = sum(len(one) + 5 for one in value) if isinstance(value, list) else len(value or "")
+        name = {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
+        check_grammar_size(name, size, self.limits)
         if params.ignore_eos:
             raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
 

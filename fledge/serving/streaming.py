@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -17,9 +18,13 @@ from starlette.types import Receive, Scope, Send
 
 from fledge.serving.errors import ApiError, as_api_error
 from fledge.serving.gate import CUT
-from fledge.serving.generation import Generation, Progress
+from fledge.serving.generation import CallOptions, Generation, Progress, Work
+
+if TYPE_CHECKING:
+    from fledge.serving.async_engine import AsyncEngine
 
 Result = TypeVar("Result")
+CallT = TypeVar("CallT", bound="Call")
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -52,6 +57,16 @@ class TextEvents:
         return parts[0] + encode_json(text) + parts[1]
 
 
+class Call(Protocol):
+    """A request that is ready for the engine."""
+
+    @property
+    def works(self) -> list[Work]: ...
+
+    @property
+    def options(self) -> CallOptions: ...
+
+
 class EventWriter(Protocol):
     """How an API writes its stream; each gives bytes of whole events, or nothing."""
 
@@ -77,10 +92,16 @@ class ExposeSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle: Any = getattr(send, "__self__", None)
         if hasattr(cycle, "transport"):
-            scope[CUT] = cycle.transport.abort
+            scope[CUT] = partial(_cut, cycle)
         if type(cycle).__module__ == "uvicorn.protocols.http.httptools_impl":
             scope[SOCKET] = ChunkedSocket(cycle)
         await self.app(scope, receive, send)
+
+
+def _cut(cycle: Any) -> None:
+    """Drops the connection and what is not sent. uvicorn is told first, or it would log an answer that is not complete."""
+    cycle.disconnected = True
+    cycle.transport.abort()
 
 
 class ChunkedSocket:
@@ -154,7 +175,7 @@ class EventStream(Response):
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of what is done before an answer begins; if the caller hangs up first, that is cancelled."""
+    """The result of `work`; if the caller hangs up first, it is cancelled."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -167,19 +188,27 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Re
             task.cancel()
 
 
+async def begin(engine: AsyncEngine, request: Request, preparing: Coroutine[Any, Any, CallT]) -> tuple[CallT, Generation]:
+    """Prepares a call and hands it to the engine. One deadline is for all of it: the tokenizer, a grammar and the answer."""
+    deadline = engine.new_deadline()
+
+    async def in_time() -> CallT:
+        async with asyncio.timeout_at(deadline):
+            return await preparing
+
+    try:
+        call = await while_there(request, in_time())
+    except TimeoutError:
+        raise engine.late() from None
+    return call, await engine.submit(call.works, call.options, deadline)
+
+
 async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
     """The answer of `work`; if the caller hangs up first, the generation is freed at once."""
-    answering = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return Response(encode_json(answering.result()), media_type="application/json")
-        return Response(status_code=499)  # the client has gone
+        return Response(encode_json(await while_there(request, work)), media_type="application/json")
     finally:
         generation.close()
-        for task in (answering, leaving):
-            task.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

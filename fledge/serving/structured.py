@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fledge.errors import RequestError
 from fledge.kernels.bits import pack_bits
+from fledge.serving.errors import ApiError
 from fledge.serving.grammar_process import GrammarProcess
 from fledge.serving.grammar_worker import compile_grammar
-from fledge.serving.json_checks import check_json
+from fledge.serving.json_checks import check_grammar_size, check_json
 from fledge.serving.limits import Limits
 from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
@@ -100,7 +101,7 @@ class GrammarCompiler:
 
     def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
         if isinstance(schema, str):
-            self._check_size("JSON schema", schema)
+            check_grammar_size("JSON schema", len(schema), self.limits)
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError):
@@ -125,13 +126,8 @@ class GrammarCompiler:
         text = "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in choices)
         return Grammar(self._compile("grammar", text), is_plain=True)
 
-    def _check_size(self, kind: str, text: str) -> None:
-        longest = self.limits.max_grammar_characters
-        if len(text) > longest:
-            raise RequestError(f"the {kind} has {len(text)} characters; at most {longest} are taken")
-
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
-        self._check_size(kind, text)
+        check_grammar_size(kind, len(text), self.limits)
         with self._lock:
             if (found := self._cache.get((kind, text))) is not None:
                 self._cache.move_to_end((kind, text))
@@ -186,7 +182,7 @@ class GrammarProcessor:
         if banned is not None:
             self.banned_bits = torch.from_numpy(pack_bits(banned.tolist(), self.bitmask.shape[1]))
         self.followed: list[int] = []
-        self.failure: RequestError | None = None  # why its request cannot go on; the text is worthless from there
+        self.failure: RequestError | ApiError | None = None  # why its request cannot go on; the text is worthless from there
 
     def fill(self, tokens: Sequence[int], mask_W: Tensor) -> None:
         """`sampling.TokenMask`: clears the bits of the tokens that must not follow `tokens`."""
@@ -210,8 +206,11 @@ class GrammarProcessor:
         work = partial(self._mask_after, list(tokens[start:]))
         try:
             has_mask, seconds = work() if self.run is None else self.run(work)
-        except MaskTimeout as error:  # the matcher is still in use there, and is not touched again
-            self.failure = RequestError(str(error) or TOO_SLOW)
+        except MaskTimeout:  # the matcher is still in use there, and is not touched again
+            self.failure = RequestError(TOO_SLOW)
+            return False
+        except ApiError as error:  # too many other masks of the caller's still take time
+            self.failure = error
             return False
         if self.clock is not None and self.clock.is_too_much(seconds):
             self.failure = RequestError(TOO_SLOW)

@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 class TokenizerThread:
     """A tokenizer must not be entered twice, so there is one thread. Used by the event loop alone. `room`: characters that may
-    wait for it."""
+    wait for it. `on_refusal` is called when one more would be too much."""
 
-    def __init__(self, name: str, room: int) -> None:
-        self.room = room
+    def __init__(self, name: str, room: int, on_refusal: Callable[[], None]) -> None:
+        self.room, self._on_refusal = room, on_refusal
         self._thread = ThreadPoolExecutor(1, name)
         self._waiting: FairQueue[tuple[asyncio.Future[None], int]] = FairQueue()  # turns, and characters
         self._is_taken = False
@@ -45,6 +45,7 @@ class TokenizerThread:
         held = sum(characters for _, characters in self._waiting.items(caller))
         # What nothing waits before is taken, however long.
         if waiting and waiting + length > room_for(length, held, 0, self.room):
+            self._on_refusal()
             raise overloaded(f"{waiting} characters wait for the tokenizer; try again later", 5)
 
     def _give_turn(self) -> None:

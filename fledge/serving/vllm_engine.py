@@ -148,7 +148,12 @@ def _folder(model: str) -> str:
 
 
 def _take_model(words: list[str], named: str | None) -> str | None:
-    """Takes the model's name out of the words, before or between the flags; `named`: by --model."""
+    """Takes the model's name out of the words, before or between the flags; `named`: by --model.
+
+    A flag that Fledge does not know may have no value, one or several: `--sizes 1 2 org/model` has two readings.
+    """
+    if named is not None and (not words or _is_flag(words[0])):
+        return named
     values = {option: action.nargs for action in parser()._actions for option in action.option_strings}
     values |= {name: None if allowed.values else 0 for name, allowed in MAY_BE.items()}
     at, unclear = 0, None
@@ -159,14 +164,17 @@ def _take_model(words: list[str], named: str | None) -> str | None:
         at += 1
         if equals or values.get(flag) == 0:
             continue
-        first = at
-        while at < len(words) and not _is_flag(words[at]) and (at == first or values.get(flag) == "+"):
+        first, is_known = at, flag in values
+        while at < len(words) and not _is_flag(words[at]) and (at == first or values.get(flag) == "+" or not is_known):
             at += 1
-        if flag not in values and at > first and _may_be_model(words[first]):
-            unclear = words[first]
-    if unclear is not None and named is None:
+        last = words[at - 1]
+        if not is_known and at - first == 2 and _may_be_model(last):
+            return words.pop(at - 1)
+        if not is_known and (at - first >= 2 or (at > first and _may_be_model(last))):
+            unclear = last
+    if unclear is not None:
         raise UserError(f"{unclear} may be the model or a flag's value; name the model first, or with --model")
-    return named
+    return None
 
 
 def _is_flag(word: str) -> bool:

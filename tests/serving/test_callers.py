@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from fledge.errors import UsageError
 from fledge.serving import flags
+from fledge.serving.errors import ApiError
 from fledge.serving.gate import _place
 from fledge.serving.generation import CallOptions
-from fledge.serving.mask_thread import MAX_OF_ALL, MaskThread, MaskTimeout
-from tests.serving.conftest import TINY_FLAGS
-from tests.serving.test_api import TEXT
+from fledge.serving.mask_thread import MAX_OF_ALL, MAX_OF_CALLER, MaskThread, MaskTimeout
+from fledge.serving.server import with_mapped
+from fledge.serving.service import Service
+from tests.serving.conftest import PATIENT, TINY_FLAGS
+from tests.serving.test_api import CHAT, HELLO, TEXT, run
 from tests.serving.thread_server import ThreadServer
+
+
+def callers_of(server: ThreadServer, forwarded: Sequence[str]) -> list[str]:
+    """Who asks, for requests with these `X-Forwarded-For`."""
+    seen, submit = [], server.service.engine.submit
+
+    async def noted(works: list, options: CallOptions, *more: Any) -> object:
+        seen.append(options.caller)
+        return await submit(works, options, *more)
+
+    server.service.engine.submit = noted
+    with server.client() as client:
+        for one in forwarded:
+            body = {"prompt": "the cat", "max_tokens": 1}
+            assert client.post(TEXT, json=body, headers={"X-Forwarded-For": one}).status_code == 200
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -27,25 +51,36 @@ from tests.serving.thread_server import ThreadServer
     ],
 )
 def test_a_header_names_the_caller_if_its_proxy_is_trusted(tiny_folder: Path, given: list[str], callers: list[str]) -> None:
-    with ThreadServer([str(tiny_folder), *TINY_FLAGS, *given]) as server, server.client() as client:
-        seen, submit = [], server.service.engine.submit
-
-        async def noted(works: list, options: CallOptions) -> object:
-            seen.append(options.caller)
-            return await submit(works, options)
-
-        server.service.engine.submit = noted
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS, *given]) as server:
         # A proxy that appends: what its own caller wrote comes first, and is not believed.
-        for forwarded in ("1.2.3.4, 9.9.9.9", "2001:db8:1:2:3:4:5:6"):
-            body = {"prompt": "the cat", "max_tokens": 1}
-            assert client.post(TEXT, json=body, headers={"X-Forwarded-For": forwarded}).status_code == 200
-    assert seen == callers
+        assert callers_of(server, ["1.2.3.4, 9.9.9.9", "2001:db8:1:2:3:4:5:6"]) == callers
+
+
+@pytest.mark.parametrize("trusted", ["127.0.0.1", "127.0.0.0/8"])
+def test_a_proxy_by_ipv4_is_known_on_a_socket_for_both(tiny_folder: Path, trusted: str) -> None:
+    """There its address reads ::ffff:127.0.0.1."""
+    try:
+        server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--trusted-proxies", trusted], host="::")
+    except OSError:
+        pytest.skip("the machine has no IPv6")
+    with server:
+        assert callers_of(server, ["9.9.9.9"]) == ["9.9.9.9"]
+
+
+def test_trusted_proxies_are_listed_in_both_forms() -> None:
+    assert with_mapped(["10.0.0.1", "10.1.0.0/16", "2001:db8::1"]) == [
+        *("10.0.0.1", "10.1.0.0/16", "2001:db8::1"),
+        *("::ffff:10.0.0.1/128", "::ffff:10.1.0.0/112"),
+    ]
 
 
 def test_a_trusted_proxy_is_an_address() -> None:
     for wrong in ("*", "proxy.example.org", "10.0.0.1,", ""):
         with pytest.raises(UsageError, match="not an address"):
             flags.parse(["--trusted-proxies", wrong])
+    for everyone in ("0.0.0.0/0", "10.0.0.1,::/0"):
+        with pytest.raises(UsageError, match="every address"):
+            flags.parse(["--trusted-proxies", everyone])
 
 
 def test_callers_by_ipv6_are_counted_by_their_network() -> None:
@@ -56,9 +91,14 @@ def test_callers_by_ipv6_are_counted_by_their_network() -> None:
     assert _place("not:an:address") == "not:an:address"
 
 
-def test_masks_that_run_on_are_few_whoever_asks() -> None:
-    threads, is_over = MaskThread(), threading.Event()
-    num_running = threading.active_count()
+# Of the first API key's as many as it may have; over all, as many as stop new requests.
+SLOW_CALLERS = ["key 0"] * MAX_OF_CALLER + [f"caller {number}" for number in range(MAX_OF_ALL - MAX_OF_CALLER)]
+
+
+@contextmanager
+def masks_that_run_on(threads: MaskThread, callers: Sequence[str]) -> Iterator[None]:
+    """One of each caller's, until the block is left."""
+    is_over = threading.Event()
 
     def spin() -> None:
         began = time.thread_time()
@@ -66,14 +106,56 @@ def test_masks_that_run_on_are_few_whoever_asks() -> None:
             pass
         is_over.wait()
 
-    for number in range(3 * MAX_OF_ALL):
-        with pytest.raises(MaskTimeout):
-            threads.run(spin, 0.01, f"caller {number}")
-    assert threading.active_count() - num_running == threads.num_timed_out() == MAX_OF_ALL
-    with pytest.raises(MaskTimeout, match="try again later"):
-        threads.run(lambda: "quick", 1.0, "another")
-    is_over.set()
-    while threads.num_timed_out():
-        time.sleep(0.01)
-    assert threads.run(lambda: "again", 1.0, "another") == "again"
+    try:
+        for caller in callers:
+            with pytest.raises(MaskTimeout):
+                threads.run(spin, 0.01, caller)
+        yield
+    finally:
+        is_over.set()
+        deadline = time.monotonic() + 60
+        while threads.num_timed_out():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_masks_that_run_on_are_few_whoever_asks() -> None:
+    threads = MaskThread()
+    with masks_that_run_on(threads, SLOW_CALLERS):
+        assert threads.num_timed_out() == MAX_OF_ALL
+        refused = threads.refusal("another", is_new=True)
+        assert refused is not None
+        assert (refused.status, refused.code, refused.headers["Retry-After"]) == (503, "overloaded", "60")
+        with pytest.raises(ApiError, match="of yours") as own:
+            threads.run(lambda: "quick", 1.0, "key 0")
+        assert own.value.status == 429
+        for caller in ("another", SLOW_CALLERS[-1]):
+            assert threads.run(lambda: "quick", 1.0, caller) == "quick"
+    assert threads.refusal("another", is_new=True) is None
+    assert threads.run(lambda: "again", 1.0, "key 0") == "again"
     threads.close()
+
+
+def test_masks_that_run_on_end_no_answers_of_others(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        loop, may_go_on = service.engine.host.loop, threading.Event()
+        slow, other = ({"Authorization": f"Bearer {name}"} for name in ("slow", "other"))
+        body = {"messages": HELLO, "max_tokens": 8, "structured_outputs": {"regex": "[a-f]{3}"}}
+        assert (await client.post(CHAT, json=body, headers=slow)).status_code == 200
+        step = loop.engine.step
+        loop.engine.step = lambda: step() if may_go_on.is_set() else time.sleep(0.01) or []
+        asked = [asyncio.create_task(client.post(CHAT, json=body | {"n": 2}, headers=headers)) for headers in (slow, other)]
+        async with asyncio.timeout(60):
+            while len(loop._tracked) < 4:
+                await asyncio.sleep(0.01)
+        with masks_that_run_on(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
+            may_go_on.set()
+            told, answer = [await one for one in asked]
+            assert answer.status_code == 200, answer.text
+            assert (told.status_code, told.json()["error"]["type"]) == (429, "rate_limit_error")
+            new = await client.post(CHAT, json=body, headers=other)
+            assert (new.status_code, new.headers["Retry-After"]) == (503, "60")
+            assert new.json()["error"]["code"] == "overloaded"
+        assert (await client.post(CHAT, json=body, headers=slow)).status_code == 200
+
+    run(in_process, test, *PATIENT, "--api-key", "slow", "other")

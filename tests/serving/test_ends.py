@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,8 +19,12 @@ import pytest
 
 from fledge.serving.channel import Channel
 from fledge.serving.errors import ApiError
+from fledge.serving.gate import Gate
+from fledge.serving.http_limits import limited_protocol
+from fledge.serving.limits import Limits
 from fledge.serving.messages import Failed, Prepared, Taken, ToEngine, ToFront
 from fledge.serving.service import Service
+from fledge.serving.streaming import ExposeSocket
 from fledge.tokenizer import Tokenizer
 from tests.serving.conftest import TINY_FLAGS
 from tests.serving.test_api import CHAT, HELLO, TEXT, run
@@ -59,17 +64,17 @@ def test_a_failed_step_costs_those_that_it_carried(in_process) -> None:
         step, may_fail = loop.engine.step, threading.Event()
 
         def failing() -> Any:
-            if may_fail.is_set():
-                may_fail.clear()
-                raise ZeroDivisionError
-            time.sleep(0.01)  # none is complete before all have come
-            return step()
+            if not may_fail.is_set():  # nothing goes on before all have come
+                return time.sleep(0.01) or []
+            loop.engine.step = step
+            raise ZeroDivisionError
 
         loop.engine.step = failing
-        body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True}
+        body = {"prompt": "the cat", "max_tokens": 20, "ignore_eos": True}
         asked = [asyncio.create_task(client.post(TEXT, json=body)) for _ in range(20)]
-        while len(loop._tracked) + len(loop._waiting) < 20:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(loop._tracked) + len(loop._waiting) < 20:
+                await asyncio.sleep(0.01)
         may_fail.set()
         codes = [(await one).status_code for one in asked]
         assert codes.count(500) == 9  # --max-num-seqs, and one to go on with
@@ -96,6 +101,7 @@ def test_last_words_are_read_when_nothing_can_be_sent() -> None:
 
 WORKERS = {
     "dies with the job": "",
+    "dies late": "time.sleep(0.5)\n",
     "cannot fork": "from fledge.serving.grammar_worker import UNTRIED, send\n"
     "send(socket.socket(fileno=job[1][0]), UNTRIED)\ntime.sleep(60)\n",
 }
@@ -107,7 +113,7 @@ def test_a_grammar_is_not_blamed_for_its_worker(tiny_folder: Path, name: str) ->
     from fledge.serving.structured import GrammarCompiler
 
     tokenizer = Tokenizer(tiny_folder)
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [2])
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [2], Limits(max_grammar_seconds=0.1))
     ours, theirs = socket.socketpair()
     take = "import socket, sys, time\njob = socket.recv_fds(socket.socket(fileno=int(sys.argv[1])), 1, 1)\n"
     command = [sys.executable, "-c", take + WORKERS[name], str(theirs.fileno())]
@@ -117,6 +123,7 @@ def test_a_grammar_is_not_blamed_for_its_worker(tiny_folder: Path, name: str) ->
             compiler.regex("[a-f]{3}")
         assert refused.value.status == 503
         worker.kill()
+    compiler._process.limits = Limits(max_grammar_seconds=60)
     assert compiler.regex("[a-f]{3}").compiled is not None
     compiler.close()
 
@@ -130,20 +137,21 @@ UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+SMALL = 4096  # bytes of a socket's buffers: what a caller does not read stays with the server
+
+
+def small_server(folder: Path, write_timeout: float) -> ThreadServer:
+    server = ThreadServer([str(folder), *TINY_FLAGS, "--write-timeout", str(write_timeout)])
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # its connections have it too
+    return server
+
+
 @pytest.mark.parametrize("last", ["close", "keep-alive"])
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_caller_who_does_not_read_loses_its_connection(tiny_folder: Path, name: str, last: str) -> None:
     """Closing it would wait for the caller, who may never read."""
-    server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--write-timeout", "0.5"])
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections have it too
-    path, given = UNREAD[name]
-    body = json.dumps(given).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: {last}\r\nContent-Type: application/json\r\n"
-    with server, socket.socket() as caller:
-        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        caller.connect(("127.0.0.1", server.port))
+    with small_server(tiny_folder, 0.5) as server, server.post(*UNREAD[name], last, SMALL):
         connections = server.server.server_state.connections
-        caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: bool(connections))
         wait_for(lambda: not connections, 20)
         assert not server.service.engine.num_in_flight
@@ -151,17 +159,70 @@ def test_a_caller_who_does_not_read_loses_its_connection(tiny_folder: Path, name
 
 
 def test_a_caller_who_reads_slowly_keeps_its_connection(tiny_folder: Path) -> None:
-    server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--write-timeout", "0.5"])
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    body = json.dumps(UNREAD["whole"][1]).encode()
-    head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    with server, socket.socket() as caller:
-        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        caller.connect(("127.0.0.1", server.port))
-        caller.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with small_server(tiny_folder, 2) as server, server.post(*UNREAD["whole"], "close", SMALL) as caller:
         whole, began = b"", time.monotonic()
-        while part := caller.recv(65536):
+        while part := caller.recv(SMALL):
             whole += part
-            time.sleep(0.02 if time.monotonic() - began < 3 else 0)  # for longer than the limit
+            time.sleep(0.05 if time.monotonic() - began < 5 else 0)  # for longer than the limit, twice
+        assert time.monotonic() - began > 4
     text = whole.partition(b"\r\n\r\n")[2]
     assert json.loads(text)["count"] > 20_000
+
+
+class Timers:
+    """An event loop's timers that fire when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Any, ...]] = []
+
+    def call_later(self, _: float, *work: Any) -> SimpleNamespace:
+        self.waiting.append(work)
+        return SimpleNamespace(cancel=lambda: self.waiting.remove(work))
+
+    def fire(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for callback, *given in waiting:
+            callback(*given)
+
+
+def test_a_second_answer_of_the_same_size_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, aborted, left = limited_protocol(Limits()), [], 1000
+    for name in ("on_response_complete", "connection_lost"):
+        monkeypatch.setattr(kind.__mro__[1], name, lambda *_: None)
+    protocol, timers = kind.__new__(kind), Timers()
+    protocol.loop = timers
+    protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: left, abort=lambda: aborted.append(left))
+    protocol.on_response_complete()
+    protocol.on_response_complete()  # the first one was read meanwhile
+    assert len(timers.waiting) == 1
+    left = 900
+    timers.fire()
+    assert not aborted
+    timers.fire()
+    assert aborted == [900]
+    protocol.on_response_complete()
+    protocol.connection_lost(None)
+    assert not timers.waiting
+
+
+def test_uvicorn_knows_of_a_connection_that_is_cut() -> None:
+    """Before the transport says so, which takes several turns of the event loop with TLS."""
+
+    class Cycle:
+        disconnected = False
+
+        def __init__(self) -> None:
+            self.seen: list[bool] = []
+            self.transport = SimpleNamespace(abort=lambda: self.seen.append(self.disconnected))
+
+        async def send(self, _: Any) -> None:
+            await asyncio.sleep(60)
+
+    async def answer(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.body"})
+
+    cycle = Cycle()
+    app = ExposeSocket(Gate(answer, (), Limits(write_timeout=0.01)))
+    scope = {"type": "http", "path": "/", "headers": []}
+    asyncio.run(app(scope, None, cycle.send))
+    assert cycle.seen == [True]

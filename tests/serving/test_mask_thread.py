@@ -60,8 +60,8 @@ def test_waiting_for_a_core_is_no_work() -> None:
 
 def test_one_that_ends_as_it_is_given_up_leaves_no_thread() -> None:
     threads = MaskThread()
-    for _ in range(50):
+    for number in range(50):
         with contextlib.suppress(MaskTimeout):
-            threads.run(lambda: busy(0.005), 0.0049, "a")
+            threads.run(lambda: busy(0.005), 0.0049, f"caller {number}")
     wait_until_none(threads)
     threads.close()

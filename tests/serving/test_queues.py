@@ -78,9 +78,14 @@ def test_grammars_that_wait_are_few(in_process) -> None:
 def test_a_grammar_that_is_too_long_is_not_queued(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         service.engine.host.loop.grammars.start = None  # must not be called
-        for grammar in ({"regex": "a" * 70_000}, {"choice": ["a" * 1000] * 70}, {"json": {"title": "a" * 70_000}}):
+        for grammar in (
+            {"regex": "a" * 70_000},
+            {"choice": ["a" * 1000] * 70},
+            {"choice": [""] * 20_000},  # quotes and what stands between them count too
+            {"json": {"title": "a" * 70_000}},
+        ):
             told = await ask(client, status=400, **structured(**grammar))
-            assert "characters; at most 65536" in told["error"]["message"]
+            assert "characters; at most 65536 are taken (--max-grammar-characters)" in told["error"]["message"]
 
     run(in_process, test)
 
@@ -95,22 +100,46 @@ def test_a_grammar_has_the_requests_deadline(in_process) -> None:
     run(in_process, test, "--request-timeout", "0.3")
 
 
+def test_a_text_has_the_requests_deadline(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        with slow_tokenizer(service) as thread:
+            long = [{"role": "user", "content": "a" * 40_000}]
+            # One has its turn, one waits for it.
+            for told in await asyncio.gather(*(ask(client, status=504, messages=long) for _ in range(2))):
+                assert told["error"]["code"] == "timeout"
+            assert not thread._waiting
+
+    run(in_process, test, "--request-timeout", "0.3")
+
+
+def test_a_request_has_one_deadline(in_process) -> None:
+    """The time that its grammar took is not given again to its answer."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        engine, left = service.engine, []
+        submit = engine.submit
+
+        async def noted(works: Any, options: Any, deadline: float) -> Any:
+            left.append(deadline - engine.event_loop.time())
+            return await submit(works, options, deadline)
+
+        engine.submit = noted
+        with slow_grammars(service) as grammars:
+            asked = asyncio.create_task(ask(client, **structured(choice=["a"])))
+            await until(lambda: grammars._compiling)
+            await asyncio.sleep(0.3)
+        await asked
+        assert 0 < left[0] < 600 - 0.3
+
+    run(in_process, test, *PATIENT, "--request-timeout", "600")
+
+
 def test_a_grammar_is_dropped_when_its_caller_has_gone(tiny_folder: Path) -> None:
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *PATIENT]) as server, slow_grammars(server.service) as grammars:
-
-        def leave(number: int) -> None:
-            try:
-                httpx.post(server.url + CHAT, json=structured(choice=[f"a{number}"]), timeout=0.5)
-            except httpx.ReadTimeout:
-                return
-            raise AssertionError("it was answered")
-
-        callers = [threading.Thread(target=leave, args=[number]) for number in range(6)]
-        for one in callers:
-            one.start()
+        callers = [server.post(CHAT, structured(choice=[f"a{number}"])) for number in range(6)]
         wait_for(lambda: len(grammars._waiting) == 4)
         for one in callers:
-            one.join()
+            one.close()
         wait_for(lambda: not grammars._waiting and len(grammars._forgotten) == 2)
         assert not server.service.engine._waiting
         assert not server.log.tracebacks
@@ -133,6 +162,9 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         order: list[str] = []
 
+        async def figures(client: httpx.AsyncClient) -> str:
+            return (await client.get("/metrics", headers=GREEDY)).text
+
         async def tokenize(headers: dict[str, str], length: int) -> int:
             response = await client.post("/tokenize", json={"prompt": "a" * length}, headers=headers)
             order.append(headers["Authorization"])
@@ -144,6 +176,9 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
             greedy = [asyncio.create_task(tokenize(GREEDY, 200_000)) for _ in range(20)]
             await until(lambda: sum(one.done() for one in greedy) == 14)  # one has its turn, five wait
             assert {one.result() for one in greedy if one.done()} == {503}
+            async with asyncio.timeout(60):  # the front reports once a second
+                while 'requests_rejected_total{engine="0",model_name="tiny"} 14.0' not in await figures(client):
+                    await asyncio.sleep(0.1)
             modest = asyncio.create_task(tokenize(MODEST, 100_000))
             await until(lambda: len(thread._waiting) == 6)
             order.clear()

@@ -102,6 +102,10 @@ def test_arguments_are_passed_on_as_they_are(fake_vllm: str, tmp_path: Path) -> 
         (["--served-model-name", "a", "b", "--model", "org/model"], ["--served-model-name", "a", "b"]),
         (["--some-new-path", "/tmp", "--model", "org/model"], ["--some-new-path", "/tmp"]),
         (["--max-model-len", "-1", "org/model"], ["--max-model-len", "-1"]),
+        (["--lora-modules", "a=/x", "b=/y", "--model", "org/model"], ["--lora-modules", "a=/x", "b=/y"]),
+        (["--some-sizes", "1", "2", "4", "--model", "org/model"], ["--some-sizes", "1", "2", "4"]),
+        (["--some-sizes", "1", "2", "4", "--port", "9", "org/model"], ["--some-sizes", "1", "2", "4", "--port", "9"]),
+        (["org/model", "--port", "9", "--model", "org/other"], ["--port", "9"]),
     ],
 )
 def test_the_model_may_follow_flags(fake_vllm: str, words: list[str], rest: list[str]) -> None:
@@ -109,9 +113,17 @@ def test_the_model_may_follow_flags(fake_vllm: str, words: list[str], rest: list
     assert command[3:] == ["serve", "org/model", *rest]
 
 
-def test_a_model_that_may_be_a_flags_value_is_asked_for(fake_vllm: str) -> None:
-    with pytest.raises(UserError, match="org/model may be the model or a flag's value"):
-        vllm_engine.command(["--some-new-switch", "org/model"])
+@pytest.mark.parametrize(
+    ("words", "unclear"),
+    [
+        (["--some-new-switch", "org/model"], "org/model"),
+        (["--some-sizes", "1", "2", "4", "org/model"], "org/model"),
+        (["--some-sizes", "1", "2"], "2"),
+    ],
+)
+def test_a_model_that_may_be_a_flags_value_is_asked_for(fake_vllm: str, words: list[str], unclear: str) -> None:
+    with pytest.raises(UserError, match=f"^{unclear} may be the model or a flag's value"):
+        vllm_engine.command(words)
 
 
 def test_fledges_names_become_folders(fake_vllm: str, tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -27,11 +28,12 @@ class _Records(logging.Handler):
 
 
 class ThreadServer:
-    """`with ThreadServer([model, …]) as server:` `server.url`, `server.service`, and what was logged."""
+    """`with ThreadServer([model, …]) as server:` `server.url`, `server.service`, and what was logged. `host`: or `::`, for both
+    kinds of addresses."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.socket = socket.socket()
-        self.socket.bind(("127.0.0.1", 0))
+    def __init__(self, arguments: Sequence[str], host: str = "127.0.0.1") -> None:
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.socket.bind((host, 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = build(flags.parse([*arguments, "--shutdown-timeout", "5", "--disable-uvicorn-access-log"]))
@@ -58,6 +60,17 @@ class ThreadServer:
 
     def client(self, timeout: float = 60) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout)
+
+    def post(self, path: str, body: object, last: str = "close", receive_buffer: int = 0) -> socket.socket:
+        """A connection over which a request was sent, and nothing is read."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: {last}\r\nContent-Type: application/json\r\n"
+        caller = socket.socket()
+        if receive_buffer:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # before it is connected
+        caller.connect(("127.0.0.1", self.port))
+        caller.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return caller
 
     def raw(self, data: bytes, timeout: float = 20) -> bytes:
         """Sends bytes as they are, and gives back all that comes until the server closes, or a first whole answer."""
