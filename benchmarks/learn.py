@@ -212,8 +212,7 @@ def stream(setting: Setting) -> dict[str, Any]:
         count = mark
         answers |= {tuple(r.prompt): Sample(list(r.tokens), len(r.prompt)) for r in done if r.num_answer > 1}
         results["at"][str(mark)] = measured(engine)
-        stats = {name: value for name, value in hook.stats().items() if name not in ("curve", "events")}
-        results.setdefault("stats", {})[str(mark)] = stats | {"seconds": time.perf_counter() - began}
+        results.setdefault("stats", {})[str(mark)] = hook.stats() | {"seconds": time.perf_counter() - began}
         counts, spent = hook.learner.counts, hook.budget.spent
         print(
             f"{mark} requests:", results["at"][str(mark)], f"generation {hook.learner.generation} of {counts.candidates}, "
@@ -253,9 +252,9 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
                 batches.append(batch)
                 batch = []
             batch.append(one)
+        batches.append(batch)
     for number, batch in enumerate(batches):
-        for missing in learner._without_states(batch):
-            learner._read(missing)
+        list(learner._read_missing(batch))
         learner.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
         learner._train(batch)
         if len(samples) * 200 > hook.ring.max_tokens:  # more than memory is meant for: read again in the next epoch
@@ -327,7 +326,7 @@ def cost(setting: Setting) -> dict[str, Any]:
     results["announced_bytes"] = hook.num_bytes
     if device.type == "cuda":
         results["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    results["stats"] = {name: value for name, value in hook.stats().items() if name not in ("curve", "events")}
+    results["stats"] = hook.stats()
     return results
 
 
@@ -383,7 +382,7 @@ def day_zero(setting: Setting) -> dict[str, Any]:
         if found["stream"] >= aim and results["reached"] is None:
             results["reached"] = {"requests": count, "seconds": time.perf_counter() - began - aside}
             break
-    results["stats"] = {name: value for name, value in hook.stats().items() if name not in ("curve", "events")}
+    results["stats"] = hook.stats()
     hook.close()
     return results
 

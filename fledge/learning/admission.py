@@ -14,7 +14,7 @@ LATELY = 256  # requests that clients' shares are counted over, about
 class Admission:
     def __init__(self, per_second: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.per_second, self.clock = per_second, clock
-        # Only clients below their share may use the last quarter: one that takes all that comes in leaves it untouched.
+        # Credit that only clients below their share may use: a client that takes all the rest cannot take this.
         self.reserve = CLIENT_SHARE * per_second
         self.credit = self.most_credit = per_second + self.reserve
         self.looked_at: Counter[str] = Counter()  # lately, by client

@@ -33,8 +33,8 @@ class LearnConfig:
     fixed_tokens: int = 96  # longest answer of the fixed set
     fixed_share: float = 0.2  # of a batch: replay of the fixed set
     samples_per_second: float = 30.0  # requests looked at; the others are served and forgotten
-    min_gain: float = 0.005  # the gate wants this much more acceptance length on recent traffic, and
-    standard_errors: float = 2.0  # so many standard errors
+    min_gain: float = 0.005  # least relative gain in acceptance length on recent traffic that the gate accepts
+    standard_errors: float = 2.0  # the gain must exceed so many of its standard errors, too
     max_fixed_loss: float = 0.015  # acceptance length that may be lost on the fixed set since the first generation
     keep_generations: int = 8
     seed: int = 0
@@ -46,7 +46,7 @@ class LearnConfig:
 
     def resolve(self, device: torch.device) -> LearnConfig:
         if not 0 < self.budget <= 100:
-            raise UserError(f"--learn-budget is a percentage from 0 to 100, not {self.budget}")
+            raise UserError(f"--learn-budget is a percentage above 0 and up to 100, not {self.budget}")
         is_cpu = device.type == "cpu"
         return replace(
             self,

@@ -1,12 +1,13 @@
 """Which candidate may be served: paired on the same texts, better on recent traffic beyond noise, no worse on the fixed set.
 
-And the roll-back: live acceptance after a swap against before it, within each domain cluster. No single client can cause it.
+And the roll-back: live acceptance after a swap against before it, within each domain cluster. No single client can cause it,
+once the others have four requests in a domain before and after the swap.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -124,6 +125,12 @@ class Live:
             pairs = zip(sums.get(domain, NO_SUMS), (1, rate, rate * rate, steps, accepted), strict=True)
             sums[domain] = [sum(pair) for pair in pairs]
 
+    def keep(self, domains: Collection[int]) -> None:
+        """Drops the figures of all other domains: a retired cluster's id does not come again."""
+        for sums in (self.by_domain, *self.by_client.values()):
+            for retired in sums.keys() - set(domains):
+                del sums[retired]
+
     def without(self, client: str) -> dict[int, list[float]]:
         """By domain, of all other clients."""
         mine = self.by_client.get(client, {})
@@ -144,7 +151,8 @@ class Live:
 def has_fallen(before: Live, after: Live) -> bool:
     """Whether live acceptance is clearly lower than under the generation before, within the domains that both have seen.
 
-    It must be so without any one client, too: its texts may have become harder, or easy ones have stopped coming.
+    It must be so without any one client, too: its texts may have become harder, or easy ones have stopped coming. Where the
+    others have too few requests to say, they do not count.
     """
     if after.requests < LEAST_REQUESTS or not _is_lower(before.by_domain, after.by_domain):
         return False

@@ -1,7 +1,7 @@
 """Generations of a drafter on disk, with the figures they were accepted by; written whole or not at all.
 
 DIR/generation-0003/   drafter files in fp32, `figures.json`: servable by `fledge serve --drafter`
-DIR/current.json       {"generation": 3}: replaced last, so that one which was killed in a save leaves the one before
+DIR/current.json       {"generation": 3}: replaced last; a server killed during a save restarts with the generation before
 DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
 """
 
@@ -32,8 +32,11 @@ class Generations:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
-        for left in self.folder.glob(".generation-*"):  # by one that was killed in a save
+        # What a server that was killed during a save left.
+        for left in self.folder.glob(".generation-*"):
             shutil.rmtree(left, ignore_errors=True)
+        for left in self.folder.glob(".current.json.*"):
+            left.unlink(missing_ok=True)
         self.history = self.folder / "history.jsonl"
         if self.history.is_file() and not (content := self.history.read_bytes()).endswith(b"\n"):  # by one killed in a line
             os.truncate(self.history, content.rfind(b"\n") + 1)
@@ -76,18 +79,23 @@ class Generations:
     def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
         """Saves a generation, goes on with it, and deletes old ones; not those that are `needed`."""
         texts = {"figures.json": json.dumps(figures, indent=2) + "\n"}
-        save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
+        folder = save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
+        for path in (*folder.iterdir(), folder, self.folder):  # after a power cut current.json must not name half a drafter
+            _sync(path)
         self.choose(number)
         kept = {0, number, *needed}  # the first is the measure of all
         for old in [one for one in self._numbers() if one != number][: -self.keep]:
             if old not in kept:
                 shutil.rmtree(self.path(old), ignore_errors=True)
 
-    def choose(self, number: int) -> None:
-        if not self._has(number):  # its save may have failed; a restart could not go on with it
-            raise FileNotFoundError(f"{self.path(number)} is missing")
-        content = json.dumps({"generation": number}).encode() + b"\n"
+    def choose(self, number: int) -> int:
+        """A restart goes on with this generation or, if its save failed, with the last one saved before it; which one."""
+        saved = [one for one in self._numbers() if one <= number and self._has(one)]
+        if not saved:
+            raise FileNotFoundError(f"{self.path(number)} is missing, and all before it")
+        content = json.dumps({"generation": saved[-1]}).encode() + b"\n"
         write_atomically(self.folder / "current.json", lambda file: file.write(content))
+        return saved[-1]
 
     def record(self, event: dict[str, Any]) -> None:
         with self.history.open("a", encoding="utf-8") as file:
@@ -100,6 +108,15 @@ class Generations:
         except (OSError, ValueError, IndexError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _sync(path: Path) -> None:
+    """A file or folder is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.engine.memory import readable
 from fledge.engine.request import Delta, Request
+from fledge.errors import UserError
 from fledge.learning.admission import Admission
 from fledge.learning.budget import Budget
 from fledge.learning.config import LearnConfig
@@ -35,16 +36,16 @@ from fledge.learning.gate import LEAST_REQUESTS, Decision, Live, has_fallen
 from fledge.learning.generations import Generations
 from fledge.learning.journal import Journal
 from fledge.learning.learner import Learner
-from fledge.learning.samples import CLIENT_SHARE, Sample, SampleRing
-from fledge.learning.target import ServedTarget
+from fledge.learning.samples import CLIENT_SHARE, LEAST_ANSWER, Sample, SampleRing
+from fledge.learning.target import MAX_PREFIXES, ServedTarget
 from fledge.learning.weights import StagedWeights, staged_bytes
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
 
 log = logging.getLogger("fledge.learning")
 
-# Work units over 0.5 s run only when idle, or once a minute. A training step takes a tenth of a second on a GPU, but seconds on
-# a small CPU, where every request would stop meanwhile.
+# A piece of work that takes more than 0.5 s runs only while nothing is served, or once a minute: all requests wait for it. A
+# training step takes a tenth of a second on a GPU, and seconds on a small CPU.
 MAX_PAUSE, LONG_PIECE_EVERY = 0.5, 60.0
 NOVEL_NEED, SHORTENED_NEED = 0.5, 1.0  # added to a sample's need
 PROMPT_TOKENS = 64  # a domain is told by the answer and by so many tokens before it
@@ -60,15 +61,22 @@ class Learning:
         config: LearnConfig,
         fixed_prompts: Sequence[Sequence[int]] = (),
         *,
+        generations: Generations | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`master`: the served drafter in fp32, not packed. `config` must be resolved. `fixed_prompts`: of the fixed set."""
+        """`master`: the served drafter in fp32, not packed. `config` must be resolved. `fixed_prompts`: of the fixed set.
+        `generations`: of `config.folder`."""
         assert isinstance(engine.drafter, EagleSpeculator)
         self.engine, self.config, self.clock = engine, config, clock
         self.network, self.fixed_prompts = engine.drafter.network, fixed_prompts
         self.target = ServedTarget(engine.decoder, master.config.aux_layer_ids)
         max_tokens = config.memory_mb * 2**20 // self.target.bytes_per_token()
-        self.ring = SampleRing(max_tokens, config.held_out_texts, max_age=config.max_age, seed=config.seed)
+        self.ring = SampleRing(
+            max_tokens, config.held_out_texts, min_held_out=config.min_held_out, max_age=config.max_age, seed=config.seed
+        )
+        if self.ring.max_held_out_states < 2 * LEAST_ANSWER:  # the gate could not run
+            needed = 4 * config.min_held_out * 2 * LEAST_ANSWER * self.target.bytes_per_token() // 2**20 + 1
+            raise UserError(f"--learn-memory {config.memory_mb} is too little for this model; give {needed} MiB or more")
         depth = max(1, engine.controller.limit)
         self.learner = Learner(
             master, self.target, self.ring, FixedSet(), config, depth=depth, swap=self._swap, refused=self._refused
@@ -80,12 +88,11 @@ class Learning:
         self.first: dict[int, float] = {}  # acceptance length by domain, before anything was learnt
         self.counts = {"swaps": 0, "rollbacks": 0, "opted_out": 0, "skipped": 0}
         self.requests = self.fixed_tokens = 0
-        generations = Generations(config.folder, config.keep_generations) if config.folder is not None else None
         self.journal = Journal(generations, self._counts)
         self.stopped: str | None = None  # why nothing is learnt any more
         self._pieces = self.learner.pieces()
         self._has_work = True
-        self._piece_seconds = 0.0  # that the longest of the last pieces took, about
+        self._piece_seconds = 0.0  # decaying maximum of what pieces took
         self._worked_at = clock()  # when the last piece ended
         self._shortened: set[str] = set()  # ids of running requests that the drift guard shortened
         self.admission = Admission(config.samples_per_second, clock)
@@ -115,6 +122,7 @@ class Learning:
             began = self.clock()
             self._guarded(lambda: self._take_in(finished))
             self.budget.charge(self.clock() - began, collecting=True)
+            self._guarded(self._check_live)
         if not self.engine.has_unfinished():
             self.budget.rest()
 
@@ -126,7 +134,9 @@ class Learning:
         return self._work()
 
     def due_in(self) -> float | None:
-        at = min(self.ring.expires_at, self.target.oldest + self.config.max_age)
+        # Training may hold samples that have left the ring.
+        oldest = min([self.target.oldest, *(one.arrival for one in self.learner.at_work)])
+        at = min(self.ring.expires_at, oldest + self.config.max_age)
         return None if self.stopped is not None or math.isinf(at) else max(0.0, at - self.ring.clock())
 
     def warm_up(self) -> list[str]:
@@ -150,9 +160,11 @@ class Learning:
         config = self.config
         where = f"generations are kept in {config.folder}" if config.folder is not None else "nothing is written to disk"
         return (
-            f"learning from requests: up to {config.memory_mb} MiB of their tokens and hidden states stay in memory, for "
-            f'{config.max_age / 3600:g} hours at most; {where}; nothing leaves this machine; a request with "learn": false is '
-            f"not kept. Budget {config.budget:g} % of the time; memory {readable(self.num_bytes)} in all"
+            f"learning from requests: up to {config.memory_mb} MiB of their tokens and hidden states stay in memory, and the "
+            f"states of {MAX_PREFIXES} cached prefixes, for {config.max_age / 3600:g} hours at most; the states of "
+            f"{MAX_REQUESTS} requests while they run; counts of hashed tokens by domain until the process ends; {where}; "
+            f'nothing leaves this machine; a request with "learn": false is not kept. Budget {config.budget:g} % of the time; '
+            f"memory {readable(self.num_bytes)} in all"
         )
 
     def close(self) -> None:
@@ -230,10 +242,11 @@ class Learning:
             if not self.ring.admit(sample):
                 continue
             self._has_work = True
-            if (states := self.engine.executor.take_states(request)) is not None:
-                sample.text = self.target.collected(sample.tokens, start, *states)
+            if (states := self.engine.executor.take_states(request)) is None:
+                continue
+            if (text := self.target.collected(sample.tokens, start, *states)) is not None:
+                sample.keep(text)
         self.engine.executor.drop_states(requests)  # of those that were not taken
-        self._check_live()
 
     def _expire(self) -> None:
         """Drops all that was kept of requests, when it reaches the longest age."""
@@ -243,8 +256,10 @@ class Learning:
         oldest = self.ring.clock() - self.config.max_age
         self.target.forget_until(oldest)
         if any(one.arrival <= oldest for one in self.learner.at_work):  # the generator holds them
-            self.learner.at_work = []
-            self._pieces = self.learner.pieces()
+            self._restart_pieces()
+
+    def _restart_pieces(self) -> None:
+        self.learner.at_work, self._pieces = [], self.learner.pieces()
 
     def _client(self, name: str) -> str:
         return hashlib.blake2b(name.encode(), key=self._salt, digest_size=8).hexdigest()
@@ -256,6 +271,9 @@ class Learning:
             return 0.5
         deeper = zip(stats.accepted_at, stats.drafted_at[1:], strict=False)
         tried = stats.steps + sum(min(reached, drafted) for reached, drafted in deeper)
+        if domain not in self.live.by_domain:  # a new cluster may have taken the place of a retired one
+            self.live.keep(self.domains.ids)
+            self.first = {one: length for one, length in self.first.items() if one in self.domains.ids}
         self.live.add(domain, client, stats.steps, stats.accepted, tried)
         if not self.counts["swaps"] and (length := self.live.length_of(domain)) is not None:
             self.first[domain] = length
@@ -263,8 +281,12 @@ class Learning:
         return 1 - stats.accepted / tried
 
     def _check_live(self) -> None:
-        if self.before is not None and has_fallen(self.before[2], self.live):
+        if self.before is None:
+            return
+        began = self.clock()
+        if has_fallen(self.before[2], self.live):
             self.roll_back("live acceptance has fallen")
+        self.budget.charge(self.clock() - began)  # not as collecting, whose share a roll-back would use up
 
     # Swaps
 
@@ -272,10 +294,11 @@ class Learning:
         staged = StagedWeights(self.network)
         for _ in staged.prepare(weights):
             yield
+        before = (self.learner.serving, self.learner.generation, self.live)
         staged.apply()
-        number = self.learner.newest + 1
+        number = self.learner.serve_next(weights)  # at once: if something below fails, the log names what is served
         if self.before is None or self.live.requests >= LEAST_REQUESTS:  # too few say nothing: the one before stays the measure
-            self.before = (self.learner.serving, self.learner.generation, self.live)
+            self.before = before
         drafter = self.engine.drafter
         if isinstance(drafter, EagleSpeculator) and drafter.fallback is not None:
             self.before = None  # what was seen of n-grams says nothing about these weights
@@ -304,7 +327,8 @@ class Learning:
         fallen, self.before = self.learner.generation, None
         self.learner.serve_again(weights, number)
         # The generator may hold a candidate that was trained from the weights which fell.
-        self._pieces, self._has_work = self.learner.pieces(), True
+        self._restart_pieces()
+        self._has_work = True
         self._serves_another()
         self.live = live
         self.counts["rollbacks"] += 1
@@ -369,8 +393,6 @@ class Learning:
                 str(domain): {"before": self.first.get(domain), "after": self.live.length_of(domain)}
                 for domain in self.domains.ids
             },
-            "curve": list(self.journal.curve),
-            "events": list(self.journal.events),
         }
 
 

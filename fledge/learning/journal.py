@@ -30,7 +30,7 @@ class Journal:
         self.curve: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._window = [0, 0, 0]  # steps, accepted tokens and requests of the next point
-        self._began = time.time()
+        self._began = time.monotonic()
         self._disk = ThreadPoolExecutor(1, "learn-disk")
 
     def add_request(self, steps: int, accepted: int) -> None:
@@ -42,7 +42,7 @@ class Journal:
             self.record("point", acceptance_length=1 + all_accepted / all_steps)
 
     def record(self, kind: str, **figures: Any) -> None:
-        counts = {"seconds": time.time() - self._began, **self.counts()}
+        counts = {"seconds": time.monotonic() - self._began, **self.counts()}
         counts |= {name: round(counts[name] + before, 3) for name, before in self._before.items()}
         event = {"event": kind, **counts, **figures}
         (self.curve if kind == "point" else self.events).append(event)
@@ -55,9 +55,15 @@ class Journal:
             self._write(lambda: generations.save(drafter, number, figures, needed))
 
     def choose(self, number: int) -> None:
-        """A restart goes on with this generation."""
-        if (generations := self.generations) is not None:
-            self._write(lambda: generations.choose(number))
+        """As `Generations.choose`."""
+        if (generations := self.generations) is None:
+            return
+
+        def write() -> None:
+            if (chosen := generations.choose(number)) != number:
+                log.warning("learning: generation %d was not saved; a restart goes on with generation %d", number, chosen)
+
+        self._write(write)
 
     def close(self) -> None:
         """Waits for what is being written."""

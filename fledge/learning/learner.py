@@ -78,7 +78,7 @@ class Learner:
         refused: Callable[[Decision], None],
     ) -> None:
         """`master`: fp32 weights that start as the serving ones. `depth`: that the gate drafts to. `swap`: serves the
-        weights of an accepted candidate. `refused`: told of every other."""
+        weights of an accepted candidate, and calls `serve_next`. `refused`: told of every other."""
         self.target, self.ring, self.fixed, self.config, self.depth, self.swap = target, ring, fixed, config, depth, swap
         self.refused, self.device = refused, target.device
         self.master = master.to(self.device).train().requires_grad_(True)
@@ -93,7 +93,7 @@ class Learner:
         # Weights of the first generation after a restart with a later one, until the fixed set was measured with them.
         self.first: dict[str, Tensor] | None = None
         self.refused_in_a_row = 0
-        self.at_work: list[Sample] = []  # samples of traffic that `pieces` may still hold
+        self.at_work: list[Sample] = []  # all samples of requests that `pieces` holds; they may have left the ring
         self._start_over(config.learning_rate)
 
     def _objective(self, compiled: bool) -> Objective:
@@ -126,6 +126,12 @@ class Learner:
     def load(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self.master.named_parameters():
             parameter.copy_(weights[name])
+
+    def serve_next(self, weights: dict[str, Tensor]) -> int:
+        """An accepted candidate is served now; the number of its generation."""
+        self.newest += 1
+        self.serving, self.generation = weights, self.newest
+        return self.newest
 
     def serve_again(self, weights: dict[str, Tensor], generation: int) -> None:
         """A roll-back: those are served now, and training goes on from them."""
@@ -167,9 +173,7 @@ class Learner:
             for _ in range(self.config.steps_per_candidate):
                 while not (batch := self._draw()):
                     yield False
-                for missing in self._without_states(batch):
-                    self._read(missing)
-                    yield True
+                yield from self._read_missing(batch)
                 if self._train(batch):
                     bad_steps = 0
                 elif (bad_steps := bad_steps + 1) >= MAX_BAD_STEPS:
@@ -178,14 +182,13 @@ class Learner:
                     )
                     self._reset()
                 yield True
+            self.at_work = batch = []  # no longer needed: the gate may wait for hours
             while len(self.ring.held_out) < self.config.min_held_out:
                 yield False
             yield from self._gate()
 
     def _read_fixed(self) -> Iterator[bool]:
-        for missing in self._without_states([*self.fixed.replay, *self.fixed.judged]):
-            self._read(missing)
-            yield True
+        yield from self._read_missing([*self.fixed.replay, *self.fixed.judged])
         # First of all: later generations are compared with it.
         unknown = [one for one in self.fixed.judged if one not in self.fixed.first_counts]
         for counts in self._counted(unknown, self.first or self.serving):
@@ -205,20 +208,20 @@ class Learner:
             if one not in fixed:
                 fixed.append(one)
                 budget -= len(one.tokens)
-        if not (drawn := self.ring.draw(room - sum(len(one.tokens) for one in fixed))):
-            return []
-        self.at_work = drawn
-        return drawn + fixed
+        self.at_work = self.ring.draw(room - sum(len(one.tokens) for one in fixed))
+        return self.at_work + fixed if self.at_work else []
 
-    def _without_states(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _read_missing(self, samples: Sequence[Sample]) -> Iterator[bool]:
+        """Computes hidden states where there are none, a few samples at a time.
+
+        A generator of its own: a loop variable of `pieces` would hold the last few past their age.
+        """
         missing = [one for one in samples if one.text is None]
         for group in in_groups([len(one.tokens) for one in missing], READ_TOKENS[self.device.type]):
-            yield [missing[index] for index in group]
-
-    def _read(self, samples: Sequence[Sample]) -> None:
-        texts = self.target.read([(one.tokens, one.answer_start) for one in samples])
-        for sample, text in zip(samples, texts, strict=True):
-            sample.text = text
+            some = [missing[index] for index in group]
+            for sample, text in zip(some, self.target.read([(one.tokens, one.answer_start) for one in some]), strict=True):
+                sample.keep(text)
+            yield True
 
     @torch.enable_grad()
     def _train(self, samples: Sequence[Sample]) -> bool:
@@ -267,9 +270,7 @@ class Learner:
         candidate = {name: value.clone() for name, value in zip(names, self.average, strict=True)}
         self.counts.candidates += 1
         texts = self.at_work = list(self.ring.held_out)
-        for missing in self._without_states(texts):
-            self._read(missing)
-            yield True
+        yield from self._read_missing(texts)
         if not are_finite(candidate):
             self.counts.non_finite += 1
             decision = Decision(False, "not finite", is_worse=True)
@@ -300,9 +301,6 @@ class Learner:
     def _accept(self, candidate: dict[str, Tensor], decision: Decision) -> Iterator[bool]:
         for _ in self.swap(candidate, decision):
             yield True
-        self.serving = candidate
-        self.newest += 1
-        self.generation = self.newest
         self.counts.accepted += 1
         self.refused_in_a_row = 0
         self.learning_rate = min(SPEED_UP * self.learning_rate, MOST_SPEEDUP * self.config.learning_rate)
@@ -321,7 +319,7 @@ class Learner:
             return
         drafter = served_copy(self.master, self.target, torch.float32)
         drafter.load_state_dict({**weights, "d2t": self.master.d2t}, assign=True)
-        for group in in_groups([len(one.tokens) for one in samples], GATE_TOKENS[self.device.type]):
+        for group in in_groups([one.num_states for one in samples], GATE_TOKENS[self.device.type]):
             some = [samples[index] for index in group]
             texts = [_for_rollout(one.text) for one in some if one.text is not None]
             yield dict(zip(some, accepted_counts(drafter, texts, self.depth), strict=True))

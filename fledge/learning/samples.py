@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from fledge.bench.loops import loop_start
 from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
@@ -38,6 +40,7 @@ class Sample:
     need: float = 0.5  # share of drafts that were rejected, more for novel texts and for those the drift guard shortened
     arrival: float = field(default_factory=time.monotonic)
     text: TargetText | None = None  # with the target's hidden states; None: to be computed when it is first used
+    max_states: int | None = None  # held out: hidden states are kept for so many tokens, the first one and the last ones
     uses: int = 0
     counts: dict[int, Count] = field(default_factory=dict)  # held out: what each generation's drafter accepts
 
@@ -45,15 +48,29 @@ class Sample:
     def current_need(self) -> float:
         return self.need * USE_DECAY**self.uses
 
+    @property
+    def num_states(self) -> int:
+        """Tokens whose hidden states are kept."""
+        return len(self.tokens) if self.max_states is None else min(len(self.tokens), self.max_states)
+
+    def keep(self, text: TargetText) -> None:
+        """Keeps the hidden states of `text`, which has all tokens."""
+        if cut := len(self.tokens) - self.num_states:
+            # Without the first token, the attention sink, a drafter would not draft as it does when it is served.
+            tokens_T, *taps = (torch.cat([part[:1], part[1 + cut :]]) for part in (text.tokens_T, *text.taps))
+            text = TargetText(tokens_T, text.answer_start - cut, taps)
+        self.text = text
+
 
 class SampleRing:
-    """`max_tokens` bounds all of it."""
+    """`max_tokens` bounds all of it. `min_held_out`: so many held-out texts must fit, however long they are."""
 
     def __init__(
         self,
         max_tokens: int,
         max_held_out: int,
         *,
+        min_held_out: int = 1,
         max_age: float = 1e9,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -61,6 +78,7 @@ class SampleRing:
         # A quarter of the memory is for held-out texts.
         self.max_tokens, self.max_held_out_tokens = 3 * max_tokens // 4, max_tokens // 4
         self.max_held_out, self.max_age, self.clock = max_held_out, max_age, clock
+        self.max_held_out_states = self.max_held_out_tokens // min_held_out  # of one text
         self.by_client: dict[str, list[Sample]] = {}
         self.tokens_of: Counter[str] = Counter()
         self.held_out: list[Sample] = []
@@ -77,6 +95,11 @@ class SampleRing:
     def __len__(self) -> int:
         return sum(map(len, self.by_client.values()))
 
+    @property
+    def kept(self) -> list[Sample]:
+        """All samples: those to train on, then the held-out ones."""
+        return [*itertools.chain(*self.by_client.values()), *self.held_out]
+
     def admit(self, sample: Sample) -> bool:
         """Takes it in, unless there is nothing to learn from it; what it displaces is dropped."""
         if (loop := loop_start(sample.tokens[sample.answer_start :])) is not None:
@@ -88,6 +111,7 @@ class SampleRing:
             return False
         key = hash(tuple(sample.tokens))
         if is_held_out(sample.tokens[: sample.answer_start]):
+            self._cut_held_out(sample)
             self.held_out = [one for one in self.held_out if one.tokens != sample.tokens]
             self.held_out.append(sample)
             self._shrink_held_out()
@@ -150,25 +174,34 @@ class SampleRing:
         if not of_client:
             del self.by_client[sample.client], self.tokens_of[sample.client]
 
+    def _cut_held_out(self, sample: Sample) -> None:
+        """A long text: half of its states are for the answer, so that a long prompt leaves something to measure."""
+        sample.max_states = self.max_held_out_states
+        sample.tokens = sample.tokens[: max(sample.max_states, sample.answer_start + sample.max_states // 2)]
+
     def _shrink_held_out(self) -> None:
-        """The oldest go: of a client with more than its share first."""
-        while (
-            len(self.held_out) > self.max_held_out or sum(len(one.tokens) for one in self.held_out) > self.max_held_out_tokens
-        ):
-            client, count = Counter(one.client for one in self.held_out).most_common(1)[0]
-            clients = len({one.client for one in self.held_out})
-            over = clients > 1 and count > CLIENT_SHARE * self.max_held_out
-            index = next((i for i, one in enumerate(self.held_out) if one.client == client), 0) if over else 0
-            del self.held_out[index]
+        """The oldest go: of a client with more than its share of the texts or of their tokens first."""
+        while True:
+            texts: Counter[str] = Counter()
+            tokens: Counter[str] = Counter()
+            for one in self.held_out:
+                texts[one.client] += 1
+                tokens[one.client] += one.num_states
+            if texts.total() <= self.max_held_out and tokens.total() <= self.max_held_out_tokens:
+                return
+            shares = {who: max(texts[who] / self.max_held_out, tokens[who] / self.max_held_out_tokens) for who in texts}
+            most = max(shares, key=shares.__getitem__)
+            over = len(shares) > 1 and shares[most] > CLIENT_SHARE
+            del self.held_out[next(i for i, one in enumerate(self.held_out) if one.client == most) if over else 0]
 
     def expire(self) -> None:
         """Drops what has reached the longest age."""
         oldest = self.clock() - self.max_age
-        for sample in [one for samples in self.by_client.values() for one in samples if one.arrival <= oldest]:
-            self._drop(sample)
         self.held_out = [one for one in self.held_out if one.arrival > oldest]
-        kept = itertools.chain(self.held_out, *self.by_client.values())
-        self.expires_at = min((one.arrival for one in kept), default=math.inf) + self.max_age
+        for sample in self.kept:
+            if sample.arrival <= oldest:
+                self._drop(sample)
+        self.expires_at = min((one.arrival for one in self.kept), default=math.inf) + self.max_age
 
 
 def is_held_out(prompt: Sequence[int]) -> bool:

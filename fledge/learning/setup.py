@@ -80,7 +80,8 @@ def build_learning_engine(
         learn = replace(learn, learning_rate=NEW_RATE if is_warm_start else TRAINED_RATE)
     master = copy.deepcopy(network).float()
     if device.type == "cuda":
-        config = replace(config, reserved_bytes=reserved_bytes(master.config, learn))
+        reserved = reserved_bytes(master.config, learn, copies_head=config.quantization != "none")
+        config = replace(config, reserved_bytes=reserved)
     engine = build_engine(model, replace(speculation, drafter=network), config, tokenizer=tokenizer, capture=capture)
     assert isinstance(engine.drafter, EagleSpeculator)
     if is_warm_start and number is None:
@@ -90,14 +91,16 @@ def build_learning_engine(
     if fixed_prompts is None:
         fixed_prompts = _fixed_prompts(engine, learn)
     try:
-        learning = Learning(engine, master, learn, fixed_prompts, clock=clock)
+        learning = Learning(engine, master, learn, fixed_prompts, generations=generations, clock=clock)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         log.error("learning stops: out of memory; the server starts without it")
         return engine
+    if generations is not None:
+        learning.learner.newest = generations.newest  # also after current.json was deleted: no number is given twice
     if generations is not None and number is not None:
-        learning.learner.generation, learning.learner.newest = number, generations.newest
+        learning.learner.generation = number
         if number and (generations.path(0) / "config.json").is_file():
             learning.learner.first = {
                 name: value.to(learning.target.device)
@@ -133,14 +136,18 @@ def _start(engine: Engine, master: EagleDrafter) -> None:
     staged.apply()
 
 
-def reserved_bytes(config: DrafterConfig, learn: LearnConfig) -> int:
-    """Of a GPU's memory, that the KV cache must leave: as `Learning.num_bytes`, and for a step."""
+def reserved_bytes(config: DrafterConfig, learn: LearnConfig, *, copies_head: bool) -> int:
+    """Of a GPU's memory, that the KV cache must leave: as `Learning.num_bytes`, and for a step.
+
+    `copies_head`: the target's head is served quantised; training reads it in 16 bits.
+    """
     with torch.device("meta"):
         num_weights = sum(p.numel() for p in EagleDrafter(config).parameters())
     width = (len(config.aux_layer_ids) + 1) * config.target_hidden_size * KEPT_DTYPE.itemsize
     fixed = learn.fixed_texts * 2 * learn.fixed_tokens  # prompts are about as long as answers
     tokens = MAX_REQUESTS * learn.sample_tokens + MAX_PREFIXES * PREFIX_TOKENS + fixed
     weights = (WEIGHT_BYTES + 2) * num_weights  # in a swap, once more as they are served
+    weights += 2 * config.vocab_size * config.target_hidden_size if copies_head else 0
     return weights + learn.memory_mb * 2**20 + tokens * width + activation_bytes(config, learn)
 
 

@@ -35,9 +35,9 @@ class ServedTarget(Target):
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.embedding = decoder.embed_tokens
         weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.dtype)
-        # By beginning, the last asked for at the end: when a request last had it, and for known ones their layers.
+        # Prefix to (time of the last request with it, its hidden states by layer); the most recently used comes last.
         self.prefixes: dict[tuple[int, ...], tuple[float, list[Tensor]]] = {}
-        self.unknown: dict[tuple[int, ...], float] = {}  # `read` fills them in in passing
+        self.unknown: dict[tuple[int, ...], float] = {}  # no states yet: `read` adds those of texts with the prefix
         self.head, self.lm_head = Head(weight), _PlainHead(weight)
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
@@ -91,7 +91,7 @@ class ServedTarget(Target):
 
     @property
     def oldest(self) -> float:
-        """When a request last had the beginning that was not asked for the longest; inf: none is kept."""
+        """Time of the last request with the least recently used prefix; inf: no prefix is kept."""
         return min((at for at in (*self.unknown.values(), *(at for at, _ in self.prefixes.values()))), default=math.inf)
 
     def forget_until(self, time: float) -> None:
@@ -144,6 +144,8 @@ def linear_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor
     """A linear's weights [O, I], unpacked where they are packed or quantised."""
     if isinstance(module, QuantizedLinear):
         weight = dequantize(module.quantized)
+        if module.order is not None:  # GPTQ's act-order: column j belongs to input order[j]
+            weight = weight[:, module.order.argsort()]
     elif _is_quantised_in_c(module):  # what it gives for unit vectors is its weights
         weight = (module(torch.eye(module.in_features)) - (0 if module.bias is None else module.bias)).t().contiguous()
     else:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
+from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision
+from fledge.learning.setup import day_zero_config, reserved_bytes
 from fledge.learning.weights import StagedWeights, weights_of
+from fledge.training import toy
 from tests.learning.conftest import GREEDY, serve, toy_prompts
 
 
@@ -28,10 +31,10 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
     serve(engine, toy_prompts(80, seed=31))
     list(learner._read_fixed())
     batch = learner._draw()
-    list(map(learner._read, learner._without_states(batch)))
+    list(learner._read_missing(batch))
     assert learner._train(batch)  # there are moments now
     hook.before = (weights_of(learner.master), 0, hook.live)
-    list(map(learner._read, learner._without_states(hook.ring.held_out)))
+    list(learner._read_missing(hook.ring.held_out))
     del batch
     seen, apply = [], StagedWeights.apply
 
@@ -42,10 +45,8 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
     monkeypatch.setattr(StagedWeights, "apply", measured)
     list(learner._accept(weights_of(learner.master), Decision(True, "a test")))
     announced, target = hook.num_bytes, hook.target
-    kept = [*hook.ring.held_out, *(one for some in hook.ring.by_client.values() for one in some)]
     assert target.num_bytes - 16 * 128 * target.num_channels * 2 == target.head.weight.untyped_storage().nbytes()  # its own
-    states = sum(len(one.tokens) for one in kept if one.text is not None) * target.bytes_per_token()
-    del kept
+    states = sum(one.num_states for one in hook.ring.kept if one.text is not None) * target.bytes_per_token()
     hook._stop("a test")
     stays = tensor_bytes()
     held = sum(size for address, size in seen[0].items() if address not in stays)
@@ -54,6 +55,12 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
     assert announced - unused == pytest.approx(held, rel=0.03)  # there are tables of positions, too
     assert held <= announced
     assert hook.num_bytes == 0
+
+
+def test_room_for_the_head_is_reserved_where_it_is_served_quantised():
+    config, learn = day_zero_config(toy.TARGET), LearnConfig().resolve(torch.device("cpu"))
+    plain, quantised = (reserved_bytes(config, learn, copies_head=copies) for copies in (False, True))
+    assert quantised - plain == 2 * toy.TARGET.vocab_size * toy.TARGET.hidden_size
 
 
 def test_states_of_running_requests_are_no_more_than_announced(learning_engine, drafter):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fledge.drift.metrics import Count
+from fledge.drift.texts import TargetText
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
 from fledge.learning.admission import Admission
@@ -94,6 +97,49 @@ def test_a_held_out_prompt_is_never_trained_on():
     assert not trained & {tuple(one.tokens[:10]) for one in ring.held_out}
     assert 0.06 < 1 - len(trained) / 400 < 0.2
     assert len(ring.held_out) == 64
+
+
+def held_out(count: int, client: str, prompt: int, answer: int, seed: int = 8) -> list[Sample]:
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        tokens = [draw.randrange(1000) for _ in range(prompt + answer)]
+        if is_held_out(tokens[:prompt]):
+            found.append(Sample(tokens, prompt, client))
+    return found
+
+
+@pytest.mark.parametrize("prompt", [20, 700])
+def test_long_texts_leave_enough_to_judge_by(prompt):
+    ring = SampleRing(1600, 32, min_held_out=4)  # 400 tokens for held-out texts, 100 for each
+    for number, sample in enumerate(held_out(12, "", prompt, 300), 1):
+        whole = list(sample.tokens)
+        assert ring.admit(sample)
+        assert len(ring.held_out) == min(number, 4)
+        tokens_T = torch.tensor(sample.tokens)
+        sample.keep(TargetText(tokens_T, prompt, [tokens_T[:, None].float()], tokens_T[:, None].float()))
+        text = sample.text
+        assert len(text.tokens_T) == len(text.taps[0]) == sample.num_states == 100
+        assert text.taps[0].untyped_storage().nbytes() == 400  # not a view of the whole
+        cut = len(sample.tokens) - 100
+        assert text.tokens_T.tolist() == text.taps[0][:, 0].tolist() == [whole[0], *sample.tokens[cut + 1 :]]
+        assert text.tokens_T[text.answer_start :].tolist() == whole[prompt : prompt + text.num_rows + 1]
+        assert text.num_rows >= 49
+
+
+def test_a_client_of_few_long_texts_gives_way_to_many_short_ones():
+    ring = SampleRing(1600, 16)  # 400 tokens for held-out texts
+    for sample in held_out(6, "short", 10, 10):
+        ring.admit(sample)
+    for sample in held_out(20, "long", 10, 90):
+        ring.admit(sample)
+    assert sum(one.client == "short" for one in ring.held_out) == 6  # 120 tokens
+    assert sum(one.client == "long" for one in ring.held_out) == 2
+    for sample in held_out(40, "flood", 10, 10, seed=9):
+        ring.admit(sample)
+    assert len(ring.held_out) <= 16
+    assert {one.client for one in ring.held_out} == {"short", "long", "flood"}
+    assert ring.admit(held_out(1, "", 10, 5000, seed=10)[0])  # a text longer than all the room
+    assert sum(one.num_states for one in ring.held_out) <= 400
 
 
 def test_the_budget_is_held():
@@ -241,6 +287,28 @@ def test_domains_tell_vocabularies_apart():
     assert second[0][0] != first[0]
     assert second[0][1] == 1.0
     assert second[-1][1] < 0.5
+
+
+def test_figures_of_retired_domains_are_dropped(learning_engine):
+    hook = learning_engine(budget=1e-6, samples_per_second=1e9).hook
+    draw, seen = random.Random(0), set()
+
+    class Served(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    for number in range(5000):  # each has words of its own
+        tokens = draw.choices([draw.randrange(10**6) for _ in range(30)], k=60)
+        stats = SimpleNamespace(steps=10, accepted=5, accepted_at=[5], drafted_at=[10])
+        served = Served(id=str(number), learn=True, finish_reason="stop", num_answer=40, client=str(number % 5), stats=stats)
+        served.tokens, served.prompt = tokens, tokens[:20]
+        hook._take_in([served])
+        seen |= hook.live.by_domain.keys()
+    assert len(seen) > 50
+    assert hook.live.requests == 5000
+    for figures in (hook.live.by_domain, hook.first, *hook.live.by_client.values()):
+        assert 0 < len(figures) <= hook.domains.max_clusters
+    assert len(hook.live.by_client) == 5
+    assert all(one["before"] and one["after"] for one in hook.stats()["domains"].values())
 
 
 def test_history_survives_a_line_cut_short(tmp_path):

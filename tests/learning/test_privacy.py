@@ -5,18 +5,15 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 
 from fledge.learning.hook import Learning
-from fledge.learning.samples import Sample
+from fledge.learning.samples import Sample, is_held_out
 from tests.learning.conftest import GREEDY, serve, toy_prompts
 
 AGE = 600.0
-
-
-def kept(hook: Learning) -> list[Sample]:
-    return [one for samples in hook.ring.by_client.values() for one in samples] + hook.ring.held_out
 
 
 def served_with_beginnings(engine) -> Learning:
@@ -36,20 +33,21 @@ def served_with_beginnings(engine) -> Learning:
 @pytest.fixture
 def later(monkeypatch):
     def pass_seconds(hook: Learning, seconds: float) -> None:
-        monkeypatch.setattr(hook.ring, "clock", lambda: time.monotonic() + seconds)
+        now = time.monotonic() + seconds
+        monkeypatch.setattr(hook.ring, "clock", lambda: now)
 
     return pass_seconds
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "one long request"])
 def test_nothing_stays_past_the_longest_age(learning_engine, drafter, later, is_idle):
-    engine = learning_engine(drafter, max_age=AGE, min_held_out=1000)
+    engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=1000)
     hook = served_with_beginnings(engine)
-    samples = [weakref.ref(one) for one in kept(hook)]
+    samples = [weakref.ref(one) for one in hook.ring.kept]
     assert 0 < hook.due_in() <= AGE
     later(hook, AGE / 2)
     engine.idle()
-    assert len(kept(hook)) == len(samples)
+    assert len(hook.ring.kept) == len(samples)
     later(hook, AGE)
     assert hook.due_in() == 0
     if is_idle:
@@ -57,12 +55,73 @@ def test_nothing_stays_past_the_longest_age(learning_engine, drafter, later, is_
     else:
         engine.add_request(toy_prompts(1, seed=22)[0], GREEDY)
         engine.step()
-    assert not kept(hook)
+    assert not hook.ring.kept
     assert not hook.target.prefixes
     assert not hook.target.unknown
     assert hook.due_in() is None
     gc.collect()
     assert not any(one() for one in samples)  # training holds none of them either
+
+
+def admitted(hook: Learning, prompt: list[int], *, held_out: bool = False) -> weakref.ref[Sample]:
+    """A sample with an answer of 20 tokens; the prompt's end is chosen so that it is held out, or not."""
+    last = next(token for token in range(3, 100) if is_held_out([*prompt, token]) == held_out)
+    sample = Sample([*prompt, last, *range(3, 23)], len(prompt) + 1)
+    assert hook.ring.admit(sample)
+    return weakref.ref(sample)
+
+
+def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
+    engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=2, min_held_out=1, budget=1e-6)
+    hook, learner = engine.hook, engine.hook.learner
+
+    def work_until(is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            hook._has_work = True
+            engine.idle()
+
+    first = admitted(hook, [5] * 12)  # without states: they are computed for it
+    work_until(lambda: learner.counts.steps == 1)
+    hook.ring.forget_all()  # as when newer samples displace it
+    second = admitted(hook, [6] * 12)
+    list(learner._read_missing([second()]))
+    work_until(lambda: learner.counts.steps == 2)
+    assert learner.at_work == [second()]
+    assert first() is None
+    hook.ring.forget_all()
+    hook._has_work = True
+    engine.idle()  # the gate waits for texts
+    assert not learner.at_work
+    assert second() is None
+    third = admitted(hook, [7] * 12, held_out=True)
+    work_until(lambda: bool(learner.counts.candidates))
+    assert learner.at_work == [third()]
+    hook.ring.forget_all()
+    work_until(lambda: learner.counts.refused + learner.counts.accepted == 1)
+    hook._has_work = True
+    assert not engine.idle()  # there is nothing to draw
+    assert not learner.at_work
+    assert third() is None
+    assert hook.due_in() is None
+
+
+def test_a_sample_that_left_the_ring_goes_at_its_age_too(learning_engine, drafter, later):
+    engine = learning_engine(drafter, max_age=AGE, budget=1e-6)
+    hook, learner = engine.hook, engine.hook.learner
+    sample = admitted(hook, [5] * 12)
+    while not learner.at_work:
+        engine.idle()
+    hook.ring.forget_all()
+    arrival = sample().arrival
+    assert AGE - 60 < hook.due_in() <= AGE
+    later(hook, AGE)
+    assert hook.ring.clock() >= arrival + AGE
+    assert hook.due_in() == 0
+    hook._has_work = False
+    engine.idle()
+    assert not learner.at_work
+    assert sample() is None
+    assert hook.due_in() is None
 
 
 def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learning_engine):
@@ -84,9 +143,9 @@ def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learnin
 
 
 def test_when_learning_stops_nothing_is_left(learning_engine, drafter):
-    engine = learning_engine(drafter)
+    engine = learning_engine(drafter, steps_per_candidate=1000)
     hook = served_with_beginnings(engine)
-    samples = [weakref.ref(one) for one in kept(hook)]
+    samples = [weakref.ref(one) for one in hook.ring.kept]
     hook._stop("a test")
     gc.collect()
     assert not any(one() for one in samples)
@@ -94,15 +153,19 @@ def test_when_learning_stops_nothing_is_left(learning_engine, drafter):
     assert not hook.target.unknown
     assert hook.due_in() is None
     serve(engine, toy_prompts(4, seed=23))
-    assert not kept(hook)
+    assert not hook.ring.kept
 
 
+@pytest.mark.parametrize("rate", [1000.0, 1e-9], ids=["taken", "skipped"])
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_captured_executor_keeps_no_states_that_are_not_taken(learning_engine, drafter, stops):
-    engine = learning_engine(drafter, capture=False, samples_per_second=1e-9)
-    serve(engine, toy_prompts(3, seed=24))
+def test_a_captured_executor_keeps_no_states_of_finished_requests(learning_engine, drafter, stops, rate):
+    engine = learning_engine(drafter, capture=False, samples_per_second=rate)
     states = engine.executor.batch.states
-    assert engine.hook.counts["skipped"] == 3
+    engine.add_request(toy_prompts(1, seed=25)[0], GREEDY)
+    engine.step()
+    assert any(layer[:-1].any() for layer in states.layers)
+    serve(engine, toy_prompts(2, seed=24))
+    assert engine.hook.counts["skipped"] == (3 if rate < 1 else 0)
     assert not states.slot_of
     if stops:
         engine.add_request(toy_prompts(1, seed=25)[0], GREEDY)
@@ -111,4 +174,4 @@ def test_a_captured_executor_keeps_no_states_that_are_not_taken(learning_engine,
         engine.hook._stop("a test")
         serve(engine, [])
         assert not states.slot_of
-        assert not any(layer[:-1].any() for layer in states.layers)  # the last place is of rows that are not kept
+    assert not any(layer[:-1].any() for layer in states.layers)  # the last place is of rows that are not kept

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
+import shutil
 
 import pytest
 import torch
@@ -10,11 +13,17 @@ import torch
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
-from fledge.learning.gate import Decision
+from fledge.errors import UserError
+from fledge.learning.budget import FREE_SECONDS
+from fledge.learning.gate import LEAST_REQUESTS, Decision
+from fledge.learning.generations import Generations
 from fledge.learning.hook import MAX_PAUSE, Learning
 from fledge.learning.learner import FixedSet, Learner
+from fledge.learning.samples import is_held_out
 from fledge.learning.setup import NEW_RATE, TRAINED_RATE
 from fledge.learning.weights import weights_of
+from fledge.sampling import SamplingParams
+from fledge.training import toy
 from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
 
 ACCEPTED = Decision(True, "a test")
@@ -83,7 +92,7 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
     expected, rate = [value.detach().clone() for value in learner.parameters], learner.learning_rate
     for number in range(2, 5):
         batch = learner._draw()
-        list(map(learner._read, learner._without_states(batch)))
+        list(learner._read_missing(batch))
         assert learner._train(batch)
         expected = [mean + (new - mean) / number for mean, new in zip(expected, learner.parameters, strict=True)]
     for mean, wanted in zip(learner.average, expected, strict=True):
@@ -122,7 +131,7 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     bad = {name: torch.randn_like(value) * value.std() for name, value in good.items()}
     with torch.no_grad():
         list(hook._swap(bad, ACCEPTED))  # as if the gate had been wrong
-    hook.learner.serving, hook.learner.generation, hook.learner.newest = bad, 1, 1
+    assert hook.learner.generation == 1
     assert acceptance(serve(engine, toy_prompts(8, seed=5), learn=False)) < 1.5
     serve(engine, toy_prompts(80, seed=5))
     assert hook.stats()["rollbacks"] == 1
@@ -134,6 +143,41 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     assert [event["event"] for event in hook.journal.events] == ["swap", "rollback"]
 
 
+def test_a_roll_back_does_not_use_up_the_time_for_collecting(learning_engine, drafter, monkeypatch):
+    engine = learning_engine(drafter, budget=1e-6)
+    hook: Learning = engine.hook
+    list(hook._swap(hook.learner.serving, ACCEPTED))
+    monkeypatch.setattr("fledge.learning.hook.has_fallen", lambda *_: True)
+    monkeypatch.setattr(hook, "roll_back", lambda reason: [hook.clock() for _ in range(2000)])  # two seconds
+    serve(engine, toy_prompts(1, seed=5))
+    assert hook.budget.spent.learning > 2
+    assert hook.budget.spent.collecting < FREE_SECONDS
+
+
+def test_the_gate_runs_when_all_prompts_are_long(learning_engine, drafter):
+    engine = learning_engine(drafter, memory_mb=1, min_held_out=8, steps_per_candidate=1, budget=1e-6)
+    hook: Learning = engine.hook
+    draw, sampled = random.Random(0), SamplingParams(max_tokens=48, temperature=1, seed=0, ignore_eos=True)
+    prompts = [[1, *(draw.randrange(3, len(toy.WORDS)) for _ in range(2 * hook.ring.max_held_out_states))] for _ in range(128)]
+    prompts.sort(key=is_held_out)
+    for prompt in [*prompts[:2], *prompts[-10:]]:
+        engine.add_request(prompt, sampled)
+    serve(engine, [])
+    assert len(hook.ring.held_out) >= 8
+    assert all(len(one.text.tokens_T) == hook.ring.max_held_out_states for one in hook.ring.held_out if one.text is not None)
+    assert sum(one.num_states for one in hook.ring.held_out) <= hook.ring.max_held_out_tokens
+    for _ in range(100):
+        engine.idle()
+    assert hook.learner.counts.candidates
+    assert hook.journal.events[-1]["num_texts"] >= 8
+    assert hook.stats()["stopped"] == ""
+
+
+def test_too_little_memory_for_the_gate_is_refused(learning_engine, drafter):
+    with pytest.raises(UserError, match=r"--learn-memory 1 .* give 4 MiB"):
+        learning_engine(drafter, memory_mb=1, min_held_out=120)
+
+
 def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path)
     hook: Learning = engine.hook
@@ -141,9 +185,10 @@ def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     list(hook._swap(better, ACCEPTED))
     hook.close()
     (tmp_path / ".generation-0002.killed").mkdir()  # what one that was killed in a save leaves
+    (tmp_path / ".current.json.killed").touch()
     again = learning_engine(None, folder=tmp_path)
     assert again.hook.learner.generation == 1
-    assert not list(tmp_path.glob(".generation-*"))
+    assert not list(tmp_path.glob(".*"))
     assert same(served_weights(again.hook.network), better)
     assert again.drafter.fallback is None
     learner = again.hook.learner
@@ -158,8 +203,6 @@ def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine,
     hook: Learning = engine.hook
     for _ in range(7):  # so fast that too few requests see each: generation 1 stays the measure
         list(hook._swap(hook.learner.serving, ACCEPTED))
-        hook.learner.newest += 1
-        hook.learner.generation = hook.learner.newest
         if hook.learner.generation == 1:
             serve(engine, toy_prompts(32, seed=4))
     assert hook.before[1] == 1
@@ -169,13 +212,67 @@ def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine,
     assert sorted(path.name[-1] for path in tmp_path.glob("generation-*")) == ["0", "1", "5", "6", "7"]
 
 
-def test_a_generation_that_could_not_be_saved_is_not_chosen(learning_engine, drafter, tmp_path):
+def test_a_roll_back_to_a_generation_that_was_not_saved_chooses_the_one_before(learning_engine, drafter, tmp_path, caplog):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
-    generations = engine.hook.journal.generations
+    hook: Learning = engine.hook
+    generations, save = hook.journal.generations, hook.journal.generations.save
+
+    def full_disk(copy, number, *others):
+        if number == 2:
+            raise OSError("no space left")
+        save(copy, number, *others)
+
+    generations.save = full_disk
+    for _ in range(3):
+        hook.live.requests = LEAST_REQUESTS
+        list(hook._swap(hook.learner.serving, ACCEPTED))
+    hook.roll_back("a test")
+    hook.close()
+    assert hook.learner.generation == 2
+    assert generations.current == 1  # not 3, which fell
+    assert "generation 2 was not saved; a restart goes on with generation 1" in caplog.text
+    shutil.rmtree(tmp_path / "generation-0000")
+    with pytest.raises(FileNotFoundError, match="generation-0000"):
+        generations.choose(0)
+
+
+def test_a_failure_after_a_swap_names_the_generation_that_is_served(learning_engine, drafter, monkeypatch, caplog):
+    engine = learning_engine(drafter, budget=1e-6)
+    hook: Learning = engine.hook
+    monkeypatch.setattr(engine, "forget_drafts", lambda: 1 / 0)
+    hook._guarded(lambda: list(hook._swap(hook.learner.serving, ACCEPTED)))
+    assert "serving goes on with generation 1" in caplog.text
+    assert hook.stats()["generation"] == 1
+
+
+def test_weights_are_on_the_disk_before_they_are_chosen(learning_engine, drafter, tmp_path, monkeypatch):
+    synced, fsync, choose = set(), os.fsync, Generations.choose
+
+    def noted(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(generations, number):
+        assert {path.stat().st_ino for path in generations.path(number).iterdir()} <= synced
+        return choose(generations, number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Generations, "choose", checked)
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     engine.hook.close()
-    with pytest.raises(FileNotFoundError, match="generation-0003"):
-        generations.choose(3)
-    assert generations.current == 0
+    assert engine.hook.journal.generations.current == 0
+
+
+def test_no_number_is_given_twice(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    list(engine.hook._swap(engine.hook.learner.serving, ACCEPTED))
+    engine.hook.close()
+    (tmp_path / "current.json").unlink()  # to start anew
+    again = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    assert again.hook.learner.generation == 0
+    list(again.hook._swap(again.hook.learner.serving, ACCEPTED))
+    again.hook.close()
+    assert again.hook.learner.generation == 2
 
 
 def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
@@ -270,8 +367,7 @@ def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
     serve(engine, toy_prompts(24, seed=7))
     learner = engine.hook.learner
     batch = learner._draw()
-    for missing in learner._without_states(batch):
-        learner._read(missing)
+    list(learner._read_missing(batch))
     before = weights_of(learner.master)
     batch[0].text.taps[0][3] = torch.nan
     assert not learner._train(batch)

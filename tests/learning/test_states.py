@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
+from fledge.kernels.quantization import QuantizedLinear, quantize
 from fledge.learning.gate import Decision
-from fledge.learning.target import MAX_PREFIXES
+from fledge.learning.target import MAX_PREFIXES, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
@@ -22,8 +24,7 @@ def test_collected_states_equal_computed_ones(learning_engine, capture):
     shared = [3] * 32  # of which the cache has two pages from the second request on
     serve(engine, [shared + prompt for prompt in prompts[:5]] + prompts[5:], concurrency=5)
     hook = engine.hook
-    samples = [one for client in hook.ring.by_client.values() for one in client] + hook.ring.held_out
-    collected = [one for one in samples if one.text is not None]
+    collected = [one for one in hook.ring.kept if one.text is not None]
     assert len(collected) >= 4
     for sample in collected:
         found, expected = sample.text, hook.target.read([(sample.tokens, sample.answer_start)])[0]
@@ -91,6 +92,14 @@ def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, 
     assert torch.equal(network.layers[0].mlp.gate_up_proj(y), other.layers[0].mlp.gate_up_proj(y))
     assert torch.equal(network.norm.weight, other.norm.weight)
     assert pointers == [m.native.pointer for m in network.modules() if getattr(m, "native", None) is not None]
+
+
+def test_weights_in_act_order_are_read_in_the_order_of_the_inputs():
+    linear = nn.Linear(128, 8, bias=False)
+    order = torch.randperm(128)
+    quantised = QuantizedLinear(quantize(linear.weight.detach()[:, order], 8, 64), None, order)
+    x = torch.randn(3, 128)
+    torch.testing.assert_close(x @ linear_weight(quantised).t(), quantised(x))
 
 
 def test_weights_of_is_a_copy(learning_engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from fledge.learning.admission import Admission
 from fledge.learning.gate import Decision
 from fledge.learning.hook import SHORTENED_NEED
 from fledge.training import toy
@@ -24,14 +25,14 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
         guard, "record", lambda *args, **options: type(guard).record(guard, *args, **options | {"confidences": ()})
     )
     serve(engine, toy_prompts(64, seed=41))  # what is usual
-    assert not guard.steps_left
+    assert not guard.usual[False].steps_left
     hook.ring.forget_all()
     before = guard.counts.requests
     serve(engine, toy_prompts(12, seed=43))
     serve(engine, strange_prompts(12, seed=42))
     shortened = guard.counts.requests - before
     assert shortened >= 2
-    samples = [*hook.ring.held_out, *(one for some in hook.ring.by_client.values() for one in some)]
+    samples = hook.ring.kept
     needy = [one for one in samples if one.need > SHORTENED_NEED]
     assert shortened / 2 <= len(needy) <= shortened  # some were repeated
     assert not hook._shortened  # none of them runs any more
@@ -41,6 +42,7 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
     for prompt in strange_prompts(6, seed=44):
         engine.add_request(prompt, GREEDY)
     while not guard.counts.shortened:
+        assert engine.has_unfinished()
         engine.step()
     assert hook._shortened
     list(hook._swap(hook.learner.serving, Decision(True, "a test")))
@@ -56,13 +58,15 @@ def loops(count: int, seed: int) -> list[list[int]]:
 
 
 def test_a_flood_of_loops_costs_others_nothing(learning_engine, drafter):
-    engine = learning_engine(drafter, samples_per_second=20.0, held_out_texts=32, min_held_out=12)
+    engine = learning_engine(drafter, held_out_texts=32, min_held_out=12)
     hook = engine.hook
     judged = toy_prompts(32, seed=71)
     before = acceptance(serve(engine, judged, learn=False))
     others = toy_prompts(96, seed=72)
-    looked_at = 0
+    looked_at, now = 0, 0.0
+    hook.admission = Admission(20.0, lambda: now)
     for number, prompt in enumerate(others):
+        now += 0.125  # 40 requests a second, 32 of them of the flood
         serve(engine, loops(4, seed=number), client="flood")
         skipped = hook.counts["skipped"]
         serve(engine, [prompt], client=f"other {number % 3}")

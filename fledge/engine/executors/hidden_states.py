@@ -142,8 +142,14 @@ class DeviceStates:
         return (start, states) if states else None
 
     def _free(self, request: Request) -> None:
-        self.free.append(self.slot_of.pop(request))
+        """Behind all that was launched: no row stores to the slot any more."""
+        slot = self.slot_of.pop(request)
         del self.start_of[request]
+        # States must not lie here until another request needs the slot. A memset a layer: of 4,096 tokens with four layers of
+        # 4,096 channels 128 MiB, which is about 30 µs of an H200's bandwidth.
+        for layer in self.layers:
+            layer[slot * self.limit : (slot + 1) * self.limit].zero_()
+        self.free.append(slot)
 
     def _set(self, rows: Sequence[int], slot: int) -> None:
         if rows:
