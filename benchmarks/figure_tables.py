@@ -102,21 +102,23 @@ def cpu_llamacpp_how() -> str:
     return "\n".join(files)
 
 
+TEXTS = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt-bench": "MT-bench", "demo": "the demo's prompts and two more"}
+
+
 @figures("cpu-texts")
 def cpu_texts() -> str:
     rows, parted = [], []
-    for path in sorted(RESULTS.glob("texts-vs-llamacpp-*.json"), reverse=True):
-        found = load(path.stem)
-        name = "the demo's prompts and two more" if found["settings"].get("data") is None else "HumanEval's first prompts"
+    for suffix, name in TEXTS.items():
+        found = load(f"texts-vs-llamacpp-qwen2.5-coder-0.5b-{suffix}")
         rows.append([name, f"{found['equal']} of {found['of']}", f"{found['llamacpp_with_itself']} of {found['of']}"])
         for one in found["answers"]:
             if not one["equal"]:
                 ours, theirs = (f"{gap:+.2f}" for gap in one["logit_gaps"])
                 words = " / ".join(f'"{word}"' for word in one["candidates"])
-                parted.append([f"after {one['tokens']} tokens", words, ours, theirs])
+                parted.append([name, f"after {one['tokens']} tokens", words, ours, theirs])
     tokens = found["tokens"]
     equal = table([f"Qwen2.5-Coder-0.5B Q4_K_M, {tokens} tokens", "Fledge = llama.cpp", "llama.cpp = itself"], rows)
-    return equal + "\n\n" + table(["they part", "Fledge / llama.cpp", "logit gap in Fledge", "in llama.cpp"], parted)
+    return equal + "\n\n" + table(["they part in", "", "Fledge / llama.cpp", "logit gap in Fledge", "in llama.cpp"], parted)
 
 
 @figures("cpu-demo")
