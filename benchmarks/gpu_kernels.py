@@ -13,55 +13,12 @@ import torch
 from fledge.config import ModelConfig
 from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch, Verified
 from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
-from fledge.kernels.linear.dispatch import forced, linear
 from fledge.kernels.sample import PartialArgmax
-from fledge.models.decoder import Decoder
 from fledge.models.layers import MLP, Rotary
 from fledge.ops.base import Ops
 from fledge.ops.cuda_ops import CudaOps
 
 DEVICE = "cuda"
-
-
-def under(kernel: str) -> Callable:
-    """`linear` on one kernel."""
-
-    def run(*arguments: object, **options: object) -> torch.Tensor:
-        with forced(kernel):
-            return linear(*arguments, **options)
-
-    return run
-
-
-def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
-    """Linears by number of rows, in microseconds: each kernel, and cuBLAS with elementwise kernels around it.
-
-    Each kind alone finds its weight in the cache of the device; those of all layers, as in a step, do not.
-    """
-    layer = decoder.layers[0]
-    size, wide = layer.self_attn.qkv_proj.weight.shape[1], layer.mlp.down_proj.weight.shape[1]
-    norm = layer.input_layernorm
-    found = {}
-    for rows in (1, 2, 4, 16, 32, 64, 128):
-        x, inner = (torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16) for width in (size, wide))
-        attended = torch.randn(rows, layer.self_attn.o_proj.weight.shape[1], device=DEVICE, dtype=torch.bfloat16)
-        kinds: dict[str, Callable] = {
-            "norm+qkv": lambda layer, run, x=x: run(x, layer.self_attn.qkv_proj.weight, norm=norm),
-            "o+residual": lambda layer, run, x=x, y=attended: run(y, layer.self_attn.o_proj.weight, residual_MO=x),
-            "norm+gate_up": lambda layer, run, x=x: run(x, layer.mlp.gate_up_proj.weight, norm=norm, gated=True),
-            "down+residual": lambda layer, run, x=x, y=inner: run(y, layer.mlp.down_proj.weight, residual_MO=x),
-        }
-        ways: dict[str, Callable] = {"chosen": linear, "tiles": under("tiles"), "cublas": under("cublas")}
-        for name, kind in kinds.items():
-            found[f"{name}, {rows} rows"] = {way: graph_time(partial(kind, layer, run)) for way, run in ways.items()}
-
-        def all_layers(run: Callable, kinds: dict[str, Callable] = kinds) -> None:
-            for layer in decoder.layers:
-                for kind in kinds.values():
-                    kind(layer, run)
-
-        found[f"all layers, {rows} rows"] = {way: graph_time(partial(all_layers, run), 1) for way, run in ways.items()}
-    return found
 
 
 def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, float]]:

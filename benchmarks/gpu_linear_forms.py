@@ -13,7 +13,7 @@ from fledge.kernels.linear import tma_tiles
 from fledge.kernels.linear.dispatch import Case, can_stream
 from fledge.kernels.linear.staged_mma import Form, programs_at_once
 from fledge.kernels.linear.tiles import Tile
-from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS
+from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, MEASURED_SHARED_MEMORY
 
 MEASURED = Path(__file__).parents[1] / "fledge/kernels/linear/measured.py"
 
@@ -136,7 +136,7 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if order.scales_sums and rows >= 16:
         for form in STAGED:
             programs = -(-rows // form.rows) * -(-outputs // form.columns)
-            slots = programs_at_once(form, order, kind.gated) * MEASURED_MULTIPROCESSORS
+            slots = programs_at_once(form, order, kind.gated, MEASURED_SHARED_MEMORY) * MEASURED_MULTIPROCESSORS
             if programs <= 1.6 * slots and form.rows < 2 * rows + 16:
                 yield "staged_mma", form
     if rows <= 16 and can_stream(case):

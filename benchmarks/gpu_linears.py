@@ -89,7 +89,7 @@ class Inputs:
 
 @contextmanager
 def ways(table: bool = True, forms: dict | None = None, force: str | None = None) -> Iterator[None]:
-    """How dispatch chooses: with or without the rule for `staged_mma`, with these forms, bytes and kernel."""
+    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or one kernel for all."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(dispatch, "FORMS", forms or {}))
         if not table:
@@ -295,7 +295,7 @@ class Chain:
         own = [line for line in lines if (line["model"], line["rows"]) == (self.model, rows) and line["linear"] != "head"]
         kinds = {part.kind.name: part.kind for part in self.parts}
         by_rules = {line["linear"]: choose_by_rules(kinds[line["linear"]], rows) for line in own}
-        fastest = {line["linear"]: tuple(line["form"]) for line in own if line["form"]}
+        fastest = by_rules | {line["linear"]: tuple(line["form"]) for line in own if line["form"]}
         times = {"before": self.time(rows, **BEFORE), "rules": self.time(rows), "cublas": self.time(rows, force="cublas")}
 
         def timed(forms: dict[str, tuple]) -> float:

@@ -15,7 +15,7 @@ from fledge.kernels.quantization import QuantizedLinear, quantize_linears
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.ops.cuda_ops import weight_of
 
-MODES = {"bf16": "none", "int8": "int8", "int4": "int4"}  # quantisation by name
+MODES = {"bf16": "none", "int8": "int8", "int4": "int4", "fp8": "fp8"}  # quantisation by name
 CONCURRENCY = (1, 4, 16, 64)
 DEPTH = 3
 CHECKED_PROMPTS, CHECKED_TOKENS = 16, 128
@@ -104,7 +104,7 @@ def agreement(decoder: Decoder, bench, reference: list[list[int]]) -> dict[str, 
 
 def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
     """Microseconds in a chain of all layers' gates, as in a step."""
-    int8, int4 = (quantized(decoder, name) for name in ("int8", "int4"))
+    ways = {name: quantized(decoder, quantization) for name, quantization in MODES.items()}
     found = {}
     for rows in (1, 4, 16, 64):
         x = torch.randn(rows, decoder.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
@@ -113,7 +113,6 @@ def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
             for layer in network.layers:
                 linear(x, weight_of(layer.mlp.gate_up_proj), norm=layer.post_attention_layernorm, gated=True)
 
-        ways = {"bf16": decoder, "int8": int8, "int4": int4}
         found[f"norm+gate_up of all layers, {rows} rows"] = {
             name: graph_time(partial(run, network), 1) for name, network in ways.items()
         }

@@ -24,14 +24,14 @@ from torch import Tensor
 from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.linear.register_stream import register_stream
+from fledge.kernels.linear.register_stream import Form, register_stream
 from fledge.kernels.linear.tiles import Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/kernels/test_linear.py"
 ROWS, FORMATS = (1, 4, 16, 64), ("bf16", "fp8", "int8", "int4")
-NOISY = 60.0  # seconds for compiling and tests together
+SECONDS = 60.0  # for compiling and tests together; what runs longer is ended and reported
 # Of 8B: inputs, outputs of the weight, gated.
 LAYER = {
     "qkv": (4096, 6144, False),
@@ -39,13 +39,15 @@ LAYER = {
     "gate_up": (4096, 28672, True),
     "down": (14336, 4096, False),
 }
-FEW = [(4,), (8,), (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
+# What is tried. For few rows: KB of `register_stream`'s ring (the fewest steps, 4, and the most, 8) or a tile. For some rows:
+# a tile (outputs, rows, inputs, warps, stages).
+FEW = [(4,), (128,), (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
 SOME = [(64, 64, 128, 4, 4), (64, 64, 128, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3)]
 CACHE_BYTES = 200 << 20  # of copies of a weight, so that the device's cache has none of them
 
 
 class Job(NamedTuple):
-    """A linear in one format at a number of rows, in a given tile, streamed (its stages) or as dispatched."""
+    """A linear in one format at a number of rows, in a given tile, streamed (KB of its ring) or as dispatched."""
 
     format: str
     name: str
@@ -81,7 +83,7 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
         return lambda: linear(x, weight, norm=norm, gated=gated, residual_MO=residual)
     order = case_of(x, weight, gated).order
     if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
-        return lambda: register_stream(x, weight, order=order, gated=gated, stages=job.tile[0])
+        return lambda: register_stream(x, weight, order=order, gated=gated, form=Form(ring=job.tile[0]))
     tile = Tile(*job.tile)
     return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=order.slices > 1)
 
@@ -159,7 +161,7 @@ def run_tests_and_warm(tests: bool, sweep: bool) -> list[str]:
     lines = []
     for name, process in processes:
         try:
-            said = process.communicate(timeout=max(1.0, start + NOISY - time.monotonic()))[0]
+            said = process.communicate(timeout=max(1.0, start + SECONDS - time.monotonic()))[0]
         except subprocess.TimeoutExpired:
             process.kill()
             said = process.communicate()[0] + "\n(not finished in time)"

@@ -158,12 +158,6 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("order", order_I)
 
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, bits: int, group_size: int = GROUP_SIZE, *, offsets: bool = True
-    ) -> QuantizedLinear:
-        return cls(quantize(linear.weight, bits, group_size, offsets=offsets), linear.bias)
-
     @property
     def quantized(self) -> QuantizedWeight:
         return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size, self.offsets_fold)

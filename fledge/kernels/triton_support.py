@@ -95,9 +95,10 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Of the card that the launch configurations were measured on; the interpreter, and tables that are printed without a card, take
-# that card's.
-MEASURED_MULTIPROCESSORS = 132  # NVIDIA H200
+# Of the card that the launch configurations were measured on, an NVIDIA H200; the interpreter, and tables that are printed
+# without a card, take that card's.
+MEASURED_MULTIPROCESSORS = 132
+MEASURED_SHARED_MEMORY = 227 << 10
 
 
 @lru_cache
@@ -105,11 +106,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return MEASURED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def linear_programs(device: torch.device) -> int:
-    """Programs of a linear that fill the device: 120 on an H200, just below one a multiprocessor."""
-    return multiprocessors(device) * 10 // 11
 
 
 def attention_programs(device: torch.device) -> int:
@@ -120,6 +116,8 @@ def attention_programs(device: torch.device) -> int:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of it that one program can have; Triton refuses to launch one that wants more."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MEASURED_SHARED_MEMORY
     from triton.runtime import driver
 
     return driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

@@ -48,6 +48,18 @@ def test_plain_and_speculative_speeds(bench) -> None:
     assert found["2, depth 3"]["step_us"] > 0
 
 
+def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting is one that can still be changed, and is changed back."""
+    gpu = sys.modules["gpu"]
+    bench.args.depths = [4]
+    monkeypatch.setattr(gpu.triton_support, "SHARED_MEMORY", None)
+    monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
+    before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS
+    found = gpu.settings(bench)
+    assert {"as it is", "every layer holds", "no overlap", "shared memory 50 %"} <= set(found)
+    assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS) == before
+
+
 def test_identity_of_answers(bench) -> None:
     bench.args.identity_prompts, bench.args.identity_tokens = 3, 4
     found = json.loads(json.dumps(sys.modules["gpu"].identity(bench)))
@@ -231,6 +243,24 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
         shape = (line["rows"], line["K"], line["N"], "plain", torch.bfloat16, torch.device("cuda", 0))
         chosen = dispatch.choose_form(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
         assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
+
+
+def test_a_linear_without_a_form_keeps_what_the_rules_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No form of it ran: that ends neither the choice for the layer nor the run."""
+    linears, forms = (importlib.import_module(name) for name in ("gpu_linears", "gpu_linear_forms"))
+    kinds = [kind for kind in forms.layer("tiny", 64, 128, 64, 96, 256, True) if not kind.head]
+    chain = object.__new__(linears.Chain)
+    chain.model, chain.parts = "tiny", [Namespace(kind=kind) for kind in kinds]
+    monkeypatch.setattr(linears, "choose_by_rules", lambda kind, rows: ("tiles", ()))
+    form = ("register_mma", (8, 0))
+    lines = [
+        {"model": "tiny", "linear": kind.name, "rows": 1, "form": form, "forms": {"a": 1.0}, "by_name": {"a": form}}
+        for kind in kinds
+    ]
+    lines[0] |= {"form": None, "forms": {}, "by_name": {}}
+    monkeypatch.setattr(chain, "time", lambda rows, forms=None, **way: 0.5 if forms else 1.0, raising=False)
+    chain.choose(lines, 1)
+    assert [line["form"] for line in lines] == [("tiles", ()), *[form] * 3]
 
 
 def test_large_plain_weights_may_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ That tiles of different shapes sum alike holds on a GPU only: the interpreter le
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from fledge.kernels.formats.fp8 import quantize_fp8
-from fledge.kernels.linear import dispatch, summation
+from fledge.kernels.linear import dispatch, head, measured, summation
 from fledge.kernels.linear import tiles as tiles_module
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
 from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
@@ -23,6 +25,7 @@ from fledge.kernels.linear.tiles import LARGE, SMALL, Tile, choose_tile, tiled_l
 from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, supports_wgmma, tma_tiles
 from fledge.kernels.linear.tma_tiles import Form as TmaForm
 from fledge.kernels.quantization import dequantize, kept_fp8, quantize
+from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY, shared_memory
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
 
 on_card = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA")]
@@ -126,13 +129,32 @@ test_groups_of_any_size.pytestmark += runs_triton
 
 def test_tiles_by_rows():
     one, two, four = Summation(1, False, 4096), Summation(2, False, 7168), Summation(4, True, 192)
-    assert choose_tile(16, 4096, one, 16)[0].rows == 16
-    assert choose_tile(64, 28672, one, 16)[0].outputs == 128
-    assert choose_tile(16, 4096, two, 16) == (tiles_module.BESIDE[2], False)
-    assert choose_tile(16, 4096, two, 4)[1], "quantised slices are programs of their own"
-    assert choose_tile(200, 960, four, 16) == (SMALL, False)
-    assert choose_tile(200, 4096, two, 16) == (LARGE, True)
-    assert choose_tile(512, 4096, two, 16) == (LARGE, False)
+    memory = MEASURED_SHARED_MEMORY
+    assert choose_tile(16, 4096, one, 16, memory)[0].rows == 16
+    assert choose_tile(64, 28672, one, 16, memory)[0].outputs == 128
+    assert choose_tile(16, 4096, two, 16, memory) == (tiles_module.BESIDE[2], False)
+    assert choose_tile(16, 4096, two, 4, memory)[1], "quantised slices are programs of their own"
+    assert choose_tile(200, 960, four, 16, memory) == (SMALL, False)
+    assert choose_tile(200, 4096, two, 16, memory) == (LARGE, True)
+    assert choose_tile(512, 4096, two, 16, memory) == (LARGE, False)
+
+
+def test_tiles_have_fewer_stages_where_shared_memory_is_small(monkeypatch):
+    """An H200's are those of the table, of every measured shape; with 99 KB only four slices side by side do not fit."""
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    memory = (MEASURED_SHARED_MEMORY, 99 << 10, 64 << 10)
+    for (inputs, outputs, gated), bits, rows in itertools.product(
+        measured.FORMS, (16, 8), (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024)
+    ):
+        order = summation.summation(inputs, outputs, torch.bfloat16, CARD, gated=gated)
+        table = tiles_module._measured_tile(rows, outputs, order, bits)
+        (large, split), (middle, _), (small, _) = (choose_tile(rows, outputs, order, bits, size) for size in memory)
+        assert (large, split) == table
+        assert middle == (large if large is not tiles_module.BESIDE[4] else large._replace(stages=4))
+        assert small._replace(stages=large.stages) == large, "nothing else changes"
+        beside = tiles_module.slices_beside(large, split, order, bits)
+        for tile, size in zip((large, middle, small), memory, strict=True):
+            assert (tile.stages - 1) * 2 * tile.inputs * (tile.outputs + tile.rows) * beside <= size
 
 
 def test_slices_follow_from_the_weight_alone(monkeypatch):
@@ -181,6 +203,29 @@ def test_kernels_by_size(monkeypatch):
     assert kernels((1, 17), 576, 960, "fp8", group_size=576) == ["register_mma"] * 2
     assert kernels((1,), 4096, 4096, "int8", group_size=16) == ["tiles"]
     assert kernels((1, 511, 512), 14336, 4096) == ["tiles", "tiles", "cublas"]
+
+
+def test_cublas_scales_no_sums(monkeypatch):
+    """Where a norm scales the sums, a measured form on cuBLAS is passed over: it would leave the scale out."""
+    monkeypatch.setattr(dispatch, "FORMS", {(576, 960, False): ((1024, "cublas", ()),)})
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    case = Case(200, 576, 960, "plain", torch.bfloat16, CARD)
+    assert case.order.scales_sums
+    assert dispatch.choose_form(case) == ("tiles", ())
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
+    assert dispatch.choose_form(case) == ("cublas", ())
+
+
+def test_the_head_takes_forms_of_tiles_alone(monkeypatch):
+    taken = []
+    monkeypatch.setattr(head, "use_triton", lambda x: True)
+    monkeypatch.setattr(head, "tiled_head", lambda *_, **options: taken.append(options))
+    monkeypatch.setattr(dispatch, "serves_plain", lambda *_: True)
+    x, norm, weight = torch.zeros(1, 64).bfloat16(), Norm(torch.ones(64).bfloat16(), 1e-5), torch.zeros(4096, 64).bfloat16()
+    for kernel, form in (("tiles", (64, 16, 128, 4, 5, 0)), ("register_stream", (16, 48, 1)), ("cublas", ())):
+        monkeypatch.setattr(dispatch, "FORMS", {(64, 4096, False): ((64, kernel, form),)})
+        head.head_choice(x, norm, weight)
+    assert taken == [{"tile": Tile(64, 16, 128, 4, 5)}, {}, {}]
 
 
 def test_measured_forms_come_first(monkeypatch):
@@ -242,7 +287,8 @@ def test_the_table_for_people(monkeypatch):
 WEIGHTS = [(576, 960), (576, 576), (1536, 576), (1536, 2048), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
 
 
-# All of plain weights; of each quantised format the ends of that list, for one narrow, wide, long and gated weight each.
+# Plain weights in all surroundings. Quantised ones in the first and the last of them (nothing; everything, gated), of five
+# shapes: narrow, narrow and long, wide, wide and long (two slices), very wide.
 QUANTISED = [(576, 960), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
 CASES = [("plain", *weight, what) for weight in WEIGHTS for what in SURROUNDINGS]
 CASES += [
@@ -275,6 +321,11 @@ def test_a_row_has_the_same_bits_in_every_kernel(format, size, outputs, surround
 test_a_row_has_the_same_bits_in_every_kernel.pytestmark += on_card
 
 
+def measured_forms(kernel: str) -> list[tuple[int, ...]]:
+    """The numbers of its forms that dispatch uses."""
+    return [numbers for entries in measured.FORMS.values() for _, name, numbers in entries if name == kernel and numbers]
+
+
 @pytest.mark.parametrize(("size", "outputs"), [(576, 960), (1536, 576), (1024, 1536)])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_every_form_has_the_same_bits(size, outputs, surroundings):
@@ -283,15 +334,16 @@ def test_every_form_has_the_same_bits(size, outputs, surroundings):
     order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
     options = {"order": order, "norm": norm, "gated": gated}
     wanted = register_mma(x, weight, bias, residual_MO=residual, **options)
+    forms = dict.fromkeys((*FORMS, *(Form(*numbers) for numbers in measured_forms("staged_mma"))))
     # None holds 1,024 inputs of a gated weight in registers.
-    for form in (form for form in (*FORMS, Form(32, 32, 2)) if programs_at_once(form, order, gated)):
-        for count in (17, 64, 77, rows):
+    for form in (form for form in forms if programs_at_once(form, order, gated, shared_memory(CARD))):
+        for count in (5, 17, 64, 77, rows):
             some = None if residual is None else residual[:count].contiguous()
             found = staged_mma(x[:count].contiguous(), weight, bias, form=form, residual_MO=some, **options)
             assert torch.equal(found, wanted[:count]), (form, count)
-    for count in (8, 16):
-        found = register_mma(x, weight, bias, residual_MO=residual, rows=count, wide=True, **options)
-        assert torch.equal(found, wanted), count
+    for count, wide in dict.fromkeys(((8, 1), (16, 1), *measured_forms("register_mma"))):
+        found = register_mma(x, weight, bias, residual_MO=residual, rows=count, wide=bool(wide), **options)
+        assert torch.equal(found, wanted), (count, wide)
 
 
 test_every_form_has_the_same_bits.pytestmark += on_card

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from fledge.kernels.moe import (
     route_reference,
     route_triton,
 )
-from tests.kernels.support import device_of_kernels, runs_triton
+from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
 
 pytestmark = runs_triton
 
@@ -66,16 +68,18 @@ def test_experts(num_rows, size, inner, num_experts, chosen, dtype):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """Alone, among others, and when these go elsewhere: the same bits."""
+    """Alone, among others, and when these go elsewhere: the same bits. The interpreter leaves a tile's product to numpy, which
+    sums tiles of other sizes in another order."""
+    same = partial(torch.allclose, rtol=1e-5, atol=1e-5) if INTERPRETED else torch.equal
     gate_up, down, x, weights, experts, residual = parts(40, 64, 48, 4, 2)
     whole = experts_triton(gate_up, down, x, weights, experts, residual)
     for row in (0, 17, 39):
         one = slice(row, row + 1)
         alone = experts_triton(gate_up, down, x[one], weights[one], experts[one], residual[one])
-        assert torch.equal(alone[0], whole[row])
+        assert same(alone[0], whole[row])
     elsewhere = experts.clone()
     elsewhere[1:] = (elsewhere[1:] + 1) % 4
-    assert torch.equal(experts_triton(gate_up, down, x, weights, elsewhere, residual)[0], whole[0])
+    assert same(experts_triton(gate_up, down, x, weights, elsewhere, residual)[0], whole[0])
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])

@@ -78,7 +78,7 @@ def test_what_is_not_quantised_takes_8_bits():
 @pytest.mark.parametrize("bits", [8, 4])
 def test_linear(bits):
     linear, x = nn.Linear(64, 40).requires_grad_(False), torch.randn(3, 64)
-    quantised = QuantizedLinear.from_linear(linear, bits)
+    quantised = QuantizedLinear(quantize(linear.weight, bits), linear.bias)
     assert (quantised.in_features, quantised.out_features, quantised.bits) == (64, 40, bits)
     expected = F.linear(x, dequantize(quantize(linear.weight, bits)), linear.bias)
     assert torch.equal(quantised(x), expected)

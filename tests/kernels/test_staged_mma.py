@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from fledge.kernels.linear import register_mma
+from fledge.kernels.linear import measured, register_mma, summation
 from fledge.kernels.linear import staged_mma as module
 from fledge.kernels.linear.staged_mma import FORMS, Form, choose_form, layouts, programs_at_once
 from fledge.kernels.linear.summation import Summation
+from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY
 from tests.kernels.test_register_mma import compiled_for_hopper, compiles
 
 SHORT, LONG = Summation(4, True, 192), Summation(4, True, 384)
+CARD = (132, MEASURED_SHARED_MEMORY)  # an H200
 
 
 @compiles
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", [Form(32, 16), Form(64, 16), Form(32, 32, 2)])
+@pytest.mark.parametrize("form", [Form(16, 16), Form(16, 32, 2), Form(32, 16), Form(64, 16), Form(32, 32, 2)])
 def test_it_compiles_for_hopper_with_a_barrier_a_tile(form, gated):
     """Weights are loaded before the wait, rows are copied after it, all at once; what a thread loads it multiplies."""
     constants = {"ROWS": form.rows, "COLUMNS": form.columns, "SLICES": 4, "GROUPS": form.groups, "CHUNKS": 3, "SIZE": 576}
@@ -42,15 +45,43 @@ def test_a_tile_s_rows_are_spread_as_in_the_register_kernel():
 
 
 def test_programs_that_fit_a_multiprocessor():
-    assert programs_at_once(Form(32, 16), SHORT, False) == 3
-    assert programs_at_once(Form(32, 16), SHORT, True) == 2
-    assert programs_at_once(Form(64, 32), SHORT, False) == 1, "memory"
-    assert programs_at_once(Form(32, 32), LONG, False) == 0, "registers"
-    assert all(programs_at_once(form, LONG, True) == 0 for form in FORMS if form.groups == 1)
+    memory = MEASURED_SHARED_MEMORY
+    assert programs_at_once(Form(32, 16), SHORT, False, memory) == 3
+    assert programs_at_once(Form(32, 16), SHORT, True, memory) == 2
+    assert programs_at_once(Form(64, 32), SHORT, False, memory) == 1, "memory"
+    assert programs_at_once(Form(32, 32), LONG, False, memory) == 0, "registers"
+    assert all(programs_at_once(form, LONG, True, memory) == 0 for form in FORMS if form.groups == 1)
+    assert programs_at_once(Form(32, 16), SHORT, False, 99 << 10) == 1
+    assert programs_at_once(Form(64, 16), SHORT, False, 99 << 10) == 0, "more than a card of 99 KB has"
 
 
 def test_the_smallest_programs_that_run_at_once():
-    assert choose_form(64, 1536, SHORT, True, 132) == Form(32, 16)
-    assert choose_form(256, 960, SHORT, False, 132) == Form(32, 32)
-    assert choose_form(256, 1536, SHORT, True, 132) is None
-    assert choose_form(64, 576, LONG, False, 132) == Form(32, 16)
+    assert choose_form(64, 1536, SHORT, True, *CARD) == Form(32, 16)
+    assert choose_form(256, 960, SHORT, False, *CARD) == Form(32, 32)
+    assert choose_form(256, 1536, SHORT, True, *CARD) is None
+    assert choose_form(64, 576, LONG, False, *CARD) == Form(32, 16)
+
+
+# The place in FORMS of the form for each of ROWS rows; "-": none.
+ROWS = (1, 16, 17, 32, 33, 64, 65, 96, 128, 129, 200, 256, 300, 512)
+CHOICES = {
+    (576, 960, False): "000000000011--",
+    (576, 576, False): "0000000000000-",
+    (576, 3072, True): "000000444-----",
+    (1536, 576, False): "0000000000044-",
+    (1152, 960, False): "000000000444--",
+    (1536, 2048, False): "000000444-----",
+    (1536, 1536, False): "000000444-----",
+}
+
+
+def test_the_forms_of_an_h200(monkeypatch):
+    """For every measured shape, as they were when the limit was a constant. The other shapes have no registers to hold them."""
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    found = {}
+    for inputs, outputs, gated in measured.FORMS:
+        order = summation.summation(inputs, outputs, torch.bfloat16, torch.device("cuda", 0), gated=gated)
+        forms = [choose_form(rows, outputs // (2 if gated else 1), order, gated, *CARD) for rows in ROWS]
+        found[inputs, outputs, gated] = "".join("-" if form is None else str(FORMS.index(form)) for form in forms)
+        assert order.scales_sums or set(found.pop((inputs, outputs, gated))) == {"-"}
+    assert found == CHOICES

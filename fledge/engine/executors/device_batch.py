@@ -221,9 +221,9 @@ class DeviceBatch:
             logits = adjust(logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
             return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
         # Rows with adjustments accept no node (`CapturedMethod.adjusts_drafts`): their first choice is the only one.
-        logits_BTV = logits_NV.float().view(size, -1, logits_NV.shape[1])
-        first_B1V = adjust(logits_BTV[:, 0].contiguous(), self.state.rows, adjustments, self.state.drafts, 1)[:, None]
-        logits = torch.cat([first_B1V, logits_BTV[:, 1:]], 1).flatten(0, 1)
+        logits = logits_NV.to(torch.float32, copy=True)  # the only copy of [B * (nodes + 1), V] in float32
+        first_BV = logits.view(size, -1, logits.shape[1])[:, 0]
+        first_BV.copy_(adjust(first_BV, self.state.rows, adjustments, self.state.drafts, 1))
         return choose(logits, self._tree_draws(tree, size), 1)
 
     def accept_and_sync(

@@ -34,7 +34,7 @@ from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import add_rms_norm
-from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, use_triton
+from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
 class Case(NamedTuple):
@@ -66,7 +66,7 @@ class Rule(NamedTuple):
 #                    plain one where FORMS names it
 #   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
 #   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
-#   tiles            anything: programs of outputs x rows, with the slices beside, after or apart from each other
+#   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
 TABLE: tuple[Rule, ...] = (
     Rule("register_mma", lambda case: case.order.scales_sums and case.rows <= most_register_rows(case)),
     Rule("staged_mma", lambda case: case.format == "plain" and case.order.scales_sums and can_be_staged(case)),
@@ -104,7 +104,8 @@ def can_be_staged(case: Case) -> bool:
 
 def staged_form(case: Case) -> staged.Form | None:
     outputs = case.outputs // (2 if case.gated else 1)
-    return staged.choose_form(case.rows, outputs, case.order, case.gated, multiprocessors(case.device))
+    card = multiprocessors(case.device), shared_memory(case.device)
+    return staged.choose_form(case.rows, outputs, case.order, case.gated, *card)
 
 
 NEVER = 1 << 62
@@ -141,7 +142,9 @@ def serves_plain(kernel: str, case: Case) -> bool:
         return can_stream(case)
     if kernel == "tma_tiles":
         return supports_wgmma(case.device)
-    return case.order.scales_sums or kernel in ("tiles", "cublas")
+    if kernel == "cublas":
+        return not case.order.scales_sums  # it does not scale sums
+    return case.order.scales_sums or kernel == "tiles"
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
@@ -164,8 +167,9 @@ def linear(
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
 ) -> Tensor:
-    """`before_attention`: a PDL barrier. Kernels after this one may start early, and read what was complete when this one began
-    to wait.
+    """`before_attention`: a barrier for programmatic dependent launch (PDL), by which a kernel starts while the one before it
+    still runs (see `triton_support`). Kernels take it as HOLD: the next one, attention, starts only when this one has waited
+    for all kernels before it. So it may read what those wrote (settled keys, lengths) without waiting itself.
     """
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)

@@ -33,5 +33,7 @@ def head_choice(
     if draws is None and len(x_ND) <= FUSED_ROWS:
         case = case_of(hidden, weight_VD)
         if case.order.slices == 1:  # a vocabulary of 3,840 or more
-            return tiled_head(hidden, weight_VD, case.order, ids_V, **tile_options(choose_form(case)[1]))
+            kernel, form = choose_form(case)
+            options = tile_options(form) if kernel == "tiles" else {}
+            return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
     return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)

@@ -102,8 +102,8 @@ def weights_of(
         values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
     else:
         nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8
-        both: gl.constexpr = (gl.float32, gl.float32)
-        low, high = gl.inline_asm_elementwise(nibbles, "=r,=r,=r,=r,=r,=r,=r,=r,r", [read[0]], dtype=both, is_pure=True, pack=4)
+        kinds: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r"
+        low, high = gl.inline_asm_elementwise(nibbles, kinds, [read[0]], dtype=(gl.float32, gl.float32), is_pure=True, pack=4)
         values = gl.reshape(gl.join(low, high), [SLICES, PRODUCTS, 64])  # low: the even inputs'
     values = gl.convert_layout(values, layout)
     values = gl.reshape(values, [SLICES, PRODUCTS, 2, 32])

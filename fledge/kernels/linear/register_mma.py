@@ -162,23 +162,38 @@ def _times(x, y):
 
 
 @jit
+def _place(piece, number, inside, SLICE: gl.constexpr, STEP: gl.constexpr):
+    """Of an input: which slice, which step of it, where in the step."""
+    if SLICE % STEP == 0:
+        place = (piece * (SLICE // STEP) + number) * STEP + inside  # compiles to fewer instructions
+    else:
+        place = piece * SLICE + number * STEP + inside
+    return place
+
+
+@jit
 def _load_rows(
     x_ptr,
     first_row,
     num_rows,
-    chunk,
+    number,
     SLICES: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    SLICE: gl.constexpr,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
     SIZE: gl.constexpr,
     ROWS: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """A chunk [SLICES, 64, ROWS] of the inputs of each slice."""
+    """A step's inputs of each slice [SLICES, STEP, ROWS]. Where an element is a pair of inputs, sizes count pairs."""
     piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    place = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    k = (piece * CHUNKS + chunk) * 64 + place
-    return gl.load(x_ptr + row * SIZE + k, mask=(row < num_rows) & (k < SIZE), other=0.0)
+    k = _place(piece, number, place, SLICE, STEP)
+    mask = (row < num_rows) & (k < SIZE) & (number < STEPS)
+    if SLICE % STEP:
+        mask = mask & (number * STEP + place < SLICE)
+    return gl.load(x_ptr + row * SIZE + k, mask=mask, other=0.0)
 
 
 @jit
@@ -338,14 +353,11 @@ def _register_mma(
             _let_next_start()
     xs = ()
     for i in gl.static_range(CHUNKS):
-        xs = xs + (_load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS, SIZE, ROWS, X_LAYOUT),)  # noqa: RUF005
+        xs = xs + (_load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS * 64, 64, CHUNKS, SIZE, ROWS, X_LAYOUT),)  # noqa: RUF005
 
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
-    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
-    inside = (row < num_rows) & (column < OUTPUTS)
-    place = row * OUTPUTS + column
+    column, place, inside = _output_places(first_row, first_column, num_rows, ROWS, COLUMNS, OUTPUTS, answer)
     residual = gl.zeros([COLUMNS, ROWS], dtype, layout=answer)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
@@ -367,26 +379,66 @@ def _register_mma(
     shares.store(gl.reshape(total, [SLICES * PRODUCTS, ROWS]))
     if HAS_NORM:
         scale = _row_scales(square, eps, SLICES, SIZE, gl.SliceLayout(0, answer))[None, :]
-    out = _sum_of_slices(shares, 0, SLICES, COLUMNS, PRODUCTS, answer)
-    if HAS_NORM:
-        out = out * scale
-    if HAS_BIAS:
-        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-    if GATED:
-        up = _sum_of_slices(shares, COLUMNS, SLICES, COLUMNS, PRODUCTS, answer)
-        if HAS_NORM:
-            up = up * scale
-        if HAS_BIAS:
-            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-        out = silu_times(out, up, dtype)
+    out = _finished_sums(
+        shares, scale, bias_ptr, column, SLICES, COLUMNS, PRODUCTS, OUTPUTS, HAS_NORM, HAS_BIAS, GATED, dtype, answer
+    )
     if HAS_RESIDUAL:
         out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)
     gl.store(out_ptr + place, out.to(dtype), mask=inside)
 
 
 @jit
+def _output_places(
+    first_row,
+    first_column,
+    num_rows,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Of a program's results [COLUMNS, ROWS]: their columns, places in memory, and which of them are there."""
+    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))[:, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
+    inside = (row < num_rows) & (column < OUTPUTS)
+    return column, row * OUTPUTS + column, inside
+
+
+@jit
+def _finished_sums(
+    shares,
+    scale,
+    bias_ptr,
+    column,
+    SLICES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATED: gl.constexpr,
+    dtype: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """[COLUMNS, ROWS] from the slices' sums in shared memory, with the norm's scale, bias and gate."""
+    out = _sum_of_slices(shares, 0, SLICES, COLUMNS, PRODUCTS, layout)
+    if HAS_NORM:
+        out = out * scale
+    if HAS_BIAS:
+        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+    if GATED:
+        up = _sum_of_slices(shares, COLUMNS, SLICES, COLUMNS, PRODUCTS, layout)
+        if HAS_NORM:
+            up = up * scale
+        if HAS_BIAS:
+            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
+        out = silu_times(out, up, dtype)
+    return out
+
+
+@jit
 def _sum_of_slices(shares, first, SLICES: gl.constexpr, COLUMNS: gl.constexpr, PRODUCTS: gl.constexpr, layout: gl.constexpr):
-    """In order."""
+    """Adds the slices' sums of COLUMNS outputs, from `first` on, one after the other."""
     total = shares.slice(first, COLUMNS).load(layout)
     for i in gl.static_range(1, SLICES):
         total = total + shares.slice(i * PRODUCTS + first, COLUMNS).load(layout)
@@ -421,7 +473,7 @@ def _norm_parts(
     place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_LAYOUT)))[None, :, None]
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, None, :]
     for i in gl.static_range(CHUNKS):
-        x = _load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS, SIZE, ROWS, X_LAYOUT)
+        x = _load_rows(x_ptr, first_row, num_rows, i, SLICES, CHUNKS * 64, 64, CHUNKS, SIZE, ROWS, X_LAYOUT)
         square = _squares(square, x)
         product = _times(x, _load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT))
         k = (piece * CHUNKS + i) * 64 + place

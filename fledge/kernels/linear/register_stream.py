@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gluon_support import async_copy, gl, jit, mma_v2
-from fledge.kernels.linear.register_mma import _let_next_start, _sum_of_slices, _wait_for_inputs
+from fledge.kernels.linear.register_mma import (
+    _finished_sums,
+    _let_next_start,
+    _load_rows,
+    _output_places,
+    _place,
+    _wait_for_inputs,
+)
 from fledge.kernels.linear.stream_codes import load_scales, weights_of
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import kind_of_offsets
@@ -107,9 +114,8 @@ def register_stream(
     residual_MO: Tensor | None = None,
     before_attention: bool = False,
     form: Form | None = None,
-    stages: int | None = None,
 ) -> Tensor:
-    """As `dispatch.linear`, without a norm. `stages` (a power of two) is for measuring."""
+    """As `dispatch.linear`, without a norm."""
     (num_rows, size), form = x_MK.shape, form or Form()
     codes, scales, offsets, bits, group = weight_parts(weight)
     outputs = codes.shape[0] // (2 if gated else 1)
@@ -119,10 +125,9 @@ def register_stream(
     if isinstance(weight, QuantizedWeight):
         assert serves(size, order, group)
     else:
-        assert not order.scales_sums
+        assert not order.scales_sums, "other kernels serve plain weights whose sums a norm scales"
         assert codes.dtype == x_MK.dtype == torch.bfloat16
-    step, chosen = steps_of(form, order, gated, bits)
-    stages = stages or chosen
+    step, stages = steps_of(form, order, gated, bits)
     start = AFTER_LOOP if not form.early else AFTER_WAITING if before_attention else AT_ONCE
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     _register_stream[(-(-num_rows // form.rows), -(-outputs // COLUMNS))](
@@ -160,20 +165,11 @@ def register_stream(
 
 
 @jit
-def _place(piece, number, inside, SLICE: gl.constexpr, STEP: gl.constexpr):
-    """Of an input: which slice, which step of it, where in the step."""
-    if SLICE % STEP == 0:
-        place = (piece * (SLICE // STEP) + number) * STEP + inside  # compiles to fewer instructions
-    else:
-        place = piece * SLICE + number * STEP + inside
-    return place
-
-
-@jit
 def _both(pair):
     """The two numbers in 32 bits. Single ones that a loop carries have a register each, and are packed again every time."""
-    two: gl.constexpr = (gl.bfloat16, gl.bfloat16)
-    return gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=two, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+    )
 
 
 @jit
@@ -194,7 +190,7 @@ def _copy_codes(
     PACKED: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Starts the copy of a step's codes (a plain weight's numbers) into its place of the ring; past the slice of zeros."""
+    """Starts the copy of a step's codes (a plain weight's numbers) into the ring. Inputs past the slice become zeros."""
     line = gl.arange(0, SLICES * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
     unit = gl.arange(0, STEP // PACKED, layout=gl.SliceLayout(0, layout))[None, :]
     column = first_column + line % PRODUCTS % COLUMNS
@@ -205,31 +201,6 @@ def _copy_codes(
         mask = mask & (number * (STEP // PACKED) + unit < SLICE // PACKED)
     async_copy.async_copy_global_to_shared(ring.index(number % STAGES), codes_ptr + row + place, mask=mask)
     async_copy.commit_group()
-
-
-@jit
-def _load_rows(
-    x_ptr,
-    first_row,
-    num_rows,
-    number,
-    SLICES: gl.constexpr,
-    SLICE: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """[SLICES, STEP, ROWS]; of pairs the sizes are in pairs."""
-    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    place = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    k = _place(piece, number, place, SLICE, STEP)
-    mask = (row < num_rows) & (k < SIZE) & (number < STEPS)
-    if SLICE % STEP:
-        mask = mask & (number * STEP + place < SLICE)
-    return gl.load(x_ptr + row * SIZE + k, mask=mask, other=0.0)
 
 
 @jit
@@ -381,23 +352,13 @@ def _register_stream(
         _let_next_start()
 
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
-    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
-    inside = (row < num_rows) & (column < OUTPUTS)
-    place = row * OUTPUTS + column
+    column, place, inside = _output_places(first_row, first_column, num_rows, ROWS, COLUMNS, OUTPUTS, answer)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     shares = gl.allocate_shared_memory(gl.float32, [LINES, ROWS], flat)
     shares.store(gl.reshape(total, [LINES, ROWS]))
-    out = _sum_of_slices(shares, 0, SLICES, COLUMNS, PRODUCTS, answer)
-    if HAS_BIAS:
-        out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-    if GATED:
-        up = _sum_of_slices(shares, COLUMNS, SLICES, COLUMNS, PRODUCTS, answer)
-        if HAS_BIAS:
-            up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-        # Rounded between the two products, as the unfused network does.
-        gate = out.to(dtype).to(gl.float32)
-        out = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    out = _finished_sums(
+        shares, 1.0, bias_ptr, column, SLICES, COLUMNS, PRODUCTS, OUTPUTS, False, HAS_BIAS, GATED, dtype, answer
+    )
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
         out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)

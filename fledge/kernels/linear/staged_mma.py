@@ -1,9 +1,10 @@
-"""The linear layer for some rows (17 to a few hundred) and a narrow weight: weights in registers, rows in shared memory.
+"""The linear layer for some rows (5 to 128) and a narrow weight: weights in registers, rows in shared memory.
 
 As `register_mma`, and to the same bits: a warp has a slice of 16 or 32 outputs in its registers, loaded while the kernel before
-this one still runs. But a program has 32 or 64 rows. They are copied to shared memory without passing through registers, all at
-once, and multiplied 16 at a time as they arrive. So the weight is read once for so many rows, and all programs run at the same
-time: programs of 16 rows take turns from some 300 on, and tiles (`tiles.py`) leave the norm to a kernel of its own.
+this one still runs. But a program's 16, 32 or 64 rows are copied to shared memory without passing through registers, all at
+once, and multiplied 16 at a time as they arrive. So the weight is read once for all rows of a program, and the programs are few
+enough to run at the same time: `register_mma` has more than run at once from some 300 programs on, and tiles (`tiles.py`) leave
+the norm to a kernel of its own.
 
 Plain weights alone.
 """
@@ -49,27 +50,28 @@ class Form(NamedTuple):
 # more, one with 48 with two more.
 FORMS = (Form(32, 16), Form(32, 32), Form(64, 16), Form(64, 32), Form(64, 32, 2))
 WEIGHT_REGISTERS = 96  # a thread's, at most
-SHARED_BYTES = 227 << 10  # of a multiprocessor; 1 KB of each program's is the system's
 
 
-def choose_form(num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int) -> Form | None:
+def choose_form(
+    num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int, shared_bytes: int
+) -> Form | None:
     """The smallest programs that all run at once; None: there are none. `outputs`: of one half of a gated weight."""
     for form in FORMS:
         programs = -(-num_rows // form.rows) * -(-outputs // form.columns)
-        if 0 < programs <= programs_at_once(form, order, gated) * num_multiprocessors:
+        if 0 < programs <= programs_at_once(form, order, gated, shared_bytes) * num_multiprocessors:
             return form
     return None
 
 
-def programs_at_once(form: Form, order: Summation, gated: bool) -> int:
-    """On a multiprocessor."""
+def programs_at_once(form: Form, order: Summation, gated: bool, shared_bytes: int) -> int:
+    """On a multiprocessor with `shared_bytes` of shared memory, of which the system takes 1 KB for each program."""
     products = form.columns * (2 if gated else 1)
     registers = products // form.groups * order.slice_inputs // CHUNK
     if registers > WEIGHT_REGISTERS:
         return 0
     memory = form.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
     by_registers = (2 if registers > 48 else 3) // form.groups
-    return min(SHARED_BYTES // (memory + 1024), by_registers)
+    return min(shared_bytes // (memory + 1024), by_registers)
 
 
 @lru_cache
@@ -230,12 +232,12 @@ def _staged_mma(
     if HAS_NORM:
         for i in gl.static_range(CHUNKS):
             norms = norms + (_load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT),)  # noqa: RUF005
-    # 16-byte units of a row lie where eight rows' units of one number do not meet in a bank.
+    # No bank conflicts: eight neighbouring rows have the same 16 bytes of a row in different banks.
     rows_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     staged = ()  # one by one: the compiler has a barrier between copies to one
     for _ in gl.static_range(TILES * CHUNKS):
         staged = staged + (gl.allocate_shared_memory(dtype, [SLICES, TILE, 64], rows_layout),)  # noqa: RUF005
-    # Likewise for the sums: outputs are neighbours.
+    # Nor here: outputs are contiguous, and eight neighbouring rows have the same four outputs in different banks.
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[0, 1])
     sums = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], sums_layout)
     squares = gl.allocate_shared_memory(gl.float32, [SLICES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))

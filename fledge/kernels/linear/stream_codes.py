@@ -66,13 +66,14 @@ def weights_of(codes, scale, offset, STEP: gl.constexpr, BITS: gl.constexpr, HAS
         w = gl.inline_asm_elementwise(_INT8, kinds, operands, dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
         kinds: gl.constexpr = "=h,=h,=h,=h,h,r,r"
-        four: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+        nibbles: gl.constexpr = _FOUR_OFFSETS if HAS_OFFSETS == 1 else _FOUR
         if HAS_OFFSETS == 1:
-            operands = [codes, scale[:, :, None], offset[:, :, None]]
-            w = gl.inline_asm_elementwise(_FOUR_OFFSETS, kinds, operands, dtype=four, is_pure=True, pack=1)
+            added = offset
         else:
-            zero = offset + scale * -128.0 if HAS_OFFSETS else scale * _INT4_ZERO
-            operands = [codes, scale[:, :, None], zero[:, :, None]]
-            w = gl.inline_asm_elementwise(_FOUR, kinds, operands, dtype=four, is_pure=True, pack=1)
+            added = offset + scale * -128.0 if HAS_OFFSETS else scale * _INT4_ZERO
+        operands = [codes, scale[:, :, None], added[:, :, None]]
+        w = gl.inline_asm_elementwise(
+            nibbles, kinds, operands, dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
         w = gl.join(gl.join(w[0], w[2]), gl.join(w[1], w[3]))
     return gl.reshape(w, [LINES, STEP])

@@ -15,7 +15,8 @@ from fledge.kernels.triton_support import COMPILED, jit, tl
 
 
 def kind_of_offsets(weight: QuantizedWeight) -> int:
-    """`HAS_OFFSETS`: 0 none, 1 added to nibbles times scale, 2 folded into what a nibble's place in a float adds."""
+    """`HAS_OFFSETS`. 0: none. 1: nibble * scale + offset. 2: offset - 128 * scale is precomputed, once a group; it is added to
+    (128 + nibble) * scale, as a nibble is read in the float 128, which saves an instruction a weight."""
     return 0 if weight.offsets is None else 2 if weight.offsets_fold else 1
 
 
@@ -78,7 +79,6 @@ def read_scales(
     inside,
     start,
     SIZE: tl.constexpr,
-    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
@@ -132,13 +132,16 @@ def read_weights(
             parts: tl.constexpr = "=r,=r,r,r,r,r,r,r,r,r,r"
             w = tl.inline_asm_elementwise(_INT8, parts, [codes, scale, zero], dtype=tl.bfloat16, is_pure=True, pack=4)
         else:
-            both: tl.constexpr = (tl.bfloat16, tl.bfloat16)
             parts: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r"
             if HAS_OFFSETS == 1:
-                w = tl.inline_asm_elementwise(_INT4_OFFSETS, parts, [codes, scale, offset], dtype=both, is_pure=True, pack=4)
+                w = tl.inline_asm_elementwise(
+                    _INT4_OFFSETS, parts, [codes, scale, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                )
             else:
                 zero = offset + scale * -128.0 if HAS_OFFSETS else scale * _INT4_ZERO
-                w = tl.inline_asm_elementwise(_INT4, parts, [codes, scale, zero], dtype=both, is_pure=True, pack=4)
+                w = tl.inline_asm_elementwise(
+                    _INT4, parts, [codes, scale, zero], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                )
             w = tl.join(w[0], w[1])
     elif BITS == 8:
         w = scaled(codes, scale, offset, False, HAS_OFFSETS, dtype)

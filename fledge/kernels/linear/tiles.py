@@ -22,7 +22,7 @@ from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
+from fledge.kernels.triton_support import jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
 
 MANY_ROWS = 512  # from which the slices of a tile come one after the other
 FINISH_BLOCK = 512
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the largest number of rows. Measured on an H200 with the shapes of 135M to 8B (`benchmarks/gpu.py --stages linears`).
+# By the largest number of rows. Measured on an H200 with the shapes of 135M to 8B (`benchmarks/gpu_linears.py`).
 ONE_SLICE = {16: Tile(64, 16, 128, 4, 5), 32: Tile(64, 32, 128, 4, 5), 64: Tile(64, 64, 128, 4, 4)}
 WIDE_64 = Tile(128, 64, 64, 4, 4)  # of 33 to 64 rows with 8,192 outputs and more: 66 instead of 72 µs for 28,672 x 4,096
 BESIDE = {2: Tile(16, 16, 128, 2, 5), 4: Tile(16, 16, 64, 4, 8)}  # few rows, a slice a warp, by slices
@@ -47,8 +47,23 @@ SMALL = Tile(64, 64, 64, 4, 4)  # of short slices, one after the other
 LARGE = Tile(128, 128, 64, 8, 4)
 
 
-def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int) -> tuple[Tile, bool]:
-    """The tile, and whether each slice is a program of its own."""
+def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int, shared_bytes: int) -> tuple[Tile, bool]:
+    """The tile, and whether each slice is a program of its own. `shared_bytes`: that a program can have."""
+    tile, split = _measured_tile(num_rows, outputs, order, bits)
+    # mma.sync holds one step less than there are stages. wgmma holds them all, at most 128 KB, on cards with 227 KB. On cards
+    # with 99 KB four slices side by side are too many: 112 KB.
+    step_bytes = 2 * tile.inputs * (tile.outputs + tile.rows) * slices_beside(tile, split, order, bits)
+    while tile.stages > 2 and (tile.stages - 1) * step_bytes > shared_bytes:
+        tile = tile._replace(stages=tile.stages // 2)
+    return tile, split
+
+
+def slices_beside(tile: Tile, split: bool, order: Summation, bits: int) -> int:
+    """Slices that a program computes side by side."""
+    return 1 if split or bits < 16 or tile.rows > 16 else order.slices
+
+
+def _measured_tile(num_rows: int, outputs: int, order: Summation, bits: int) -> tuple[Tile, bool]:
     if order.slices == 1:
         if 32 < num_rows <= 64 and outputs >= 8192:
             return WIDE_64, False
@@ -94,7 +109,7 @@ def tiled_head(
 ) -> PartialArgmax:
     """The best of each block of the vocabulary, from normed states; logits never leave the chip. For few rows."""
     assert order.slices == 1
-    tile = tile or choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16)[0]
+    tile = tile or choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16, shared_memory(x_ND.device))[0]
     num_blocks = -(-len(weight_parts(weight_VD)[0]) // tile.outputs)
     best = torch.empty((len(x_ND), num_blocks), dtype=torch.float32, device=x_ND.device)
     ids = torch.empty((len(x_ND), num_blocks), dtype=torch.int32, device=x_ND.device)
@@ -131,7 +146,7 @@ def _launch(
     assert codes.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
     if tile is None or split is None:
-        chosen = choose_tile(num_rows, codes.shape[0], order, bits)
+        chosen = choose_tile(num_rows, codes.shape[0], order, bits, shared_memory(x_MK.device))
         tile, split = tile or chosen[0], chosen[1] if split is None else split
     step = tile.inputs
     while order.slice_inputs % step:
@@ -139,7 +154,7 @@ def _launch(
     part = math.gcd(group, CHUNK)  # of a group that a step reads at once: a step ends with its slice, a group may not
     step = max(step, part if bits < 16 else 16)
     # Slices side by side in one program, one after the other in it, or a program each.
-    beside = 1 if split or bits < 16 or tile.rows > 16 else order.slices
+    beside = slices_beside(tile, split, order, bits)
     after = 1 if split else order.slices // beside
     columns = tile.outputs // (2 if gated else 1)
     grid = (-(-num_rows // tile.rows), -(-outputs // columns), order.slices if split else 1)
@@ -321,9 +336,7 @@ def _tiles(
         acc = total
         END: tl.constexpr = SLICE * AFTER
         if BITS < 16:
-            scale, offset = read_scales(
-                scales_ptr, offsets_ptr, line, inside, first, SIZE, BITS, GROUP, PART, HAS_OFFSETS, STEP
-            )
+            scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first, SIZE, GROUP, PART, HAS_OFFSETS, STEP)
         for start in range(0, END, STEP):
             k = first + start + tl.arange(0, STEP)
             x = tl.load(x_ptr + row64[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
@@ -333,7 +346,7 @@ def _tiles(
             else:
                 scale_now, offset_now = scale, offset
                 scale, offset = read_scales(
-                    scales_ptr, offsets_ptr, line, inside, first + start + STEP, SIZE, BITS, GROUP, PART, HAS_OFFSETS, STEP
+                    scales_ptr, offsets_ptr, line, inside, first + start + STEP, SIZE, GROUP, PART, HAS_OFFSETS, STEP
                 )
                 w = read_weights(
                     weight_ptr,

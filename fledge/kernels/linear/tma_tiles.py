@@ -2,11 +2,13 @@
 
 A program has tiles of rows x outputs, one after the other. Steps of 64 inputs arrive in shared memory by TMA, several of them
 ahead of the product, also across slices and tiles: nothing drains between two. Products run while the program waits for the
-next step. Where the sums of slices wait for each other:
+next step. Where a tile's sums of slices are kept until the last one is there:
 
     REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
     PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `tiles.finish`
     MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
+
+No form in `measured.FORMS` uses this kernel yet: it is tested without a card and still to be measured on one.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
