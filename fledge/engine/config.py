@@ -44,7 +44,7 @@ class EngineConfig:
     quantization: str = "none"  # of the target's linears: none | fp8 | int8 | int4 | gguf (see kernels/quantization.py)
     max_model_len: int = 0  # longest prompt + answer; 0: the model's own limit
     max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
-    max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 512 on CPU, 8192 on GPU
+    max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 256 on CPU, 8192 on GPU
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
     kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU the activations' type alone
     gpu_memory_utilization: float = 0.0  # share of the GPU's memory for all of the engine; 0: what is free, less some
@@ -95,7 +95,8 @@ class EngineConfig:
             kv_cache_dtype=self._cache_dtype(kind, dtype, model.head_dim),
             max_model_len=longest,
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
-            max_batched_tokens=self.max_batched_tokens or (512 if kind == "cpu" else 8192),
+            # A chunk of a prompt holds up all streams: on two cores 512 tokens of a 0.5B target took 0.36 s.
+            max_batched_tokens=self.max_batched_tokens or (256 if kind == "cpu" else 8192),
         )
 
     def _cache_dtype(self, device: str, dtype: str, head_dim: int) -> str:

@@ -458,7 +458,7 @@ def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(mon
 @pytest.mark.parametrize("few_keys", [128, 10**6])
 def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_few_rows(few_keys, monkeypatch):
     monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
-    executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor
+    executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64, max_batched_tokens=512).executor
     batch, recorded = executor.batch, {"cycles": [], "prefills": [], "chunks": []}
     monkeypatch.setattr(batch.graphs, "capture", True)
     monkeypatch.setattr(batch, "record", recorded["cycles"].extend)
