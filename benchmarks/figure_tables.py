@@ -132,7 +132,7 @@ def cpu_demo() -> str:
     return (
         f"`fledge demo` ({source('demo-cpu')}; weights: {found.get('weights', found['dtype'])}; {len(runs)} runs): "
         f"{spans[0]} tokens/s plain, {spans[1]} with the drafter, speed-up {times(min(ups))}–{times(max(ups))}, median "
-        f"{times(speed['speed_up'])}, "
+        f"{times(statistics.median(ups))}, "
         f"acceptance length {number(speed['acceptance_length'])}, output {same} on every prompt. {origin(found)}."
     )
 
