@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
     own = top.add_argument_group("Fledge's own")
     own.add_argument("--drafter", help="auto, none, ngram, a name, a folder or a hub id; instead of --speculative-config")
-    own.add_argument("--depth", help=f"tokens drafted a step, or auto (default {DEFAULT_DEPTH})")
+    own.add_argument("--depth", help=f"tokens drafted a step at most, or auto: as many as pay (default {DEFAULT_DEPTH})")
     own.add_argument("--tree-width", type=int, help="draft a tree with so many candidates a node")
     own.add_argument("--tree-nodes", type=int, help="and so many nodes")
     own.add_argument(
