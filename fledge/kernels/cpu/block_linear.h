@@ -210,15 +210,29 @@ static inline Activations *unit_at(Activations *units, long row, long rows, long
     return units + first + unit * step;
 }
 
+/* Sums of the first sixteen codes and of the others. (Of a loop over bytes or ints the compiler makes 32 extractions.) */
+INLINE void code_sums(const int8_t *codes, int32_t *sums) {
+#if defined(__AVX2__)
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i *)codes));
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    __m128i eights = _mm_hadd_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    _mm_storel_epi64((__m128i *)sums, _mm_hadd_epi32(eights, eights));
+#elif defined(__ARM_NEON)
+    for (int i = 0; i < 2; i++) sums[i] = vaddlvq_s8(vld1q_s8(codes + i * UNIT / 2));
+#else
+    for (int i = 0; i < 2; i++) sums[i] = 0;
+    for (int i = 0; i < UNIT; i++) sums[i / (UNIT / 2)] += codes[i];
+#endif
+}
+
 /* A unit of activations in 8 bits; all zeros: scale 0. */
 static inline void quantise_unit(const float *x, Activations *to) {
     float largest = 0.0f;
-    int sums[2] = {0, 0}, codes[UNIT];  /* ints: the compiler does not vectorise sums of bytes */
+    int32_t sums[2];
     for (int i = 0; i < UNIT; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
     float factor = largest > 0.0f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
-    for (int i = 0; i < UNIT; i++) codes[i] = (int)rintf(x[i] * factor);
-    for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[i + UNIT / 2];
-    for (int i = 0; i < UNIT; i++) to->codes[i] = (int8_t)codes[i];
+    for (int i = 0; i < UNIT; i++) to->codes[i] = (int8_t)(int)rintf(x[i] * factor);
+    code_sums(to->codes, sums);
     to->scale = scale;
     to->minus[0] = -sums[0] - sums[1], to->sums[0] = scale * (float)(sums[0] + sums[1]);
     for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];

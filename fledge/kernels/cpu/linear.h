@@ -332,10 +332,13 @@ static void gated_panel(const void *task, long index) {
         one_panel(product, index, row, rows, gate);
         if (!row && index + 1 < size / PANEL) fetch_start(product, index + 1);
         one_panel(product, index + size / PANEL, row, rows, up);
+        /* All rows first, then their units: no unit waits for its own row's chain of operations. */
+        for (long r = 0; r < rows; r++)
+            for (long i = r * PANEL; i < (r + 1) * PANEL; i++) gate[i] = activated(gate[i], product->gelu) * up[i];
         for (long r = 0; r < rows; r++) {
-            float *out = product->out + (row + r) * size + index * PANEL;
-            for (long i = 0; i < PANEL; i++) out[i] = activated(gate[r * PANEL + i], product->gelu) * up[r * PANEL + i];
-            if (product->out_bytes) quantise_unit(out, unit_at(product->out_bytes, row + r, product->rows, size, index));
+            memcpy(product->out + (row + r) * size + index * PANEL, gate + r * PANEL, sizeof(float) * PANEL);
+            if (product->out_bytes)
+                quantise_unit(gate + r * PANEL, unit_at(product->out_bytes, row + r, product->rows, size, index));
         }
     }
 }
