@@ -59,7 +59,7 @@ class Library:
 
     @staticmethod
     def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-        loaded.run_layers.argtypes = [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_void_p]
+        loaded.run_layers.argtypes = [c_void_p, c_void_p, c_long, *[c_void_p] * 4, c_long, c_void_p, c_void_p]
         loaded.run_target.argtypes = [*[c_void_p] * 4, c_long, c_void_p, c_void_p, c_long, c_void_p, c_void_p]
         loaded.run_drafter.argtypes = [c_void_p] * 6
         loaded.draft_chain.argtypes = [*[c_void_p] * 4, c_long, c_double, c_double, c_void_p, c_void_p]

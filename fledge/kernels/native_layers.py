@@ -204,7 +204,7 @@ class NativeLayers:
         tapped = x_ND.new_empty(len(taps), *x_ND.shape) if taps else None
         run = library().for_rows(batch.rows).run_layers
         numbers = (c_long * len(order))(*order)
-        if run(*self.pointers, batch.pointer, x_ND.data_ptr(), address(normed), numbers, len(order), address(tapped)):
+        if run(*self.pointers, batch.pointer, x_ND.data_ptr(), address(normed), numbers, len(order), address(tapped), None):
             raise MemoryError("no memory for a decoder layer")
         if tapped is None:
             return ()

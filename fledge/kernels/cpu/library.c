@@ -157,6 +157,10 @@ static void attend_block(const void *task, long item) {
             quantise_unit(a->attended + r * H * E + at, unit_at(a->in_bytes, r, a->batch->rows, H * E, at / UNIT));
 }
 
+static void expect_o(const void *task, long number, long threads) {
+    expect((Next){&((const Attending *)task)->layer->o, 0}, number, threads);
+}
+
 enum {
     FEW_ROWS = 16,
     MOST_KEYS = 1024  /* of all sequences: what the second-level caches hold beside the weights */
@@ -193,7 +197,9 @@ static void *shared_memory(size_t bytes) {
     return memory;
 }
 
-static int layer_locked(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed) {
+/* `next`: the linear that follows the layer, or NULL. */
+static int layer_locked(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed,
+                        const Linear *next) {
     long rows = batch->rows, hidden = layer->o.outputs, middle = layer->down.inputs, num_blocks = 0;
     long width = layer->qkv.outputs, H_E = cache->heads * cache->head_size, units = (hidden + (H_E > middle ? H_E : middle)) / UNIT;
     int threads = (int)batch->threads, normed_outputs = layer->attention_output_norm != NULL;
@@ -221,36 +227,39 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
         norm_rows(x, layer->input_norm, input, for_qkv, rows, hidden, layer->eps, threads);
         normed = input;
     }
-    multiply(&layer->qkv, normed, for_qkv, heads, rows, 0, rows <= FEW_ROWS ? &cached : NULL, threads);
+    multiply(&layer->qkv, normed, for_qkv, heads, rows, 0, rows <= FEW_ROWS ? &cached : NULL, (Next){&layer->o, 0}, threads);
     parallel(place_row, &a, rows, threads);
-    parallel(attend_block, &a, num_blocks * cache->kv_heads, threads);
-    multiply(&layer->o, attended, for_o, added, rows, !normed_outputs, NULL, threads);
+    parallel_then(attend_block, &a, expect_o, num_blocks * cache->kv_heads, threads);
+    Next after_o = {middle ? &layer->gate_up : next, middle > 0};
+    multiply(&layer->o, attended, for_o, added, rows, !normed_outputs, NULL, after_o, threads);
     if (normed_outputs) add_rms_norm(added, layer->attention_output_norm, x, rows, hidden, layer->eps);
     if (!middle) return 0;
     norm_rows(x, layer->post_norm, input, for_up, rows, hidden, layer->eps, threads);
-    multiply_gated(&layer->gate_up, input, for_up, gated, for_down, rows, layer->gelu, threads);
-    multiply(&layer->down, gated, for_down, added, rows, !normed_outputs, NULL, threads);
+    multiply_gated(&layer->gate_up, input, for_up, gated, for_down, rows, layer->gelu, (Next){&layer->down, 0}, threads);
+    multiply(&layer->down, gated, for_down, added, rows, !normed_outputs, NULL, (Next){next, 0}, threads);
     if (normed_outputs) add_rms_norm(added, layer->mlp_output_norm, x, rows, hidden, layer->eps);
     return 0;
 }
 
 /* `taps`, ascending: how many layers have run when x is copied to the next of `tapped` [taps, rows, hidden]. */
 static int layers_locked(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
-                         const long *taps, long num_taps, float *tapped) {
+                         const long *taps, long num_taps, float *tapped, const Linear *next) {
     long size = batch->rows * layers->o.outputs, tap = 0;
     for (long i = 0; i <= num_layers; i++) {
         for (; tap < num_taps && taps[tap] == i; tap++) memcpy(tapped + tap * size, x, size * sizeof(float));
-        if (i < num_layers && layer_locked(layers + i, caches + i, batch, x, i ? NULL : normed)) return 1;
+        if (i == num_layers) break;
+        const Linear *after = i + 1 < num_layers ? &layers[i + 1].qkv : next;
+        if (layer_locked(layers + i, caches + i, batch, x, i ? NULL : normed, after)) return 1;
     }
     return 0;
 }
 
 /* x [rows, hidden], in place: the residual stream before and after the layers. `normed`: the first attention's input where the first
-   layer has no input norm (a drafter's). Returns 1 if there was no memory. */
+   layer has no input norm (a drafter's). `next`: the linear that follows them, or NULL. Returns 1 if there was no memory. */
 int run_layers(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
-               const long *taps, long num_taps, float *tapped) {
+               const long *taps, long num_taps, float *tapped, const Linear *next) {
     pthread_mutex_lock(&pool.caller);
-    int failed = layers_locked(layers, caches, num_layers, batch, x, normed, taps, num_taps, tapped);
+    int failed = layers_locked(layers, caches, num_layers, batch, x, normed, taps, num_taps, tapped, next);
     pthread_mutex_unlock(&pool.caller);
     return failed;
 }
@@ -275,8 +284,8 @@ static int experts_locked(const Expert *experts, long num_experts, const float *
                 if (chosen[r * per_row + k] == e) row[count] = r, weight[count++] = weights[r * per_row + k];
         if (!count) continue;
         for (long i = 0; i < count; i++) memcpy(input + i * hidden, x + row[i] * hidden, hidden * sizeof(float));
-        multiply_gated(&experts[e].gate_up, input, NULL, gated, NULL, count, 0, threads);
-        multiply(&experts[e].down, gated, NULL, output, count, 0, NULL, threads);
+        multiply_gated(&experts[e].gate_up, input, NULL, gated, NULL, count, 0, (Next){&experts[e].down, 0}, threads);
+        multiply(&experts[e].down, gated, NULL, output, count, 0, NULL, (Next){0}, threads);
         for (long i = 0; i < count; i++)
             for (long d = 0; d < hidden; d++) out[row[i] * hidden + d] += weight[i] * output[i * hidden + d];
     }
@@ -294,7 +303,7 @@ int run_experts(const Expert *experts, long num_experts, const float *x, const i
 /* out [rows, outputs] = x [rows, inputs] · weights + bias */
 void run_linear(const Linear *linear, const float *x, float *out, long rows, int threads) {
     pthread_mutex_lock(&pool.caller);
-    multiply(linear, x, NULL, out, rows, 0, NULL, threads);
+    multiply(linear, x, NULL, out, rows, 0, NULL, (Next){0}, threads);
     pthread_mutex_unlock(&pool.caller);
 }
 
@@ -383,7 +392,7 @@ int run_target(const Target *target, const Batch *batch, const int64_t *tokens, 
     if (!failed) {
         if (target->embedding_scale != 1.0f)
             for (long i = 0; i < rows * size; i++) x[i] *= target->embedding_scale;
-        failed = run_layers(target->layers, target->caches, target->num_layers, batch, x, NULL, taps, num_taps, tapped);
+        failed = run_layers(target->layers, target->caches, target->num_layers, batch, x, NULL, taps, num_taps, tapped, &target->head);
     }
     if (!failed && count) {
         for (long i = 0; i < count; i++) rms_norm(x + wanted[i] * size, target->norm, normed + i * size, 1, size, size, target->eps);
@@ -421,7 +430,7 @@ int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *token
         rms_norm(h, drafter->hidden_norm, pairs + size, rows, size, 2 * size, drafter->eps);
         for (long r = 0; r < rows; r++)
             memcpy(x + r * size, drafter->norm_before_residual ? pairs + (2 * r + 1) * size : h + r * size, size * sizeof(float));
-        failed = run_layers(drafter->layers, drafter->caches, drafter->num_layers, batch, x, pairs, NULL, 0, NULL);
+        failed = run_layers(drafter->layers, drafter->caches, drafter->num_layers, batch, x, pairs, NULL, 0, NULL, &drafter->head);
         rms_norm(x, drafter->norm, out, rows, size, size, drafter->eps);
     }
     free(pairs);

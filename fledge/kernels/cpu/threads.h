@@ -18,6 +18,16 @@ enum { MAX_THREADS = 256, SPINS = 20000 };  /* about 0.2 ms: longer than the hos
 enum { LARGE_EIGHTHS = 7 };
 
 typedef void (*Work)(const void *task, long item);
+typedef void (*After)(const void *task, long number, long threads);  /* of each thread's large stretch */
+
+/* Memory that this thread will read next: it requests it while it waits. `streamed`: past the caches that others need. */
+static __thread struct { const char *at, *end; int streamed; } expected;
+
+static inline void wait_a_little(void) {
+    if (expected.at >= expected.end) PAUSE();
+    else if (expected.streamed) __builtin_prefetch(expected.at, 0, 0), expected.at += 64;
+    else __builtin_prefetch(expected.at, 0, 2), expected.at += 64;
+}
 
 static struct {
     pthread_mutex_t caller, sleep;
@@ -32,6 +42,7 @@ static struct {
     atomic_long large, small;  /* items of each thread's first stretch, and of those that are left then */
     _Atomic(Work) work;
     _Atomic(const void *) task;
+    _Atomic(After) after;  /* or NULL */
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
 #define READ(field) atomic_load_explicit(&pool.field, memory_order_relaxed)
@@ -49,11 +60,13 @@ static void take_items(void) {
         long num_items = READ(num_items), large = READ(large), small = READ(small), threads = READ(helpers) + 1;
         Work work = READ(work);
         const void *task = READ(task);
+        After after = READ(after);
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket - 1)) continue;
         long number = num_stretches(num_items, large, small, threads) - (long)left, is_large = number < threads;
         long item = is_large ? number * large : threads * large + (number - threads) * small;
         long end = item + (is_large ? large : small);
         for (end = end < num_items ? end : num_items; item < end; item++) work(task, item);
+        if (is_large && after) after(task, number, threads);
         atomic_fetch_sub_explicit(&pool.unfinished, 1, memory_order_release);
         ticket = atomic_load(&pool.ticket);
     }
@@ -66,7 +79,7 @@ static void *helper(void *argument) {
     unsigned long seen = 0;
     for (;;) {
         for (int spins = 0; current_round() == seen; spins++) {
-            PAUSE();
+            wait_a_little();
             if (spins < SPINS) continue;
             pthread_mutex_lock(&pool.sleep);
             atomic_fetch_add(&pool.sleepers, 1);
@@ -103,8 +116,13 @@ static void start_threads(int wanted) {
     }
 }
 
-/* work(task, 0 … num_items - 1), each once, in any order; returns when all are done. */
-static void parallel(Work work, const void *task, long num_items, int num_threads) {
+static long large_stretch(long num_items, long threads) {
+    long share = num_items * LARGE_EIGHTHS / (8 * threads);
+    return share > 1 ? share : 1;
+}
+
+/* work(task, 0 … num_items - 1), each once, in any order; returns when all are done. `after`: or NULL. */
+static void parallel_then(Work work, const void *task, After after, long num_items, int num_threads) {
     int helpers = num_threads - 1 < num_items - 1 ? num_threads - 1 : (int)num_items - 1;
     if (helpers > 0) start_threads(helpers);
     if (helpers > pool.num_threads) helpers = pool.num_threads;
@@ -112,11 +130,12 @@ static void parallel(Work work, const void *task, long num_items, int num_thread
         for (long item = 0; item < num_items; item++) work(task, item);
         return;
     }
-    long threads = helpers + 1, share = num_items * LARGE_EIGHTHS / (8 * threads), large = share > 1 ? share : 1;
+    long threads = helpers + 1, large = large_stretch(num_items, threads);
     long small = (num_items - threads * large + threads - 1) / threads;
     small = small > 1 ? small : 1;
     long stretches = num_stretches(num_items, large, small, threads);
-    WRITE(work, work), WRITE(task, task), WRITE(num_items, num_items), WRITE(large, large), WRITE(small, small), WRITE(helpers, helpers);
+    WRITE(work, work), WRITE(task, task), WRITE(after, after), WRITE(num_items, num_items), WRITE(helpers, helpers);
+    WRITE(large, large), WRITE(small, small);
     WRITE(unfinished, stretches);
     atomic_store(&pool.ticket, (current_round() + 1) << 32 | stretches);
     if (atomic_load(&pool.sleepers)) {
@@ -126,5 +145,9 @@ static void parallel(Work work, const void *task, long num_items, int num_thread
     }
     take_items();
     for (long spins = 0; atomic_load_explicit(&pool.unfinished, memory_order_acquire); spins++)
-        if (spins < SPINS) PAUSE(); else sched_yield();
+        if (spins < SPINS) wait_a_little(); else sched_yield();
+}
+
+static void parallel(Work work, const void *task, long num_items, int num_threads) {
+    parallel_then(work, task, NULL, num_items, num_threads);
 }
