@@ -161,10 +161,7 @@ static void expect_o(const void *task, long number, long threads) {
     expect((Next){&((const Attending *)task)->layer->o, 0}, number, threads);
 }
 
-enum {
-    FEW_ROWS = 16,
-    MOST_KEYS = 1024  /* of all sequences: what the second-level caches hold beside the weights */
-};
+enum { FEW_ROWS = 16 };
 
 /* Requests the keys and values that few rows will read. The weights read since the last pass have pushed them out of the caches: in
    this way they arrive while the linear before is computed, and no miss is waited for. */
