@@ -17,7 +17,7 @@ from fledge.kernels.linear.packed import GgufEmbedding
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.native import PANEL, TENSOR_FORMATS, LinearArguments, address, library
 
-MAX_ROPES = 2  # rotary embeddings of a network; cpu/library.c
+MAX_ROPES = 2  # rotary embeddings of a network; cpu/layer.h
 # Of a KV cache; a cache of bytes holds blocks.
 CACHE_FORMATS = {
     dtype: FORMATS[name].number for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.uint8, "Q8_0"))
@@ -113,7 +113,7 @@ class NativeBatch:
     1.5 times as long to fill, and a step fills two.
     """
 
-    BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # longs of each; cpu/library.c, cpu/attention.h
+    BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # longs of each; cpu/layer.h, cpu/attention.h
 
     def __init__(
         self, host: HostLayouts, tables: Sequence[tuple[Tensor, Tensor]], positions_N: Tensor, num_more: int = 0

@@ -158,8 +158,11 @@ class Heads:
                     linear.weight.copy_(linear.weight.half())  # what packing keeps
 
 
-@pytest.mark.parametrize(("T", "kv_len", "tree"), [(1, 1, 0), (1, 90, 0), (6, 6, 0), (6, 77, 0), (23, 130, 0), (5, 60, 9)])
-@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize(
+    ("T", "kv_len", "tree"),
+    [(1, 1, 0), (1, 90, 0), (6, 6, 0), (6, 77, 0), (23, 130, 0), (5, 60, 9), (3, 1100, 0), (5, 515, 9), (23, 1040, 0)],
+)
+@pytest.mark.parametrize("window", [None, 5, 64, 700])
 @pytest.mark.parametrize("E", [64, 8, 80])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -170,10 +173,11 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     if tree:
         mask = torch.rand(T, tree) < 0.5
         mask[range(T), range(tree - T, tree)] = True
-    layout = SequenceLayout(list(range(first_page, 25)), T, kv_len, mask)
+    num_pages = first_page + kv_len // page + 1
+    layout = SequenceLayout(list(range(first_page, num_pages)), T, kv_len, mask)
     x, normed = torch.randn(T, H * E), torch.randn(T, 2 * E)
     cos, sin = torch.randn(T, 1, E), torch.randn(T, 1, E)
-    caches = [PagedKV(1, K, E, 25, page, torch.float32, "cpu") for _ in range(2)]
+    caches = [PagedKV(1, K, E, num_pages, page, torch.float32, "cpu") for _ in range(2)]
     for cache in caches:
         cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(1)))
         cache.values.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(2)))
@@ -193,19 +197,52 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
     assert_near(x, expected)
 
 
-@pytest.mark.parametrize(("T", "kv_len", "tree"), [(1, 1, 0), (1, 90, 0), (6, 77, 0), (23, 130, 0), (5, 60, 9)])
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8], ids=["float32", "float16", "q8_0"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_of_a_long_text_do_not_depend_on_each_other(window, dtype, threads):
+    """Few rows share the parts of the keys among the threads; of many, each thread takes rows."""
+    H, K, E, page, T, kv_len = 6, 2, 64, 16, 20, 1040
+    heads = Heads(H, K, E, window, False)
+    pack_linears(heads.attention)
+    pack_linears(heads.mlp)
+    x, normed = torch.randn(T, H * E), torch.randn(T, 2 * E)
+    cos, sin = torch.randn(T, 1, E), torch.randn(T, 1, E)
+    empty = PagedKV(1, K, E, kv_len // page, page, dtype, "cpu")
+    earlier = [torch.randint(0, 60, cache.shape).to(dtype) for cache in (empty.keys, empty.values)]
+    results, before = [], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in (1, 3, 8, T):
+            keys, values = (part.clone() for part in earlier)
+            layer, out = NativeLayer(heads.layer, keys[0], values[0]), x.clone()
+            for first in range(0, T, step):
+                rows = slice(first, min(first + step, T))
+                layout = SequenceLayout(list(range(kv_len // page)), rows.stop - first, kv_len - T + rows.stop)
+                host, some = HostLayouts([layout], page, torch.device("cpu")), out[rows].clone()
+                positions = torch.arange(first, rows.stop)
+                NativeLayers([layer])(NativeBatch(host, [(cos, sin)], positions), some, normed[rows].clone())
+                out[rows] = some
+            results.append((out, keys, values))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("T", "kv_len", "tree"), [(1, 1, 0), (1, 90, 0), (6, 77, 0), (23, 130, 0), (5, 60, 9), (5, 1026, 9)])
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("E", [64, 8, 80, 24])
 @pytest.mark.parametrize("page", [16, 8, 5])
 def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
-    H, K, num_pages = 6, 2, 60
+    H, K, num_pages = 6, 2, 60 + kv_len // 3
     heads = Heads(H, K, E, window, False)
     pack_linears(heads.attention)
     pack_linears(heads.mlp)
     mask = torch.ones(T, tree, dtype=torch.bool).tril(tree - T) if tree else None
     used = -(-kv_len // page)
     scattered = torch.randperm(num_pages).tolist()
-    shared = [*range(30, 30 + used // 2), *range(2, 2 + used - used // 2)]  # a prefix of another's, then its own
+    shared = [*range(used + 30, used + 30 + used // 2), *range(2, 2 + used - used // 2)]  # a prefix of another's, then its own
     x, normed = torch.randn(T, H * E), torch.randn(T, 2 * E)
     cos, sin = torch.randn(T, 1, E), torch.randn(T, 1, E)
     keys, values = torch.randn(2, K, used * page, E)

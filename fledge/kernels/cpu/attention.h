@@ -202,13 +202,13 @@ INLINE void score(const int N, const float *q, const float *tile, long size, flo
 }
 
 /* out[n][0 … size) += Σ weights[n][i] · values[i] for N heads, 64, 16 or fewer columns at a time, always in the values' order;
-   `stride`: from one of weights to the next */
-INLINE void mix(const int N, const float *weights, long stride, const float *values, long count, long size, float *out) {
+   `stride`, `step`: from one of weights, and of out, to the next */
+INLINE void mix(const int N, const float *weights, long stride, const float *values, long count, long size, float *out, long step) {
     long e = 0;
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
         lanes sums[HEADS][4];
         UNROLL for (int n = 0; n < N; n++)
-            UNROLL for (int c = 0; c < 4; c++) sums[n][c] = load(out + n * size + e + c * LANES);
+            UNROLL for (int c = 0; c < 4; c++) sums[n][c] = load(out + n * step + e + c * LANES);
         const float *row = values + e;
         for (long i = 0; i < count; i++, row += size)
             UNROLL for (int c = 0; c < 4; c++) {
@@ -216,9 +216,9 @@ INLINE void mix(const int N, const float *weights, long stride, const float *val
                 UNROLL for (int n = 0; n < N; n++) sums[n][c] += weights[n * stride + i] * some;
             }
         UNROLL for (int n = 0; n < N; n++)
-            UNROLL for (int c = 0; c < 4; c++) store(out + n * size + e + c * LANES, sums[n][c]);
+            UNROLL for (int c = 0; c < 4; c++) store(out + n * step + e + c * LANES, sums[n][c]);
     }
-    for (int n = 0; n < N; n++, weights += stride, out += size) {
+    for (int n = 0; n < N; n++, weights += stride, out += step) {
         long rest = e;
         for (; rest + LANES <= size; rest += LANES) {
             lanes sum = load(out + rest);
@@ -257,74 +257,135 @@ static void seen_keys(const Sequence *sequence, long t, long window, long *first
     *first = window > 0 && position + 1 > window ? position + 1 - window : 0;
 }
 
-/* Scores, in place, to weights that sum to one; hidden keys weigh nothing. */
-static void weigh(const Sequence *sequence, long t, long first, long last, float *scores) {
-    if (sequence->tail_mask)
-        for (long i = 0, s = sequence->kv_len - sequence->tail; i < sequence->tail; i++, s++)
-            if (!sequence->tail_mask[t * sequence->tail + i]) scores[s] = -1e30f;  /* its exponential is 0 beside any other */
-    float highest = scores[first], total = 0.0f;
-    for (long s = first; s <= last; s++) highest = scores[s] > highest ? scores[s] : highest;
-    for (long s = first; s <= last; s++) {
+/* A part of the keys at a time: the same for every token, so that parts can be computed by several threads, and one after the other
+   where there is other work for these. A share is what one query gets of a part: size floats, the highest score, the total. */
+enum { PART_KEYS = 512, SHARE_ENDS = 2 };
+
+/* scores [0 … PART_KEYS) of a part's keys, in place, to weights of those from `begin` to `end`; hidden keys weigh nothing. */
+static void weigh(const Sequence *sequence, long t, long part, long begin, long end, float *scores, float *ends) {
+    long hidden = part * PART_KEYS - (sequence->kv_len - sequence->tail);  /* place in the tail of the part's first key */
+    const unsigned char *mask = sequence->tail_mask ? sequence->tail_mask + t * sequence->tail + hidden : NULL;
+    long masked = begin + hidden > 0 ? begin : -hidden;
+    for (long s = masked; mask && s < end; s++)
+        if (!mask[s]) scores[s] = -1e30f;  /* its exponential is 0 beside any other */
+    float highest = scores[begin], total = 0.0f;
+    for (long s = begin; s < end; s++) highest = scores[s] > highest ? scores[s] : highest;
+    for (long s = begin; s < end; s++) {
         scores[s] = quick_exp(scores[s] - highest);
         total += scores[s];
     }
-    if (sequence->tail_mask)
-        for (long i = 0, s = sequence->kv_len - sequence->tail; i < sequence->tail; i++, s++)
-            if (!sequence->tail_mask[t * sequence->tail + i]) scores[s] = 0.0f;
-    float share = 1.0f / total;
-    for (long s = first; s <= last; s++) scores[s] *= share;
+    for (long s = masked; mask && s < end; s++)
+        if (!mask[s]) scores[s] = 0.0f;
+    ends[0] = highest, ends[1] = total;
+}
+
+/* Adds a part's share to the sum of those before it. */
+static __attribute__((noinline)) void add_share(const float *share, long size, float *sum) {
+    float highest = sum[size] > share[size] ? sum[size] : share[size];
+    float before = quick_exp(sum[size] - highest), now = quick_exp(share[size] - highest);
+    for (long e = 0; e < size; e++) sum[e] = sum[e] * before + share[e] * now;
+    sum[size] = highest, sum[size + 1] = sum[size + 1] * before + share[size + 1] * now;
 }
 
 enum { TILE_KEYS = 32 };  /* values that are widened at a time: they stay in the first-level cache for all queries */
 
-/* Floats that attend_rows works with. */
-static long attention_floats(const Cache *cache, const Sequence *sequence, long rows) {
-    long padded = (sequence->kv_len + LANES - 1) / LANES * LANES;
-    return rows * (cache->heads / cache->kv_heads) * padded + (LANES + TILE_KEYS) * cache->head_size;
+/* Floats of the shares of `rows` tokens under one kv head, and those that attend_rows works with. */
+static long share_floats(const Cache *cache, long rows) {
+    return rows * (cache->heads / cache->kv_heads) * (cache->head_size + SHARE_ENDS);
+}
+static long attention_floats(const Cache *cache, long rows) {
+    long working = (LANES + TILE_KEYS) * cache->head_size + rows * (cache->heads / cache->kv_heads) * PART_KEYS;
+    return working + 2 * share_floats(cache, rows);
 }
 
-/* New tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0; `width` floats between tokens of q.
-   memory: attention_floats. */
-static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, const float *q, long width,
-                        float *out, float *memory) {
-    long size = cache->head_size, group = cache->heads / cache->kv_heads, out_width = cache->heads * size;
-    long padded = (sequence->kv_len + LANES - 1) / LANES * LANES;
+/* The first and last part that any of the new tokens t … t + rows - 1 sees. */
+static void seen_parts(const Cache *cache, const Sequence *sequence, long t, long rows, long *from, long *to) {
+    *from = sequence->kv_len, *to = 0;
+    for (long r = 0; r < rows; r++) {
+        long first, last;
+        seen_keys(sequence, t + r, cache->window, &first, &last);
+        *from = first / PART_KEYS < *from ? first / PART_KEYS : *from, *to = last / PART_KEYS > *to ? last / PART_KEYS : *to;
+    }
+}
+
+/* The keys of a part, counted from its first, that token t sees: none if *begin is *end or more. */
+static void seen_of_part(const Cache *cache, const Sequence *sequence, long t, long part, long *begin, long *end) {
+    long first, last;
+    seen_keys(sequence, t, cache->window, &first, &last);
+    *begin = first - part * PART_KEYS > 0 ? first - part * PART_KEYS : 0;
+    *end = last + 1 - part * PART_KEYS < PART_KEYS ? last + 1 - part * PART_KEYS : PART_KEYS;
+}
+
+/* What new tokens t … t + rows - 1 get of one part under one kv head: shares [rows][group]. q: token t, query head 0; `width` floats
+   between tokens of q. memory: attention_floats. */
+static void attend_part(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, long part, const float *q,
+                        long width, float *shares, float *memory) {
+    long size = cache->head_size, group = cache->heads / cache->kv_heads, stride = size + SHARE_ENDS, start = part * PART_KEYS;
     const uint8_t *keys = cache->keys + kv_head * cache->head_bytes, *values = cache->values + kv_head * cache->head_bytes;
     float *tile = memory, *widened = tile + LANES * size, *scores = widened + TILE_KEYS * size;
     const Run *run = sequence->runs, *later = run;
-    long first[rows], last[rows], from = sequence->kv_len, to = 0;
-    q += kv_head * group * size, out += kv_head * group * size;
+    long begin[rows], end[rows], from = PART_KEYS, to = 0;  /* of all of them: counted from the part's first key */
+    q += kv_head * group * size;
     for (long r = 0; r < rows; r++) {
-        seen_keys(sequence, t + r, cache->window, first + r, last + r);
-        from = first[r] < from ? first[r] : from, to = last[r] > to ? last[r] : to;
-        memset(out + r * out_width, 0, sizeof(float) * group * size);
+        seen_of_part(cache, sequence, t + r, part, begin + r, end + r);
+        from = begin[r] < from ? begin[r] : from, to = end[r] > to ? end[r] : to;
     }
-    for (long s = from / LANES * LANES; s <= to; s += LANES) {
-        while (run->end <= s) run++;
-        long count = sequence->kv_len - s < LANES ? sequence->kv_len - s : LANES;
-        later = fetch_later(cache, sequence, keys, later, s + KEYS_AHEAD, LANES);
-        tile_of(cache, keys, run, s, count, widened, tile);
+    memset(shares, 0, sizeof(float) * rows * group * stride);
+    for (long s = from / LANES * LANES; s < from + KEYS_AHEAD; s += LANES)
+        later = fetch_later(cache, sequence, keys, later, start + s, LANES);
+    for (long s = from / LANES * LANES; s < to; s += LANES) {
+        while (run->end <= start + s) run++;
+        long left = sequence->kv_len - start - s;
+        later = fetch_later(cache, sequence, keys, later, start + s + KEYS_AHEAD, LANES);
+        tile_of(cache, keys, run, start + s, left < LANES ? left : LANES, widened, tile);
         for (long r = 0; r < rows; r++)
             for (long g = 0; g < group; g += HEADS)
-                FOR_HEADS(group - g, score, q + r * width + g * size, tile, size, scores + (r * group + g) * padded + s, padded);
+                FOR_HEADS(group - g, score, q + r * width + g * size, tile, size, scores + (r * group + g) * PART_KEYS + s, PART_KEYS);
     }
     later = sequence->runs;
-    for (long s = from / TILE_KEYS * TILE_KEYS, end = s + KEYS_AHEAD; s < end; s += TILE_KEYS)
-        later = fetch_later(cache, sequence, values, later, s, TILE_KEYS);
+    for (long s = from / TILE_KEYS * TILE_KEYS; s < from + KEYS_AHEAD; s += TILE_KEYS)
+        later = fetch_later(cache, sequence, values, later, start + s, TILE_KEYS);
     for (long r = 0; r < rows; r++)
-        for (long g = 0; g < group; g++) weigh(sequence, t + r, first[r], last[r], scores + (r * group + g) * padded);
+        for (long g = 0; g < group && begin[r] < end[r]; g++)
+            weigh(sequence, t + r, part, begin[r], end[r], scores + (r * group + g) * PART_KEYS, shares + (r * group + g) * stride + size);
     run = sequence->runs;
-    for (long s = from / TILE_KEYS * TILE_KEYS; s <= to; s += TILE_KEYS) {
-        while (run->end <= s) run++;
-        long count = to + 1 - s < TILE_KEYS ? to + 1 - s : TILE_KEYS;
-        later = fetch_later(cache, sequence, values, later, s + KEYS_AHEAD, TILE_KEYS);
-        const float *some = gather(cache, values, run, s, count, widened);
+    for (long s = from / TILE_KEYS * TILE_KEYS; s < to; s += TILE_KEYS) {
+        while (run->end <= start + s) run++;
+        long count = to - s < TILE_KEYS ? to - s : TILE_KEYS;
+        later = fetch_later(cache, sequence, values, later, start + s + KEYS_AHEAD, TILE_KEYS);
+        const float *some = gather(cache, values, run, start + s, count, widened);
         for (long r = 0; r < rows; r++) {
-            long begin = first[r] > s ? first[r] - s : 0, end = last[r] + 1 - s < count ? last[r] + 1 - s : count;
-            for (long g = 0; g < group && begin < end; g += HEADS) {
-                const float *weights = scores + (r * group + g) * padded + s + begin;
-                FOR_HEADS(group - g, mix, weights, padded, some + begin * size, end - begin, size, out + r * out_width + g * size);
+            long low = begin[r] > s ? begin[r] - s : 0, high = end[r] - s < count ? end[r] - s : count;
+            for (long g = 0; g < group && low < high; g += HEADS) {
+                const float *weights = scores + (r * group + g) * PART_KEYS + s + low;
+                FOR_HEADS(group - g, mix, weights, PART_KEYS, some + low * size, high - low, size, shares + (r * group + g) * stride, stride);
             }
         }
     }
+}
+
+/* New tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0. `shares`: of all parts from `from` on, or NULL: they are
+   computed here. memory: attention_floats. */
+static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, const float *q, long width,
+                        const float *shares, long from, long to, float *out, float *memory) {
+    long size = cache->head_size, group = cache->heads / cache->kv_heads, stride = size + SHARE_ENDS, floats = share_floats(cache, rows);
+    float *sums = memory + attention_floats(cache, rows) - floats, *own = sums - floats;
+    for (long part = from; part <= to; part++) {
+        const float *added = shares ? shares + (part - from) * floats : own;
+        if (!shares) attend_part(cache, sequence, kv_head, t, rows, part, q, width, own, memory);
+        for (long r = 0; r < rows; r++) {
+            long begin, end, first, last;
+            seen_of_part(cache, sequence, t + r, part, &begin, &end);
+            seen_keys(sequence, t + r, cache->window, &first, &last);
+            for (long g = r * group; g < (r + 1) * group && begin < end; g++)
+                if (first / PART_KEYS == part) memcpy(sums + g * stride, added + g * stride, sizeof(float) * stride);
+                else add_share(added + g * stride, size, sums + g * stride);
+        }
+    }
+    for (long r = 0; r < rows; r++)
+        for (long g = 0; g < group; g++) {
+            const float *sum = sums + (r * group + g) * stride;
+            float *row = out + r * cache->heads * size + (kv_head * group + g) * size, over = 1.0f / sum[size + 1];
+            for (long e = 0; e < size; e++) row[e] = sum[e] * over;
+        }
 }
