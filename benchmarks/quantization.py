@@ -37,7 +37,8 @@ def main() -> None:
     case = Case(options.drafter, options.depth)
     engines = {}
     for quantization in options.quantizations.split(","):
-        config = EngineConfig(options.device, options.dtype, quantization, max_num_seqs=1, prefix_caching=False)
+        dtype = "auto" if quantization == "gguf" else options.dtype  # a dtype that is asked for unpacks a file's own blocks
+        config = EngineConfig(options.device, dtype, quantization, max_num_seqs=1, prefix_caching=False)
         bench = Bench(options.model, config, items, options.tokens)
         engines[quantization] = (bench, {"plain": bench.plain, "speculative": bench.engine(case)})
     runs = alternating(engines, items, params, options.rounds)

@@ -156,7 +156,7 @@ def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
 
 def keeps_blocks(config: EngineConfig) -> bool:
     """Whether the CPU computes with a GGUF file's weights as they are: unless another type is asked for."""
-    return config.dtype == "auto" and config.quantization == "none" and native.library() is not None
+    return config.dtype == "auto" and config.quantization in ("none", "gguf") and native.library() is not None
 
 
 def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network:

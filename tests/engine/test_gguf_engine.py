@@ -66,12 +66,13 @@ def test_the_same_network_as_the_converted_one(arch: str, tied: bool, tmp_path: 
 def test_the_default_on_cpu_and_what_forces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     file = str(write(tmp_path / "tiny.gguf"))
-    engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu"))
-    assert isinstance(engine.decoder.layers[0].mlp.down_proj, GgufLinear)
-    assert engine.config.weights == "the GGUF file's own blocks"
+    for quantization in ("gguf", "none"):  # asked for by name, or not
+        engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu", quantization=quantization))
+        assert isinstance(engine.decoder.layers[0].mlp.down_proj, GgufLinear)
+        assert engine.config.weights == "the GGUF file's own blocks"
     assert not (tmp_path / "cache" / "models").exists()
     assert engine.tokenizer.decode(engine.tokenizer.encode("hello")) == "hello"
-    for forced in ({"dtype": "float16"}, {"dtype": "float32"}, {"quantization": "gguf"}):
+    for forced in ({"dtype": "float16"}, {"dtype": "float32"}, {"dtype": "float16", "quantization": "gguf"}):
         engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu", **forced))
         linear = engine.decoder.layers[0].mlp.down_proj
         assert isinstance(linear, PackedLinear)
