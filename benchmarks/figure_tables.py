@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 from typing import Any
@@ -114,7 +115,7 @@ def cpu_texts() -> str:
         for one in found["answers"]:
             if not one["equal"]:
                 ours, theirs = (f"{gap:+.2f}" for gap in one["logit_gaps"])
-                words = " / ".join(f'"{word}"' for word in one["candidates"])
+                words = " / ".join(json.dumps(word, ensure_ascii=False) for word in one["candidates"])
                 parted.append([name, f"after {one['tokens']} tokens", words, ours, theirs])
     tokens = found["tokens"]
     equal = table([f"Qwen2.5-Coder-0.5B Q4_K_M, {tokens} tokens", "Fledge = llama.cpp", "llama.cpp = itself"], rows)

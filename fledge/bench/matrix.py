@@ -17,9 +17,10 @@ from fledge.bench.provenance import provenance
 from fledge.bench.runs import IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config
-from fledge.engine.build import DEFAULT_DEPTH, Speculation, build_engine
+from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
+from fledge.engine.options import FIXED_DEPTH
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
@@ -196,7 +197,7 @@ def baselines(
                 prompts,
                 model=sources.resolve(bench.model),
                 drafter=_eagle_drafters(bench.model, cases),
-                depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [DEFAULT_DEPTH],
+                depths=sorted({case.depth for case in cases if isinstance(case.depth, int)}) or [FIXED_DEPTH],
                 concurrencies=concurrencies,
                 max_tokens=params.max_tokens,
                 device=bench.config.device,

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fledge import sources
-from fledge.engine.options import Speculation
+from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
 from fledge.sources import BUILT_INS
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
-VLLM_DEPTH = 5  # vLLM drafts a fixed number of tokens
 # Asked of an interpreter without importing vLLM, which takes ten seconds and more.
 PROBE = """
 import importlib.metadata, importlib.util
@@ -130,7 +129,7 @@ def _speculative_config(model: str, given: str | None, drafter: str | None, dept
     found = Speculation(drafter or "auto").resolve_drafter(model)
     if found is None or (drafter is None and found == "ngram" and model not in BUILT_INS):
         return None
-    tokens = int(depth) if depth and depth.isdigit() else VLLM_DEPTH
+    tokens = int(depth) if depth and depth.isdigit() else FIXED_DEPTH
     if found == "ngram":
         return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     return {"method": "eagle3", "model": _plain(found), "num_speculative_tokens": tokens}
