@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import uvicorn
 
@@ -49,6 +50,12 @@ class Server(uvicorn.Server):
         self.service = service
         self.service.engine.before_stop = self._wait_for_workers
         self.workers: list[subprocess.Popen] = []
+        self.interrupted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn raises the signal again when it has ended; whether that reaches us as an exception depends on the moment.
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.engine.draining = True
@@ -136,9 +143,11 @@ def run(flags: ServeFlags) -> None:
             # Interrupted while a model is loaded, or while a mask takes minutes. Python's end would unwind that thread inside
             # C++, which aborts the process.
             sys.stderr.flush()
-            os._exit(130 if isinstance(sys.exception(), KeyboardInterrupt) else 0)
+            os._exit(130 if server.interrupted or isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.service.engine.failure is not None:
         raise server.service.engine.failure
+    if server.interrupted:
+        raise KeyboardInterrupt
 
 
 def _count(number: int) -> str:

@@ -16,16 +16,22 @@ from fledge.training import toy
 from tests.learning.conftest import GREEDY, serve, toy_prompts
 
 
+def tensors() -> list[torch.Tensor]:
+    """All there are in the process."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return [one for one in found if one.device.type == "cpu"]
+
+
 def tensor_bytes() -> dict[int, int]:
     """Of all tensors in the process, by address."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
+    storages = [one.untyped_storage() for one in tensors()]
     return {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch, dtype):
+    others = tensors()  # what earlier tests left is not freed meanwhile
     engine = learning_engine(budget=1e-6, engine={"dtype": dtype}, memory_mb=1)
     hook, learner = engine.hook, engine.hook.learner
     serve(engine, toy_prompts(80, seed=31))
@@ -50,6 +56,7 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
     hook._stop("a test")
     stays = tensor_bytes()
     held = sum(size for address, size in seen[0].items() if address not in stays)
+    del others
     # Room that is announced and not in use now: running requests, beginnings, samples without states yet.
     unused = MAX_REQUESTS * hook.states_limit * target.num_channels * 4 + 16 * 128 * target.num_channels * 2 + 2**20 - states
     assert announced - unused == pytest.approx(held, rel=0.03)  # there are tables of positions, too

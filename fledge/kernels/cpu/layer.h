@@ -154,16 +154,12 @@ static Item item_of(const Attending *a, long item) {
     return i;
 }
 
-/* Parts of the keys that a token sees, at most. */
+/* Parts of the keys that the new tokens of any sequence see. */
 static long most_seen_parts(const Cache *cache, const Batch *batch) {
-    long most = 1;
+    long most = 1, from, to;
     for (long s = 0; s < batch->num_sequences; s++) {
-        long seen = batch->sequences[s].kv_len, parts = (seen + PART_KEYS - 1) / PART_KEYS;
-        if (cache->window && cache->window < seen) {
-            long in_window = (cache->window + batch->sequences[s].query_len) / PART_KEYS + 2;
-            parts = in_window < parts ? in_window : parts;
-        }
-        most = parts > most ? parts : most;
+        seen_parts(cache, batch->sequences + s, 0, batch->sequences[s].query_len, &from, &to);
+        most = to - from + 1 > most ? to - from + 1 : most;
     }
     return most;
 }
@@ -238,7 +234,7 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     int threads = (int)batch->threads, normed_outputs = layer->attention_output_norm != NULL;
     /* Few rows over long texts: the parts of the keys are dealt out to the threads; over short ones the rows are, evenly. Many rows go
        in blocks that share the turned keys. */
-    long most_parts = most_seen_parts(cache, batch), in_parts = rows <= ROWS && most_parts > 1;
+    long most_parts = rows <= ROWS ? most_seen_parts(cache, batch) : 1, in_parts = most_parts > 1;
     long share = in_parts ? rows : (rows + threads - 1) / threads, block_rows = share < ROWS ? share : ROWS;
     for (long s = 0; s < batch->num_sequences; s++) num_blocks += (batch->sequences[s].query_len + block_rows - 1) / block_rows;
     size_t floats = (rows * (hidden + width + H_E + middle + (normed_outputs ? hidden : 0)) + 15) / 16 * 16, shared = 0;
