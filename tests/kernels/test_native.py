@@ -199,7 +199,7 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
 
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8], ids=["float32", "float16", "q8_0"])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, 3, 24])  # 24: more than some linears have panels
 def test_rows_of_a_long_text_do_not_depend_on_each_other(window, dtype, threads):
     """Few rows share the parts of the keys among the threads; of many, each thread takes rows."""
     H, K, E, page, T, kv_len = 6, 2, 64, 16, 20, 1040

@@ -207,7 +207,8 @@ static inline void fetch_start(const Product *product, long index) {
 static void expect(Next next, long number, long threads) {
     enum { BYTES = 65536 };
     if (!next.linear) return;
-    long first, width, index = number * large_stretch(num_panels(next.linear) / (next.gated ? 2 : 1), threads);
+    long items = num_panels(next.linear) / (next.gated ? 2 : 1), first, width, index = number * large_stretch(items, threads);
+    if (index >= items) return;  /* fewer panels than threads */
     const Part *part = find_panel(next.linear, &index, &first, &width);
     expected.at = (const char *)part->panels + index * panel_bytes(part->format, next.linear->inputs, next.linear->group);
     expected.end = expected.at + BYTES;
