@@ -73,7 +73,7 @@ def build_learning_engine(
         is_warm_start = bool(generations.figures(0).get("is_warm_start"))
         has_ngrams = bool(generations.figures(number).get("has_ngrams"))
     elif found is None or isinstance(found, str):
-        network, is_warm_start, has_ngrams = EagleDrafter(day_zero_config(target)), True, True
+        network, is_warm_start, has_ngrams = EagleDrafter(initial_drafter_config(target)), True, True
     else:
         network = found if isinstance(found, EagleDrafter) else load_drafter(found, target)
     if not learn.learning_rate:
@@ -113,7 +113,7 @@ def build_learning_engine(
     return engine
 
 
-def day_zero_config(target: ModelConfig) -> DrafterConfig:
+def initial_drafter_config(target: ModelConfig) -> DrafterConfig:
     """Of a drafter for a target that has none: it shares the target's head, so that no vocabulary has to be counted first."""
     few = tuple(sorted({target.num_layers // 2, target.num_layers - 1, target.num_layers}))  # the usual ones need eight
     aux_layers = None if target.num_layers >= 8 else few

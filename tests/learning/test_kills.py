@@ -12,7 +12,7 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.learning.generations import Generations, read_history
-from fledge.learning.setup import day_zero_config
+from fledge.learning.setup import initial_drafter_config
 from fledge.models.drafter import EagleDrafter
 from fledge.training import toy
 
@@ -21,7 +21,7 @@ KEEP = 1
 
 def saved(folder: Path, number: int) -> None:
     """A generation whose weights all are its number, and its line in the history."""
-    drafter = EagleDrafter(day_zero_config(toy.TARGET)).requires_grad_(False)
+    drafter = EagleDrafter(initial_drafter_config(toy.TARGET)).requires_grad_(False)
     for parameter in drafter.parameters():
         parameter.fill_(float(number))
     generations = Generations(folder, KEEP)

@@ -10,7 +10,7 @@ import torch
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision
-from fledge.learning.setup import day_zero_config, reserved_bytes
+from fledge.learning.setup import initial_drafter_config, reserved_bytes
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.training import toy
 from tests.learning.conftest import GREEDY, serve, toy_prompts
@@ -65,7 +65,7 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
 
 
 def test_room_for_the_head_is_reserved_where_it_is_served_quantised():
-    config, learn = day_zero_config(toy.TARGET), LearnConfig().resolve(torch.device("cpu"))
+    config, learn = initial_drafter_config(toy.TARGET), LearnConfig().resolve(torch.device("cpu"))
     plain, quantised = (reserved_bytes(config, learn, copies_head=copies) for copies in (False, True))
     assert quantised - plain == 2 * toy.TARGET.vocab_size * toy.TARGET.hidden_size
 

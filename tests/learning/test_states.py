@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 
 from fledge.kernels.quantization import QuantizedLinear, quantize
 from fledge.learning.gate import Decision
+from fledge.learning.setup import initial_drafter_config
 from fledge.learning.target import MAX_PREFIXES, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
+from fledge.training import toy
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
 
 
@@ -72,9 +75,12 @@ def test_captured_cycles_train_and_swap(learning_engine, drafter):
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, dtype):
-    engine = learning_engine(budget=1e-6, engine={"dtype": dtype})
+def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, dtype, own_head):
+    """A head of its own is packed in 5 bits, which are 6 with the blocks' scales."""
+    first = EagleDrafter(replace(initial_drafter_config(toy.TARGET), own_head=own_head))
+    engine = learning_engine(first, budget=1e-6, engine={"dtype": dtype})
     network, hook = engine.hook.network, engine.hook
     generator = torch.Generator().manual_seed(0)
     weights = {n: v + 0.1 * torch.randn(v.shape, generator=generator) for n, v in hook.learner.serving.items()}
@@ -91,6 +97,9 @@ def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, 
     y = torch.randn(3, network.layers[0].mlp.gate_up_proj.in_features, generator=generator)
     assert torch.equal(network.layers[0].mlp.gate_up_proj(y), other.layers[0].mlp.gate_up_proj(y))
     assert torch.equal(network.norm.weight, other.norm.weight)
+    if own_head:
+        z = torch.randn(3, network.lm_head.in_features, generator=generator)
+        assert torch.equal(network.lm_head(z), other.lm_head(z))
     assert pointers == [m.native.pointer for m in network.modules() if getattr(m, "native", None) is not None]
 
 
@@ -109,3 +118,12 @@ def test_weights_of_is_a_copy(learning_engine):
         next(hook.learner.master.parameters()).zero_()
     assert all(torch.equal(value, before[name]) for name, value in hook.learner.serving.items())
     assert set(weights_of(hook.learner.master)) == set(before)
+
+
+def test_a_micro_step_makes_launch_ahead_skip_a_record(learning_engine, drafter):
+    engine = learning_engine(drafter, capture=False, budget=1e-6)
+    pace = engine.executor.launch_ahead
+    serve(engine, toy_prompts(6, seed=12))
+    pace.skips_next = False
+    assert engine.idle()
+    assert pace.skips_next
