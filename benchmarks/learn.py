@@ -204,7 +204,7 @@ def stream(setting: Setting) -> dict[str, Any]:
         engine.drafter.fallback = None
     results: dict[str, Any] = {"at": {"0": measured(engine)}}
     print("0 requests:", results["at"]["0"], flush=True)
-    first = hook.learner.serving
+    first = hook.served.weights
     answers: dict[tuple[int, ...], Sample] = {}
     endless, count, began = itertools.cycle(served), 0, time.perf_counter()
     for mark in args.marks:
@@ -215,7 +215,7 @@ def stream(setting: Setting) -> dict[str, Any]:
         results.setdefault("stats", {})[str(mark)] = hook.stats() | {"seconds": time.perf_counter() - began}
         counts, spent = hook.learner.counts, hook.budget.spent
         print(
-            f"{mark} requests:", results["at"][str(mark)], f"generation {hook.learner.generation} of {counts.candidates}, "
+            f"{mark} requests:", results["at"][str(mark)], f"generation {hook.served.generation} of {counts.candidates}, "
             f"{counts.steps} steps, {spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
         )  # fmt: skip
         if args.output:
@@ -255,13 +255,13 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
         batches.append(batch)
     for number, batch in enumerate(batches):
         list(learner._read_missing(batch))
-        learner.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
+        learner.candidate.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
         learner._train(batch)
         if len(samples) * 200 > hook.ring.max_tokens:  # more than memory is meant for: read again in the next epoch
             for one in batch:
                 one.text = None
-    trained = EagleDrafter(learner.master.config)
-    trained.load_state_dict({name: value.detach().cpu() for name, value in learner.master.state_dict().items()})
+    trained = EagleDrafter(learner.candidate.master.config)
+    trained.load_state_dict({name: value.detach().cpu() for name, value in learner.candidate.master.state_dict().items()})
     return trained
 
 
@@ -378,7 +378,7 @@ def day_zero(setting: Setting) -> dict[str, Any]:
         paused = time.perf_counter()
         found = results["at"][str(count)] = measured(engine)
         aside += time.perf_counter() - paused
-        print(f"{count} requests: {found['stream']:.3f} of {aim:.3f}, generation {hook.learner.generation}", flush=True)
+        print(f"{count} requests: {found['stream']:.3f} of {aim:.3f}, generation {hook.served.generation}", flush=True)
         if found["stream"] >= aim and results["reached"] is None:
             results["reached"] = {"requests": count, "seconds": time.perf_counter() - began - aside}
             break

@@ -54,7 +54,7 @@ def test_a_kill_in_a_save_leaves_a_whole_generation(tmp_path):
     assert len(folders) > 12
     seen = []
     for folder in folders:
-        generations = Generations(folder, KEEP)
+        generations = Generations(folder, KEEP).lock()
         number = generations.current
         seen.append(number)
         drafter = load_drafter(generations.path(number), toy.TARGET)
@@ -63,6 +63,7 @@ def test_a_kill_in_a_save_leaves_a_whole_generation(tmp_path):
         assert [event["requests"] for event in read_history(folder)][:3] == [1, 2, 3]
         assert not list(folder.glob(".generation-*"))
         assert generations.newest >= number
+        generations.close()
         saved(folder, generations.newest + 1)  # a restart goes on
         assert generations.current == generations.newest
     assert seen == sorted(seen)
