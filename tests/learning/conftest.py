@@ -110,7 +110,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], concurrency: int = 8
 
 @pytest.fixture(scope="session")
 def learnt(target: Decoder, learning_engine: Callable[..., Engine]) -> tuple[Engine, list, list]:
-    """Day 0, a stream of stories: the engine afterwards, its first requests and its last ones."""
+    """Day 0, a stream of stories: the engine afterwards, all its requests, and more that it did not learn from."""
     engine = learning_engine(slice_seconds=0.01)
     engine.drafter.fallback = None  # the drafter alone, from the start
     # 240 requests; those after them are measured and not learnt from.
@@ -118,7 +118,7 @@ def learnt(target: Decoder, learning_engine: Callable[..., Engine]) -> tuple[Eng
     for _ in range(200):
         if not engine.idle():
             break
-    return engine, requests[:32], serve(engine, toy_prompts(32, seed=2), learn=False)
+    return engine, requests, serve(engine, toy_prompts(32, seed=2), learn=False)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import shutil
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fledge.engine.engine import Engine
 from fledge.errors import UserError
 from fledge.learning.batch import pack
 from fledge.learning.budget import FREE_SECONDS
+from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import LEAST_REQUESTS, Decision
 from fledge.learning.generations import Generations
@@ -23,19 +25,31 @@ from fledge.learning.hook import MAX_PAUSE, SLICE, Learning
 from fledge.learning.learner import Learner
 from fledge.learning.micro_steps import Kind, MicroSteps
 from fledge.learning.samples import LEAST_ANSWER, is_held_out
-from fledge.learning.setup import NEW_RATE, TRAINED_RATE
+from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine
 from fledge.learning.target import MOST_READ_TOKENS
 from fledge.learning.weights import weights_of
 from fledge.sampling import SamplingParams
 from fledge.training import toy
-from tests.learning.conftest import ENGINE, GREEDY, Ticks, acceptance, finished, same, serve, served_weights, toy_prompts
+from tests.learning.conftest import (
+    DEPTH,
+    ENGINE,
+    GREEDY,
+    LEARN,
+    Ticks,
+    acceptance,
+    finished,
+    same,
+    serve,
+    served_weights,
+    toy_prompts,
+)
 
 ACCEPTED = Decision(True, "a test")
 
 
 def test_acceptance_rises_from_chance(learnt):
-    engine, first, last = learnt
-    assert acceptance(first) < 1.15
+    engine, requests, last = learnt
+    assert acceptance(requests[:32]) < 1.15
     assert acceptance(last) > 2.0
     stats = engine.hook.stats()
     assert stats["generation"] == stats["swaps"] >= 2
@@ -44,11 +58,70 @@ def test_acceptance_rises_from_chance(learnt):
 
 
 def test_texts_are_those_of_an_engine_that_does_not_learn(target, learnt):
-    _, first, last = learnt
+    """All of them: swaps came between and within."""
+    _, requests, last = learnt
     plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE))
-    for requests in (first, last):
-        expected = serve(plain, [request.prompt for request in requests])
-        assert [request.tokens for request in requests] == [request.tokens for request in expected]
+    assert len(requests) == 240
+    for some in (requests, last):
+        expected = serve(plain, [request.prompt for request in some])
+        assert [request.tokens for request in some] == [request.tokens for request in expected]
+
+
+@pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
+def test_sampled_texts_do_not_change_in_a_swap(learning_engine, drafter, target, capture):
+    """Requests run on through swaps from good weights to bad ones and back."""
+    prompts = toy_prompts(24, seed=51)
+    params = [SamplingParams(max_tokens=48, temperature=0.9, seed=n, top_p=0.9 if n % 2 else 1.0) for n in range(len(prompts))]
+
+    def answers(engine: Engine, every: int = 0) -> list[list[int]]:
+        requests, left, steps = [], list(zip(prompts, params, strict=True)), 0
+        while left or engine.has_unfinished():
+            while left and len(engine.requests) < 8:
+                requests.append(engine.add_request(*left.pop(0)))
+            engine.step()
+            steps += 1
+            if every and steps % every == 0:
+                list(engine.hook.served.swap(weights[steps // every % 2], ACCEPTED))
+        return [request.tokens for request in requests]
+
+    engine = learning_engine(drafter, budget=1e-6, capture=capture)
+    good = engine.hook.served.weights
+    weights = [good, {name: torch.randn_like(value) * value.std() for name, value in good.items()}]
+    plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE), capture=capture)
+    assert answers(engine, every=5) == answers(plain)
+    assert engine.hook.served.num_swaps >= 8
+
+
+def test_the_budget_is_held_by_a_real_clock(target, drafter):
+    """By what the engine's thread does, not by what it says it does."""
+    learn = LearnConfig(**{**LEARN, "budget": 20.0})
+    speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
+    engine = build_learning_engine(copy.deepcopy(target), speculation, EngineConfig(**ENGINE), learn, fixed_prompts=[])
+    engine.warm_up()
+    hook: Learning = engine.hook
+    working, work = [0.0], hook._work
+
+    def timed(goes_on):
+        began = time.perf_counter()
+        has_more = work(goes_on)
+        working[0] += time.perf_counter() - began
+        return has_more
+
+    hook._work = timed
+    prompts, began = toy_prompts(400, seed=61), time.perf_counter()
+    while time.perf_counter() - began < 4.0:
+        for prompt in prompts[:8]:
+            engine.add_request(prompt, GREEDY)
+        prompts = prompts[8:] or toy_prompts(400, seed=62)
+        while len(engine.requests) > 2:  # never idle
+            engine.step()
+    passed = time.perf_counter() - began
+    serve(engine, [])
+    spent = hook.budget.spent
+    assert spent.serving == pytest.approx(passed, rel=0.15)
+    assert 0.05 < working[0] / passed < 0.26
+    assert spent.learning - spent.collecting == pytest.approx(working[0], rel=0.1, abs=0.02)
+    assert hook.learner.counts.steps
 
 
 def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):

@@ -16,7 +16,7 @@ from fledge.learning.target import MAX_PREFIXES, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.training import toy
-from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
+from tests.learning.conftest import GREEDY, acceptance, finished, serve, toy_prompts
 
 
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
@@ -127,3 +127,17 @@ def test_a_micro_step_makes_launch_ahead_skip_a_record(learning_engine, drafter)
     pace.skips_next = False
     assert engine.idle()
     assert pace.skips_next
+
+
+def test_a_target_that_is_not_served_in_bf16_is_trained_with(learning_engine, drafter, monkeypatch):
+    """As on a GPU, where a training step computes in bf16."""
+    for module in ("target", "candidate"):
+        monkeypatch.setattr(f"fledge.learning.{module}.training_dtype", lambda _: torch.bfloat16)
+    engine = learning_engine(drafter, budget=1e-6, capture=False)  # in fp32, not packed
+    assert engine.decoder.dtype == torch.float32
+    learner = engine.hook.learner
+    serve(engine, toy_prompts(12, seed=12))
+    batch = learner._draw()
+    list(learner._read_missing(batch))
+    assert finished(learner._train(batch))
+    assert learner.target.head_bytes == 2 * learner.target.vocab_size * learner.target.hidden_size

@@ -94,7 +94,8 @@ class DeviceStates:
         is_kept = (kv_slots_N >= 0) & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
         places = torch.where(is_kept, slots_N * self.limit + positions_N, MAX_REQUESTS * self.limit)
         for buffer, states in zip(self.layers, layers, strict=True):
-            buffer.index_copy_(0, places, states.to(buffer.dtype))
+            # Zeros to the last place: nothing stays of requests that are not to be learnt from.
+            buffer.index_copy_(0, places, torch.where(is_kept[:, None], states.to(buffer.dtype), 0))
 
     def store_cycle(self, layers: Sequence[Tensor], starts_B: Tensor, active_B: Tensor) -> None:
         """All verified rows, accepted or not: the next cycle stores over rejected ones, or they lie past the end."""
