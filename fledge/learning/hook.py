@@ -313,6 +313,7 @@ class Learning:
             "skipped": collector.skipped,
             "samples": len(self.ring),
             "sample_tokens": self.ring.num_tokens,
+            "clients": len(self.ring.by_client),
             "held_out": len(self.ring.held_out),
             "dropped": dict(self.ring.dropped),
             **asdict(counts),

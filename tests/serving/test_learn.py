@@ -45,6 +45,7 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
             assert float(figures[f"fledge:learn_requests_total{{{labels}}}"]) == 8
             assert float(figures[f"fledge:learn_stopped{{{labels}}}"]) == 0
             assert f"fledge:learn_generation{{{labels}}}" in figures
+            assert float(figures[f"fledge:learn_clients{{{labels}}}"]) == len(hook.ring.by_client)
 
     asyncio.run(main())
 
