@@ -10,6 +10,7 @@ that call. An engine that cannot be trusted any more ends the loop: every front 
 
 from __future__ import annotations
 
+import json
 import logging
 import select
 import socket
@@ -243,13 +244,17 @@ class EngineLoop:
                 self._grammars.pop((front, number), None)
             case Observe(lags, rejected):
                 self.metrics.observed(lags, rejected)
-            case AskFigures(number):
-                self._send(front, Figures(number, self.metrics.render()))
+            case AskFigures(number, of_learning):
+                self._send(front, Figures(number, self._learning_history() if of_learning else self.metrics.render()))
             case Prepared():
                 front.is_prepared = True
                 if all(other.is_prepared for other in self.fronts):
                     for other in list(self.fronts):
                         self._send(other, Open())
+
+    def _learning_history(self) -> bytes:
+        hook = self.engine.hook
+        return b"" if hook is None else json.dumps(hook.history()).encode()
 
     def _take_grammars(self) -> None:
         for (front, number), result in self.grammars.finished():
