@@ -21,7 +21,7 @@ class Spent:
 
 
 class Budget:
-    """A piece may run while there is credit; what it took is taken off, so that the share holds whatever a piece costs."""
+    """Work may run while there is credit; what it took is taken off, so that the share holds whatever it costs."""
 
     def __init__(self, percent: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.share, self.clock = percent / 100, clock
@@ -53,7 +53,7 @@ class Budget:
 
     def allows_collecting(self, part: float = 1.0) -> bool:
         """Whether less than this part of collecting's time is spent. Without a bound nothing would be left for training: on a
-        GPU a sample may cost as much as a piece of it."""
+        GPU a sample may cost as much as a micro-step."""
         return self.spent.collecting < part * (COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS)
 
     def charge(self, seconds: float, *, collecting: bool = False) -> None:

@@ -13,7 +13,7 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -160,11 +160,6 @@ class SampleRing:
             drawn.append(chosen)
             room -= chosen.num_states
         return drawn
-
-    def give_back(self, samples: Iterable[Sample]) -> None:
-        """They were drawn and not trained on, or what was learnt from them is dropped."""
-        for one in samples:
-            one.uses = max(0, one.uses - 1)
 
     def drop_long(self, sample: Sample) -> None:
         """Its hidden states were not collected, and it is too long to compute them."""

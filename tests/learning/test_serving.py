@@ -352,7 +352,7 @@ def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
 def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6, keep_generations=2)
     hook: Learning = engine.hook
-    for _ in range(7):  # so fast that too few requests see each: generation 1 stays the measure
+    for _ in range(7):  # so fast that too few requests see each: generation 1 stays the baseline
         list(hook.served.swap(hook.served.weights, ACCEPTED))
         if hook.served.generation == 1:
             serve(engine, toy_prompts(32, seed=4))

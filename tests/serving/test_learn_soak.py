@@ -42,6 +42,12 @@ def question(chance: random.Random, part: float) -> str:
             return " ".join(words)
 
 
+def settled(server: ServerProcess) -> dict[str, int]:
+    """Once the clients' connections are closed on the server's side, too."""
+    time.sleep(3)
+    return figures_of(process_tree(server.process.pid))
+
+
 def bearer(seed: int) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[seed % len(KEYS)]}"}
 
@@ -76,9 +82,9 @@ def test_swaps_under_load(tmp_path: Path) -> None:
     with ServerProcess([*arguments, "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]) as server:
         warm = SECONDS / 10
         seen = asyncio.run(load(server.url, warm, SECONDS, 0.0))
-        before = figures_of(process_tree(server.process.pid))  # learning is in the engine's process
+        before = settled(server)  # learning is in the engine's process
         seen += asyncio.run(load(server.url, SECONDS - warm, SECONDS, warm))
-        after, found = figures_of(process_tree(server.process.pid)), metrics(server.url)
+        after, found = settled(server), metrics(server.url)
         grown = after["memory_mib"] - before["memory_mib"]
         figures = {
             "clients": CLIENTS,
