@@ -47,10 +47,6 @@ class Budget:
     def is_serving(self) -> bool:
         return self._since is not None
 
-    @property
-    def allows(self) -> bool:
-        return self._since is None or self.credit > 0
-
     def allows_collecting(self, part: float = 1.0) -> bool:
         """Whether less than this part of collecting's time is spent. Without a bound nothing would be left for training: on a
         GPU a sample may cost as much as a micro-step."""

@@ -174,7 +174,7 @@ def test_the_budget_is_held():
     for step in range(20_000):
         now[0] += 0.002
         budget.serve()
-        if budget.allows:
+        if budget.credit > 0:
             cost = 0.03 if step % 3 else 0.3
             now[0] += cost
             budget.charge(cost)
