@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fledge.bench.conform_client import Broken, _streamed, _whole
+from fledge.bench.load_client import read_stream
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
@@ -262,6 +264,28 @@ def test_json_checks(data: Any) -> None:
 def test_forced_calls(parameters: dict[str, Any], parallel: bool) -> None:
     with contextlib.suppress(UserError):
         json.dumps(required_schema([("f", parameters)], parallel))
+
+
+EVENT_KEYS = ["choices", "delta", "content", "usage", "completion_tokens", "tool_calls", "function", "name", "error", "index"]
+EVENTS = st.recursive(
+    JSON,
+    lambda inner: st.dictionaries(st.sampled_from(EVENT_KEYS), inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@bounded(300)
+@given(events=st.lists(EVENTS, max_size=3), cut=st.integers(1, 40), junk=st.binary(max_size=10))
+def test_streams_of_other_servers(events: list[Any], cut: int, junk: bytes) -> None:
+    """For `bench-serve` and `conform`: an odd event is an error of its answer."""
+    data = junk + b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    sample = read_stream(0.0, [(1.0, data[at : at + cut]) for at in range(0, len(data), cut)])
+    assert sample.error is not None, "there is no [DONE]"
+    with contextlib.suppress(Broken):
+        _streamed(data.decode(errors="replace").splitlines())
+    for event in events:
+        with contextlib.suppress(Broken):
+            _whole(event)
 
 
 SCHEMA_KEYS = [
