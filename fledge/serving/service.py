@@ -17,6 +17,7 @@ from fledge.errors import RequestError
 from fledge.sampling import SamplingParams, check_params
 from fledge.serving.async_engine import AsyncEngine
 from fledge.serving.channel import Channel
+from fledge.serving.defaults import overriding_defaults
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
@@ -45,6 +46,7 @@ class Service:
     def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
         self.limits = flags.limits
+        self.defaults: dict[str, Any] = overriding_defaults(flags.override_generation_config)
         self.other_connections: list[socket.socket] = []  # for other fronts, which this one starts
         host: EngineHost | None = None
         if connection is None:
@@ -54,7 +56,6 @@ class Service:
             host = EngineProcess(flags, theirs) if flags.engine_process else EngineThread(flags, theirs, build)
         channel: Channel[ToFront] = Channel(connection, ToFront)
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
-        self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
         room, on_refusal = self.limits.max_tokenizer_queue, self.engine.count_rejected
         self._tokenizing = TokenizerThread("tokenizer", room, on_refusal)
