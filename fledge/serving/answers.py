@@ -65,10 +65,11 @@ def spans(progress: Progress) -> dict[str, Any]:
 
 
 def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
-    """Without the end token, which has no text."""
+    """Without the token that ended the answer, unless its text is part of it."""
     answer, logprobs = progress.answer, progress.logprobs
-    ended = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
-    return logprobs[:-1] if ended else logprobs
+    by_token = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+    is_shown = answer.params.include_stop_str_in_output and answer.stop_reason is not None
+    return logprobs[:-1] if by_token and not is_shown else logprobs
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

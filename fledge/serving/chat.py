@@ -118,7 +118,8 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
     if not payload.tools or choice == "none":
         return None, None
     functions = {tool.function.name: tool.function.parameters for tool in payload.tools}
-    if choice != "auto" and (payload.response_format or payload.structured_outputs):
+    wanted = payload.response_format is not None and payload.response_format.type != "text"
+    if choice != "auto" and (wanted or payload.structured_outputs):
         raise ApiError("a forced tool_choice and structured output exclude each other", param="tool_choice")
     if isinstance(choice, NamedTool):
         name = choice.function.name

@@ -86,8 +86,8 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
             works.append(Work(prompt, by_length[len(prompt)], service.answer_seed(payload.seed, choice)))
     echoes = [""] * len(prompts)
     if payload.echo:
-        length = 4 * sum(map(len, prompts))  # characters, about
-        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts], length, caller)
+        length = sum(4 * len(one) for one in given if not isinstance(one, str))  # characters, about
+        echoes = await service.tokenize(lambda tokenizer: [_echo(tokenizer, one) for one in given], length, caller)
     grammar, number = service.grammar_of(payload), None
     if grammar is not None:
         service.check_grammar(*grammar, shared)
@@ -95,6 +95,11 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number)
     name = f"cmpl-{secrets.token_hex(16)}"
     return CompletionCall(service, payload, model, prompts, works, options, echoes, name, int(time.time()))
+
+
+def _echo(tokenizer: Tokenizer, given: str | list[int]) -> str:
+    """The prompt as it was sent."""
+    return given if isinstance(given, str) else tokenizer.decode(given, skip_special_tokens=False)
 
 
 async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int], caller: str) -> list[int]:
