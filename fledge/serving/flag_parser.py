@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-model-len", type=human_int, default=0, help="tokens of prompt and answer; 0: the model's")
     engine.add_argument("--max-num-seqs", type=int, default=0, help="answers decoded together; 0: by device")
     engine.add_argument("--max-num-batched-tokens", type=human_int, default=0, help="tokens of a step; 0: by device")
-    engine.add_argument("--block-size", type=int, default=16, help="tokens a cache page")
+    engine.add_argument("--block-size", type=int, default=0, help="tokens of a KV page; 0: 16 on CPU, 128 on GPU")
     engine.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="prompts share pages"
     )

@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     bounds: dict[str, tuple[float, float]] = {
         "--max-queue": (given.max_queue, 0),
         "--max-logprobs": (given.max_logprobs, 0),
-        "--block-size": (given.block_size, 1),
+        "--block-size": (given.block_size, 0),
         "--drift-probe-every": (given.drift_probe_every, 0),
         "--max-num-seqs": (given.max_num_seqs, 0),
         "--shutdown-timeout": (given.shutdown_timeout, 0),

@@ -24,7 +24,7 @@ class DepthPolicy:
         if isinstance(text, str) and text.strip().lower() == "auto":
             return cls(CPU_LIMIT if on_cpu else GPU_LIMIT, AUTO_THRESHOLD)
         try:
-            limit = int(text)
+            limit = int(text) if isinstance(text, str | int) and not isinstance(text, bool) else 0
         except ValueError:
             limit = 0
         if not 1 <= limit <= 64:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -214,12 +215,11 @@ def test_stop_strings(cycles):
 
     text = prompts(1, seed=9)[0]
     engine = device_engine(decoder)
+    engine.tokenizer = SimpleNamespace(incremental_decoder=lambda skip_special_tokens: Letters())
     whole = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0))
-    whole.decoder = Letters()
     finish(engine)
     stop = whole.text[7:9]
     cut = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0, stop=stop))
-    cut.decoder = Letters()
     other = engine.add_request(prompts(1, seed=10)[0], GREEDY)
     finish(engine)
     assert cut.text == whole.text[: whole.text.index(stop)]
