@@ -110,6 +110,27 @@ def test_exit_codes_of_an_interruption_and_of_a_closed_pipe(monkeypatch, capsys)
         assert fledge(monkeypatch, capsys, "models")[0] == wanted
 
 
+@pytest.mark.parametrize("identical", [True, False])
+def test_the_demo_fails_if_the_outputs_differ(monkeypatch, capsys, model, identical):  # noqa: F811
+    """In the default type too, which is not float32."""
+    from fledge.bench import comparison
+
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages[0].content }}"}))
+    monkeypatch.setattr(comparison.Comparison, "identical", identical)
+    code, out, err = fledge(monkeypatch, capsys, "demo", "--model", model, "--drafter", "ngram", "--max-tokens", 4, "--json")
+    assert code == (0 if identical else 3), err
+    figures = json.loads(out)
+    assert figures["summary"]["identical"] is identical
+    assert (figures["depth"], figures["drafter"]) == (7, "n-gram look-up, depth auto (up to 7)")
+
+
+def test_switches_have_no_type_in_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "chat", "bench", "doctor"):
+        assert "bool" not in fledge(monkeypatch, capsys, command, "--help")[1]
+
+
 # --- completion -------------------------------------------------------------------------------------------------------
 
 
