@@ -147,11 +147,11 @@ def load_table(url: str, runs: Runs, width: int = 120) -> Table:
     rows = load_rows(runs)
     kept = list(range(len(HEADINGS)))
     lengths = [
-        max(max(map(len, title.split())), *(len(row[place]) for row in rows)) + 1 for place, title in enumerate(HEADINGS)
+        max(max(map(len, title.split())), *(len(row[place]) for row in rows)) + 2 for place, title in enumerate(HEADINGS)
     ]
     is_needed = {"run": len(runs) > 1, "errors": any(report.errors for _, reports in runs for report in reports)}
     for heading in (name for name in DROPPED if not is_needed.get(name)):
-        if sum(lengths[place] for place in kept) > width:
+        if sum(lengths[place] for place in kept) > width - 2:
             kept.remove(HEADINGS.index(heading))
     caption = "tok/s per user: median, after the first token; times in milliseconds: median / 99th percentile"
     table = Table(title=literal(f"load on {url}"), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -31,7 +31,6 @@ def export(
     as_json: options.Json = False,
 ) -> None:
     """Write a drafter for vLLM, SGLang, Fledge or in the speculators layout, with the command that serves it."""
-    from fledge import drafters
     from fledge.checkpoints.drafter_files import find_drafter
     from fledge.checkpoints.export import export_drafter
     from fledge.checkpoints.gguf import target_config
@@ -42,7 +41,7 @@ def export(
         if (checkpoint := find_checkpoint(drafter)) is not None:
             drafter = str(Path(folder) / "drafter")
             export_checkpoint(checkpoint, Path(drafter))
-        name = target_name or model or drafters.provenance(find_drafter(drafter)).get("target") or "TARGET"
+        name = target_name or model or _recorded_target(find_drafter(drafter)) or "TARGET"
         written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=depth, storage=storage)
         if checkpoint is not None:
             typer.echo(f"from the training checkpoint {checkpoint}", err=True)
@@ -52,3 +51,12 @@ def export(
         options.print_json({"folder": str(written), "to": to, "command": command})
     else:
         print(readme)
+
+
+def _recorded_target(folder: Path) -> str:
+    """The target that training recorded, as another server can name it; "" for a path, which holds on one machine only."""
+    from fledge import drafters
+
+    name = str(drafters.provenance(folder).get("target", ""))
+    hub_ids = (one for one, its in drafters.DEFAULTS.items() if "/" in one and its == drafters.DEFAULTS.get(name))
+    return "" if name.startswith(("/", ".", "~")) else next(hub_ids, name)

@@ -46,5 +46,5 @@ def log_to_stderr(level: str) -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """Drops uvicorn's lines on its start: they come before the model is loaded, and read as if it were."""
     return not str(record.msg).startswith(
-        ("Started server process", "Waiting for application", "Application st", "Uvicorn running")
+        ("Started server process", "Waiting for application", "Application startup", "Uvicorn running")
     )

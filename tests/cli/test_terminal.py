@@ -191,6 +191,8 @@ def test_json_is_all_there_is_on_standard_output(monkeypatch, capsys, model, tmp
     exported = figures("export", drafter, tmp_path / "exported", "--target-name", "T")
     assert exported["folder"] == str(tmp_path / "exported")
     assert exported["command"].startswith("vllm serve T --speculative-config")
+    (drafter / "provenance.json").write_text('{"target": "org/model"}')
+    assert figures("export", drafter, tmp_path / "again")["command"].startswith("vllm serve org/model ")
     assert figures("import", drafter, tmp_path / "imported")["folder"] == str(tmp_path / "imported")
     (tmp_path / "history.jsonl").write_text('{"event": "point", "requests": 32, "steps": 0, "acceptance_length": 1.5}\n')
     assert figures("learn-report", tmp_path)["acceptance_length"] == {"first": 1.5, "last": 1.5}

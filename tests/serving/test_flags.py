@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from fledge.errors import UserError
 from fledge.serving.build import quantization_of
 from fledge.serving.flag_parser import human_int
-from fledge.serving.flags import ServeFlags, parse
 from fledge.serving.flag_parser import parser as flag_parser
+from fledge.serving.flags import ServeFlags, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
 from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
+from fledge.serving.logs import _is_news
+from fledge.serving.server import Server
 
 
 def test_defaults_are_vllms_but_for_the_address() -> None:
@@ -213,7 +219,7 @@ def test_a_method_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -
     from fledge.serving.metrics import Metrics
 
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="--quantization gptq: .* is not quantised; leave it out"):
+    with pytest.raises(UserError, match=r"--quantization gptq: .* is not quantised; leave it out"):
         build(parse([str(tmp_path), "--quantization", "gptq"]), Metrics("m"))
 
 
@@ -224,3 +230,27 @@ def test_help_tells_every_default_that_is_not_off() -> None:
     groups = [group.title for group in flag_parser()._action_groups if group._group_actions]
     assert groups[:4] == ["options", "Model", "Speculation", "Engine"]
     assert groups[-1] == "Limits on requests"
+
+
+def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    engine = SimpleNamespace(status="loading")
+    server = Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
+    server.ready_line = "ready: m at http://127.0.0.1:8000"
+    logging.getLogger("fledge").propagate = True
+    with caplog.at_level("INFO"):
+        asyncio.run(server.on_tick(1))
+        assert caplog.messages == []
+        engine.status = "ready"
+        asyncio.run(server.on_tick(2))
+        asyncio.run(server.on_tick(3))
+    assert caplog.messages == ["ready: m at http://127.0.0.1:8000"]
+
+
+def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
+    def is_shown(text: str) -> bool:
+        return _is_news(logging.makeLogRecord({"msg": text}))
+
+    assert not is_shown("Application startup complete.")
+    assert not is_shown("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)")
+    assert is_shown("Shutting down")
+    assert is_shown("Application shutdown complete.")
