@@ -120,22 +120,23 @@ class LLM:
 
         Args:
             model: A built-in name, a folder, a GGUF file or a hub id.
-            drafter: `auto`, `none`, `ngram`, a name, a folder, a hub id, or a loaded drafter.
-            depth: Tokens drafted a step at most, or `auto`.
+            drafter: `auto` (the one shipped for the model, else n-grams), `none`, `ngram`, a name, a folder, a hub id, or a
+                loaded drafter.
+            depth: Tokens drafted per step at most, or `auto`: up to 7 on a CPU, 6 on a GPU.
             tree: Draft a tree instead of a chain.
             device: `auto`, `cpu` or `cuda`.
             dtype: `auto`, `float32`, `float16` or `bfloat16`.
-            quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (a GGUF file's own).
-            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway.
+            quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (as in the file).
+            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway. Refuses a tree.
             max_model_len: Longest prompt and answer together; 0: the model's.
-            max_num_seqs: Answers decoded together; 0: by device.
-            kv_cache_tokens: Size of the KV cache; 0: by device.
+            max_num_seqs: Requests decoded together; 0: 64 on a CPU, 256 on a GPU.
+            kv_cache_tokens: KV cache size in tokens; 0: from free memory.
             kv_cache_dtype: Type of keys and values: `auto`, and on a CPU `float32`, `float16` or `q8_0`.
-            max_batched_tokens: Tokens of a step; 0: by device.
-            threads: CPU threads; 0: all cores.
-            prefix_caching: Prompts that begin alike share cache pages.
+            max_batched_tokens: Max tokens per step; 0: 256 on a CPU, 8192 on a GPU.
+            threads: CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS.
+            prefix_caching: Reuse KV pages of common prompt prefixes.
             adaptive: Draft less deeply under load.
-            drift_guard: Draft less deeply for a request whose drafts fare badly.
+            drift_guard: Draft less deeply for a request whose drafts are accepted clearly less often than usual.
         """
         config = EngineConfig(
             device=device,

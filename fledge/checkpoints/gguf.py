@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fledge import sources
 from fledge.checkpoints import hf
-from fledge.checkpoints.gguf_file import GgufFile, GgufTensor
+from fledge.checkpoints.gguf_file import GgufFile, GgufTensor, open_gguf
 from fledge.checkpoints.gguf_tokenizer import write_tokenizer
 from fledge.config import ModelConfig, RopeConfig
 from fledge.config_checks import shown, token_ids
@@ -110,6 +111,12 @@ def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTe
     tensors = {hf_name(name): tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
     hf.check_tensors({name: tensor.shape for name, tensor in tensors.items()}, hf.tensor_shapes(config), str(file.path))
     return tensors
+
+
+def target_config(model: str) -> ModelConfig:
+    """The configuration of any model that can be named. Of a GGUF file the header is read, and nothing is converted."""
+    found = sources.find(model)
+    return read_config(open_gguf(found)) if found.is_file() else hf.load_config(found)
 
 
 def read_config(file: GgufFile) -> ModelConfig:

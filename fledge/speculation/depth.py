@@ -14,6 +14,9 @@ class DepthPolicy:
     limit: int
     threshold: float = 0.0  # 0: always to the limit
 
+    def __str__(self) -> str:
+        return f"auto (up to {self.limit})" if self.threshold else str(self.limit)
+
     def goes_on(self, depth: int, joint_probability: float) -> bool:
         """Whether a draft that is `depth` tokens deep gets another one."""
         return depth < self.limit and joint_probability >= self.threshold

@@ -51,7 +51,7 @@ class EagleSpeculator:
         self.device = cache.keys.device
         self.lookahead = lookahead(depth, tree)
         shape = f"tree of {tree.nodes}" if tree else "chain"
-        self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
+        self.description = f"EAGLE {network.config.version}, {shape}, depth {depth}"
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
         self.seen_not_finite = False
