@@ -61,11 +61,11 @@ def check_fits(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig 
     taken = needs.weights + needs.drafter
     if torch.device(config.device).type == "cpu":
         if taken > memory:
-            raise UserError(_too_large(needs, memory, "this machine", config))
+            raise UserError(_too_large(needs, memory, "this machine", config, model))
         return
     where = torch.cuda.get_device_name(config.device) if torch.cuda.is_available() else config.device
     if taken + needs.step > memory:
-        raise UserError(_too_large(needs, memory, where, config))
+        raise UserError(_too_large(needs, memory, where, config, model))
     check_longest(config, needs, needs.cache_bytes(memory - taken, is_share=bool(config.gpu_memory_utilization)))
 
 
@@ -120,17 +120,18 @@ def gib(count: int) -> str:
     return f"{max(count, 0) / 2**30:.1f} GiB"
 
 
-def _too_large(needs: Needs, memory: int, where: str, config: EngineConfig) -> str:
+def _too_large(needs: Needs, memory: int, where: str, config: EngineConfig, model: ModelConfig) -> str:
+    is_cpu = torch.device(config.device).type == "cpu"
     parts = [f"weights {gib(needs.weights)}"]
     if needs.drafter:
         parts.append(f"drafter {gib(needs.drafter)}")
-    if torch.device(config.device).type != "cpu":
+    if not is_cpu:
         parts.append(f"a step {gib(needs.step)}")
     advice = ["use a smaller model"]
-    if config.quantization != "int4":
+    if config.quantization != "int4" and (is_cpu or model.moe is None):
         advice.insert(0, "add --quantization int4" if config.quantization == "int8" else "add --quantization int8 or int4")
     if config.gpu_memory_utilization:
         advice.insert(0, "raise --gpu-memory-utilization")
-    elif torch.device(config.device).type != "cpu" and needs.weights + needs.drafter < memory:
+    elif not is_cpu and needs.weights + needs.drafter < memory:
         advice.insert(0, "lower --max-num-batched-tokens or --max-num-seqs")
     return f"the model does not fit {where}: {' + '.join(parts)}, and {gib(memory)} are free; {', or '.join(advice)}"

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge import devices
 from fledge.checkpoints.hf import save_decoder
 from fledge.engine import build, fit, memory
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
+from fledge.kernels.formats import fp8
 from fledge.kernels.quantization import quantize_linears
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -58,6 +60,20 @@ def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> N
     fit.check_fits(default_config(model, quantization="int4", max_model_len=4096), model)
     with pytest.raises(UserError, match="raise --gpu-memory-utilization"):
         fit.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
+
+
+def test_experts_are_not_quantised_on_a_gpu(monkeypatch) -> None:
+    """Quantised experts are run one by one there, which asks the host which: no graph can be captured."""
+    model = tiny_decoder(architecture="Qwen3MoeForCausalLM").config
+    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(fp8, "reads_fp8", lambda device: True)
+    for quantization in ("int8", "int4", "fp8", "gguf"):
+        with pytest.raises(UserError, match=f"--quantization {quantization} is not .* experts on a GPU"):
+            EngineConfig(quantization=quantization).resolve(model)
+    EngineConfig(quantization="int8").resolve(tiny_decoder().config)
+    with_memory(monkeypatch, 10_000)
+    with pytest.raises(UserError, match=r"are free; use a smaller model$"):
+        fit.check_fits(default_config(model), model)
 
 
 def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_does(shapes, monkeypatch) -> None:
