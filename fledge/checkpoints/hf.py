@@ -21,7 +21,7 @@ from fledge.checkpoints.layouts import file_names as file_names
 from fledge.checkpoints.packed_linears import PackedLinears
 from fledge.checkpoints.quantized import PackedTensors, Scheme, read_scheme
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
-from fledge.config import FAMILIES, ModelConfig, RopeConfig
+from fledge.config import FAMILIES, ModelConfig, RopeConfig, text_part
 from fledge.config_checks import token_ids
 from fledge.errors import ModelError
 from fledge.files import write_json
@@ -68,13 +68,12 @@ def load_decoder(
     folder, config = Path(folder), load_config(folder)
     scheme = load_scheme(folder)
     with text_tensors(TensorReader(folder)) as reader:
-        if "lm_head.weight" not in reader.shapes:
-            config = dataclasses.replace(config, tie_embeddings=True)
-        expected, packed = tensor_shapes(config), None
-        if scheme is not None:
-            packed = PackedTensors(reader, scheme)
+        packed = None if scheme is None else PackedTensors(reader, scheme)
+        config = _with_head(config, reader, packed)
+        expected, found = tensor_shapes(config), reader.shapes
+        if packed is not None:
             expected = packed.expected(expected)
-        found = {name: shape for name, shape in reader.shapes.items() if packed is None or not packed.ignored(name)}
+            found = {name: shape for name, shape in found.items() if name in expected or not packed.ignored(name)}
         check_tensors(found, expected, str(folder))
         decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
         linears = PackedLinears(decoder, keep, dtype, device)
@@ -98,6 +97,23 @@ def load_decoder(
     if scheme is not None:
         log.info("%s: %s; %s", folder, scheme.description, linears.summary())
     return complete(decoder, dtype, device)
+
+
+def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors | None) -> ModelConfig:
+    """Whether the head is the embedding, as the file has it; refused where config.json says otherwise."""
+    head, embedding, folder = "lm_head.weight", "model.embed_tokens.weight", reader.folder
+    if packed is not None and packed.has(head):  # a quantised head is no embedding
+        return dataclasses.replace(config, tie_embeddings=False)
+    if head not in reader.shapes:
+        if text_part(read_json(folder / "config.json")).get("tie_word_embeddings") is False:
+            raise ModelError(f"{folder}: {head} is missing, and tie_word_embeddings is false; fetch the model again")
+        return dataclasses.replace(config, tie_embeddings=True)
+    if config.tie_embeddings and embedding in reader.shapes and not torch.equal(reader.read(head), reader.read(embedding)):
+        raise ModelError(
+            f"{folder}: tie_word_embeddings is true, and {head} is not the embedding; set it to false in config.json to use "
+            "that head, or take the head out of the file"
+        )
+    return config
 
 
 def load_scheme(folder: str | Path) -> Scheme | None:

@@ -158,6 +158,39 @@ def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
     assert run(engine, prompts, params) == wanted
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-int4", "ct-fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantised_head(name: str, tied: bool, tmp_path: Path) -> None:
+    """It is no embedding, whatever the file says of that."""
+    packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name, also=("lm_head.weight",))
+    _change_config(packed, tie_word_embeddings=tied)
+    tokens, wanted = torch.arange(30), load_decoder(twin)
+    for keep in (frozenset(), KEPT["cuda"]):
+        found = load_decoder(packed, keep=keep)
+        assert isinstance(found.lm_head, QuantizedLinear) == bool(keep)
+        logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in (wanted, found)]
+        assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+def test_biases_of_zeros_beside_quantised_linears(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them for all linears; what is not zero belongs to a network that is not this one."""
+    packed, _ = write_quantised(tiny_decoder(**SIZES), tmp_path, "gptq")
+    tensors = load_file(packed / "model.safetensors")
+    biases = {name.replace("scales", "bias"): torch.zeros(x.shape[1]) for name, x in tensors.items() if "scales" in name}
+    save_file(tensors | biases, packed / "model.safetensors")
+    load_decoder(packed)
+    biases["model.layers.1.mlp.up_proj.bias"][3] = 1.0
+    save_file(tensors | biases, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"not expected: model\.layers\.1\.mlp\.up_proj\.bias$"):
+        load_decoder(packed)
+
+
+def _change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
 def test_experts(tmp_path: Path) -> None:
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM", **SIZES | {"num_layers": 4}, moe=MoEConfig(4, 2, 128, layers=(0, 2, 3)))
     packed, twin = write_quantised(decoder, tmp_path, "awq")
