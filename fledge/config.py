@@ -93,7 +93,7 @@ class ModelConfig:
                 num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=whole_number(config, "num_key_value_heads", num_heads),
-                max_positions=whole_number(config, "max_position_embeddings", 2048),
+                max_positions=fields["rope"].longest(whole_number(config, "max_position_embeddings", 2048)),
                 rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
                 eos_token_ids=token_ids(config.get("eos_token_id")),
                 bos_token_id=next(iter(token_ids(config.get("bos_token_id"), "bos_token_id")), None),

@@ -80,6 +80,13 @@ class RopeConfig:
         rope.check()
         return rope
 
+    def longest(self, max_positions: int) -> int:
+        """The model's longest text. Model cards say how to switch yarn on without raising max_position_embeddings, and vLLM
+        derives the length from yarn alone."""
+        if self.kind != "yarn" or self.original_max_positions is None:
+            return max_positions
+        return max(max_positions, int(self.original_max_positions * self.factor))
+
     def check(self) -> None:
         """Angles must be finite at every position."""
         for name in ("theta", "factor", "original_max_positions", "beta_fast", "beta_slow"):

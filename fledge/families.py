@@ -18,6 +18,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 SILU = ("silu", "swish")
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, in `layer_types`
 # Keys of architectures that are close to ours, and the values at which they change nothing.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
@@ -37,6 +38,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "num_kv_shared_layers": (None, 0),
     "parallel_attn": (None, False),
     "no_rope_layers": (None, [], ()),
+    "dual_chunk_attention_config": (None, {}),
 }
 
 
@@ -58,7 +60,12 @@ def read_fields(architecture: str, config: Config, num_layers: int) -> Fields:
     for key, neutral in FOREIGN.items():
         if config.get(key) not in neutral:
             raise ModelError(f"config.json: {key} {shown(config[key])} is not supported for {architecture}")
-    return FAMILIES[architecture].read(config, num_layers)
+    kinds, fields = _kinds(config, num_layers), FAMILIES[architecture].read(config, num_layers)
+    for layer, (kind, window) in enumerate(zip(kinds, fields["windows"], strict=False)):
+        if kind != (FULL if window is None else SLIDING):
+            with_what = f"sliding_window {window}" if window else "no sliding window"
+            raise ModelError(f"config.json: layer_types {kind} of layer {layer} contradicts {with_what} of {architecture}")
+    return fields
 
 
 def _check_activation(config: Config, supported: tuple[str, ...] = SILU, key: str = "hidden_act") -> None:
@@ -88,9 +95,12 @@ def _mistral(config: Config, num_layers: int) -> Fields:
 
 def _qwen(config: Config, num_layers: int) -> Fields:
     """Qwen switches a sliding window on by flag, and from a layer upwards."""
-    window = _window(config.get("sliding_window", 4096)) if config.get("use_sliding_window", False) else None
     first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
-    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, window, first)}
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, _qwen_window(config), first)}
+
+
+def _qwen_window(config: Config) -> int | None:
+    return _window(config.get("sliding_window", 4096)) if config.get("use_sliding_window", False) else None
 
 
 def _qwen2(config: Config, num_layers: int) -> Fields:
@@ -109,16 +119,21 @@ def _qwen3_moe(config: Config, num_layers: int) -> Fields:
         normalise=bool(config.get("norm_topk_prob", False)),
         layers=_sparse_layers(config, num_layers),
     )
-    return _qwen3(config, num_layers) | {"moe": moe}
+    # Without Qwen3's `max_window_layers`: a window is of all layers.
+    return _llama(config, num_layers) | {"windows": (_qwen_window(config),) * num_layers, "qk_norm": True, "moe": moe}
 
 
 def _qwen2_moe(config: Config, num_layers: int) -> Fields:
     fields = _qwen3_moe(config, num_layers)
     moe = fields["moe"]
     shared = whole_number(config, "shared_expert_intermediate_size")
-    bias = config.get("qkv_bias", True)
+    bias, below = config.get("qkv_bias", True), whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     shared_moe = MoEConfig(moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.normalise, shared, moe.layers)
-    return fields | {"qk_norm": False, "qkv_bias": bool(bias), "output_bias": False, "moe": shared_moe}
+    # As transformers has it: a window is of every other layer, up to a layer.
+    kinds = [SLIDING if layer % 2 == 0 and layer < below else FULL for layer in range(num_layers)]
+    windows = _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, _qwen_window(config))
+    biases = {"qkv_bias": bool(bias), "output_bias": False}
+    return fields | biases | {"windows": windows, "qk_norm": False, "moe": shared_moe}
 
 
 def _mixtral(config: Config, num_layers: int) -> Fields:
@@ -145,7 +160,7 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
     pattern = whole_number(config, "sliding_window_pattern", 6)
     if pattern < 1:
         raise ModelError(f"config.json: sliding_window_pattern must be positive, not {pattern}")
-    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
+    kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     scalar = number(config, "query_pre_attn_scalar") or 256.0
     if scalar <= 0:
         raise ModelError(f"config.json: query_pre_attn_scalar must be positive, not {scalar}")
@@ -200,17 +215,20 @@ def _window(value: Any) -> int | None:
     return window
 
 
+def _kinds(config: Config, num_layers: int) -> list[str]:
+    """`layer_types`; none: the family's own."""
+    kinds = config.get("layer_types") or []
+    if kinds and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
+        raise ModelError(f"config.json: layer_types {shown(unknown[0])} is not supported")
+    return kinds
+
+
 def _windows(config: Config, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
     """Sliding window per layer: of the layers that `layer_types` names, or from `first` upwards."""
-    if window is None:
-        return (None,) * num_layers
-    if kinds := config.get("layer_types"):
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
-        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise ModelError(f"config.json: layer_types {shown(unknown[0])} is not supported")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = _kinds(config, num_layers) or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _sparse_layers(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -225,7 +243,9 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(
         "Mistral", "Mistral 7B, Nemo, Small (text)", "mistral", _mistral, "a sliding window", gguf="llama"
     ),
-    "MixtralForCausalLM": Family("Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts"),
+    "MixtralForCausalLM": Family(
+        "Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts", defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    ),
     "Qwen2ForCausalLM": Family(
         "Qwen2", "Qwen2, Qwen2.5, DeepSeek-R1-Distill", "qwen2", _qwen2, "biases of queries, keys and values", gguf="qwen2"
     ),
@@ -252,6 +272,11 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Phi3ForCausalLM": Family(
-        "Phi-3, Phi-4", "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3", _phi3, "partial rotary embeddings, longrope"
+        "Phi-3, Phi-4",
+        "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        "phi3",
+        _phi3,
+        "partial rotary embeddings, longrope",
+        defaults={"rms_norm_eps": 1e-5},
     ),
 }

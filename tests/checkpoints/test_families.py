@@ -44,6 +44,11 @@ MOE, GEMMA, PHI = "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("LlamaForCausalLM", {"attention_multiplier": 0.1}, "attention_multiplier"),
         ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4, "use_sliding_window": True}, "linear_attention"),
+        ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types sliding_attention of layer 0"),
+        ("LlamaForCausalLM", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_attention of layer 3"),
+        (MOE, {"layer_types": ["full_attention"] * 4, "use_sliding_window": True}, "full_attention of layer 0"),
+        ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
     ],
 )
 def test_what_is_close_but_not_the_same_is_refused(architecture: str, change: dict[str, Any], named: str) -> None:
@@ -87,6 +92,25 @@ def test_the_text_of_a_model_of_texts_and_images(prefix: str, tmp_path: Path) ->
     assert loaded.config.eos_token_ids == (1, 106)
     for (name, mine), (_, theirs) in zip(decoder.named_parameters(), loaded.named_parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, msg=name)
+
+
+def test_yarn_as_model_cards_tell_to_set_it() -> None:
+    """Qwen2.5's and Qwen3's: max_position_embeddings stays what it was."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    content = config_to_hf(tiny_model_config("Qwen2ForCausalLM"))
+    for said, found in ((32768, 131_072), (40960, 131_072), (262_144, 262_144)):
+        config = ModelConfig.from_hf(content | {"rope_scaling": scaling, "max_position_embeddings": said})
+        assert config.max_positions == found
+        assert ModelConfig.from_hf(config_to_hf(config)) == config
+    assert ModelConfig.from_hf(content | {"rope_scaling": scaling | {"type": "linear"}}).max_positions == 512
+
+
+def test_keys_that_mixtral_and_phi_leave_out_have_their_own_defaults() -> None:
+    mixtral, phi = (config_to_hf(tiny_model_config(name)) for name in ("MixtralForCausalLM", PHI))
+    for key in ("rope_theta", "rms_norm_eps"):
+        del mixtral[key], phi[key]
+    assert (ModelConfig.from_hf(mixtral).rope.theta, ModelConfig.from_hf(mixtral).rms_norm_eps) == (1e6, 1e-5)
+    assert (ModelConfig.from_hf(phi).rope.theta, ModelConfig.from_hf(phi).rms_norm_eps) == (1e4, 1e-5)
 
 
 def test_keys_that_gemma_leaves_out_have_its_own_defaults() -> None:

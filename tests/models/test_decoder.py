@@ -76,6 +76,8 @@ CASES = {
     "qwen3-moe-some-layers": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
     "qwen2-moe-no-bias": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False}),
+    "qwen3-moe-window": ("Qwen3Moe", {**EXPERTS, **QWEN_WINDOW}),
+    "qwen2-moe-window": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, **QWEN_WINDOW, "max_window_layers": 3}),
     "gemma3": ("Gemma3", GEMMA),
     "gemma3-scaled": ("Gemma3", {**GEMMA, "rope_parameters": GEMMA_ROPES, "query_pre_attn_scalar": 5}),
     "gemma3-untied": ("Gemma3", {**GEMMA, "tie_word_embeddings": False}),
