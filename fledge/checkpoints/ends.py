@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge import sources
-from fledge.checkpoints.hf import load_config, text_tensors
+from fledge.checkpoints.hf import load_config, load_scheme, text_tensors
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
 from fledge.config import is_supported, text_part
@@ -87,7 +87,8 @@ def fetch_ends(name: str) -> Path:
 
 
 def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
-    config, known = text_config(folder), load_config(folder) if _is_known(folder) else None
+    config = text_config(folder)
+    known = load_config(folder) if is_supported(config) else None
     is_tied = config.get("tie_word_embeddings") if known is None else known.tie_embeddings
     with _SomeTensors(folder, _is_end) as reader:
         names = {end: reader.find(ending) for end, ending in ENDS.items()}
@@ -131,8 +132,11 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_known(folder: Path) -> bool:
-    config = read_json(folder / "config.json")
-    return is_supported(config) and not config.get("quantization_config")
+    """Whether its layers are plain weights of a family of ours."""
+    try:
+        return is_supported(read_json(folder / "config.json")) and load_scheme(folder) is None
+    except ModelError:  # quantised in a way that only its server knows
+        return False
 
 
 def _wanted(folder: Path) -> Callable[[str], bool]:

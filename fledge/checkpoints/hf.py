@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.layouts import file_names as file_names
 from fledge.checkpoints.packed_linears import PackedLinears
-from fledge.checkpoints.quantized import PackedTensors, Scheme, read_scheme
+from fledge.checkpoints.quantization_config import Scheme, read_scheme
+from fledge.checkpoints.quantized import PackedTensors
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
 from fledge.config import FAMILIES, ModelConfig, RopeConfig, text_part
-from fledge.config_checks import token_ids
+from fledge.config_checks import mapping, token_ids
 from fledge.errors import ModelError
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
@@ -118,8 +119,12 @@ def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors 
 
 def load_scheme(folder: str | Path) -> Scheme | None:
     """How a folder's weights are quantised; None: they are not."""
+    folder = Path(folder)
+    config, apart = text_part(read_json(folder / "config.json")), folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and apart.exists():  # of modelopt
+        config["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(apart), "quantization")}
     try:
-        return read_scheme(read_json(Path(folder) / "config.json"))
+        return read_scheme(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
 
