@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.layouts import file_names as file_names
-from fledge.checkpoints.packed_linears import PackedLinears
+from fledge.checkpoints.packed_linears import PackedLinears, may_keep
 from fledge.checkpoints.quantization_config import Scheme, read_scheme
 from fledge.checkpoints.quantized import PackedTensors
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
@@ -61,10 +61,13 @@ def load_decoder(
     device: str | torch.device = "cpu",
     *,
     keep: Collection[str] = (),
+    place: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Decoder:
     """The network takes the tensors as they are read: no second copy, no initialisation.
 
     `keep`: formats of quantised linears that stay as they are (`quantized.KEPT`); others become plain weights.
+
+    `place`: what takes the place of a linear, asked as soon as it is read: the next is read into memory that it gave back.
     """
     folder, config = Path(folder), load_config(folder)
     scheme = load_scheme(folder)
@@ -78,12 +81,12 @@ def load_decoder(
         check_tensors(found, expected, str(folder))
         decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
         linears = PackedLinears(decoder, keep, dtype, device)
-        parameters = dict(decoder.named_parameters())
-        for name in track(parameters, "loading weights", "bytes", lambda name: parameters[name].numel() * dtype.itemsize):
+
+        def read(name: str) -> None:
             names = layout.file_names(name)
             if packed is not None and all(packed.has(part) for part in names):
                 linears.add(name, [packed.read(part, shapes[part]) for part in names], layout.head_order(name))
-                continue
+                return
             kept = torch.float32 if layout.is_exact(name) else dtype
             parts = [
                 packed.read(part, shapes[part]).dequantize(kept).to(device)
@@ -94,10 +97,40 @@ def load_decoder(
             value = layout.join(name, parts)
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(value.contiguous(), requires_grad=False))
-    linears.replace()
+
+        # Modules with parameters of their own; not a tied head, whose weight is the embedding's.
+        sizes = {name: parameter.numel() * dtype.itemsize for name, parameter in decoder.named_parameters()}
+        owners: dict[str, list[str]] = {}
+        for name in sizes:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        for owner in track(owners, "loading weights", "bytes", lambda owner: sum(sizes[name] for name in owners[owner])):
+            for name in owners[owner]:
+                read(name)
+            parent, _, attribute = owner.rpartition(".")
+            linear = decoder.get_submodule(owner)
+            if isinstance(linear, nn.Linear):
+                finished = linears.finished(owner, linear)
+                setattr(decoder.get_submodule(parent), attribute, finished if place is None else place(owner, finished))
     if scheme is not None:
         log.info("%s: %s; %s", folder, scheme.description, linears.summary())
     return complete(decoder, dtype, device)
+
+
+def kept_bits(
+    folder: str | Path, config: ModelConfig, keep: Collection[str], device: str | torch.device
+) -> dict[str, float] | None:
+    """Bits a weight of the linears that `load_decoder` would keep quantised, from the names and shapes of the file's tensors;
+    None: the checkpoint is plain. Those that turn out to have no exact form will take more."""
+    if (scheme := load_scheme(folder)) is None:
+        return None
+    with text_tensors(TensorReader(Path(folder))) as reader:
+        packed, layout, found = PackedTensors(reader, scheme), Layout(config), {}
+        for name, module in empty_decoder(config).named_modules():
+            if isinstance(module, nn.Linear) and may_keep(name, scheme.format, keep, torch.device(device)):
+                parts = layout.file_names(f"{name}.weight")
+                if all(map(packed.has, parts)):
+                    found[name] = packed.bits(parts[0], module.in_features)
+        return found
 
 
 def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors | None) -> ModelConfig:

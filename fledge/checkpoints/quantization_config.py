@@ -38,8 +38,13 @@ class Scheme:
     group_size: int | None = None  # inputs a scale; -1: all of them; None: not said
 
     @property
+    def format(self) -> str:
+        """Of kernels that read such weights."""
+        return "fp8" if self.layout == "fp8" else f"int{self.bits}"
+
+    @property
     def description(self) -> str:
-        kind = "FP8" if self.layout == "fp8" else f"int{self.bits}"
+        kind = self.format.replace("fp8", "FP8")
         return self.method if "fp8" in self.method else f"{self.method}, {kind}"
 
     @property

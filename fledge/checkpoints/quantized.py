@@ -46,6 +46,13 @@ class PackedTensors:
                 expected[name] = shape
         return expected
 
+    def bits(self, weight: str, inputs: int) -> float:
+        """A weight's own and its part of scales and offsets, at most."""
+        if self.scheme.layout == "fp8":
+            return 8 + 32 / (self.scheme.block[1] if self.scheme.block else inputs)
+        groups = {"awq": ("scales", 0), "gptq": ("scales", 0), "packed": ("weight_scale", 1)}.get(self.scheme.layout)
+        return self.scheme.bits + 48 * (1 if groups is None else self._groups(weight, *groups, inputs)) / inputs
+
     def ignored(self, name: str) -> bool:
         """A tensor that no network of ours has, and that changes nothing: AutoGPTQ wrote biases of zeros for all linears."""
         owner, _, part = name.rpartition(".")
