@@ -39,6 +39,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
