@@ -140,7 +140,10 @@ def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors 
     if packed is not None and packed.has(head):  # a quantised head is no embedding
         return dataclasses.replace(config, tie_embeddings=False)
     if head not in reader.shapes:
-        if text_part(read_json(folder / "config.json")).get("tie_word_embeddings") is False:
+        whole = read_json(folder / "config.json")
+        # Of a model of texts and images, transformers 5 believes the whole's, and others the text's.
+        said = [part.get("tie_word_embeddings") for part in (whole, mapping(whole, "text_config"))]
+        if False in said and True not in said:
             raise ModelError(f"{folder}: {head} is missing, and tie_word_embeddings is false; fetch the model again")
         return dataclasses.replace(config, tie_embeddings=True)
     if config.tie_embeddings and embedding in reader.shapes and not torch.equal(reader.read(head), reader.read(embedding)):
@@ -248,6 +251,16 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
         # Absent would mean 4096 to transformers, and a padding token past a small vocabulary.
         hf |= {"sliding_window": window, "pad_token_id": None}
+    elif family.model_type in ("ministral", "gemma", "seed_oss", "smollm3", "glm", "glm4"):
+        hf |= {"sliding_window": window, "pad_token_id": None}
+        if family.model_type in ("seed_oss", "glm", "glm4"):
+            hf |= {"attention_bias": config.qkv_bias, "attention_out_bias": config.output_bias}
+        if family.model_type == "ministral":
+            hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+        if family.model_type == "gemma":
+            hf["hidden_act"] = "gelu_pytorch_tanh"
+        if family.model_type == "smollm3":
+            hf["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
     elif family.model_type.startswith("qwen"):
         hf["use_sliding_window"], hf["sliding_window"] = window is not None, window
         if window is not None:
@@ -262,8 +275,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         hf |= {"norm_topk_prob": moe.normalise, "mlp_only_layers": plain, "decoder_sparse_step": 1}
         if moe.shared_intermediate_size:
             hf |= {"shared_expert_intermediate_size": moe.shared_intermediate_size, "qkv_bias": config.qkv_bias}
-    if config.sandwich_norms:
-        assert config.local_rope is not None
+    if config.local_rope is not None:
         hf |= {"hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": config.local_rope.theta}
         hf |= {"query_pre_attn_scalar": round(config.head_dim / config.query_scale**2), "sliding_window": window or 4096}
         hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
@@ -303,7 +315,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # A model of texts and images: its language model's names, in two spellings, and what is not read.
 TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
-IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
 def text_tensors(reader: TensorReader) -> TensorReader:

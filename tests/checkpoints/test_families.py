@@ -42,6 +42,14 @@ MOE, GEMMA, PHI = "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
         (PHI, {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "must have 3 numbers"),
         (PHI, {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": [1.0]}}, "short_factor"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("LlamaForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
+        ("MistralForCausalLM", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
+        ("GemmaForCausalLM", {"hidden_act": "relu"}, "hidden_act"),
+        ("GemmaForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": 4}, "no_rope_layers"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
         ("LlamaForCausalLM", {"attention_multiplier": 0.1}, "attention_multiplier"),
         ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4, "use_sliding_window": True}, "linear_attention"),
         ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
@@ -92,6 +100,30 @@ def test_the_text_of_a_model_of_texts_and_images(prefix: str, tmp_path: Path) ->
     assert loaded.config.eos_token_ids == (1, 106)
     for (name, mine), (_, theirs) in zip(decoder.named_parameters(), loaded.named_parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, msg=name)
+
+
+def test_a_configuration_of_texts_and_images_may_be_flat() -> None:
+    """As Qwen/Qwen2.5-VL-3B-Instruct says it: tied, and no rope base of its own in `rope_scaling`."""
+    content = config_to_hf(tiny_model_config("Qwen2ForCausalLM", tie_embeddings=True)) | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "rope_theta": 2e6,
+        "vision_config": {"hidden_size": 1280},
+    }
+    config = ModelConfig.from_hf(content)
+    assert (config.architecture, config.rope.kind, config.rope.theta) == ("Qwen2ForCausalLM", "default", 2e6)
+    assert config.tie_embeddings
+    del content["rope_theta"]
+    assert ModelConfig.from_hf(content).rope.theta == 1e6
+    stretched = {"type": "yarn", "mrope_section": [1, 1, 2], "factor": 4.0, "original_max_position_embeddings": 512}
+    assert ModelConfig.from_hf(content | {"rope_scaling": stretched}).max_positions == 2048
+
+
+def test_layers_without_rope_of_smollm3() -> None:
+    content = config_to_hf(tiny_model_config("SmolLM3ForCausalLM", num_layers=9))
+    del content["no_rope_layers"]
+    assert ModelConfig.from_hf(content).unrotated == (3, 7)
+    assert ModelConfig.from_hf(content | {"no_rope_layer_interval": 2}).unrotated == (1, 3, 5, 7)
 
 
 def test_yarn_as_model_cards_tell_to_set_it() -> None:
