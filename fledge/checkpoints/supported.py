@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fledge.checkpoints.gguf import ARCHITECTURES
-from fledge.checkpoints.quantized import KEPT, METHODS
+from fledge.checkpoints.quantization_config import METHODS
+from fledge.checkpoints.quantized import KEPT
 from fledge.config import TEXT_PARTS
 from fledge.config_parts import RopeConfig
 from fledge.families import FAMILIES, FOREIGN
@@ -20,6 +21,7 @@ HEAD = """# Models
 Made by `python -m fledge.checkpoints.supported` from the tables that the readers use; a test compares the two.
 """
 FORMAT_OF = {"awq": ("int4",), "gptq": ("int4", "int8"), "fp8": ("fp8",), "compressed-tensors": ("int4", "int8", "fp8")}
+FORMAT_OF |= {"auto-round": ("int4", "int8"), "modelopt": ("fp8",), "fbgemm_fp8": ("fp8",)}
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 

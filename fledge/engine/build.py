@@ -16,7 +16,7 @@ from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import open_gguf
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
-from fledge.checkpoints.hf import load_config, load_decoder, load_scheme
+from fledge.checkpoints.hf import kept_bits, load_config, load_decoder, load_scheme
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
@@ -35,7 +35,7 @@ from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.formats.fp8 import reads_fp8
 from fledge.kernels.linear.packed import pack_linears
-from fledge.kernels.quantization import quantize_linears
+from fledge.kernels.quantization import quantize_linears, quantized_linear
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.moe import stack_experts
@@ -75,7 +75,7 @@ def build_engine(
     is_eager = is_cpu if capture is None else False
     if is_cpu and not is_eager:
         config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
-    is_checked = True
+    is_checked, kept = True, None
     if isinstance(model, Decoder):
         name, target, load = "", model.config, partial(_given, model)
         config = config.resolve(target)
@@ -107,12 +107,13 @@ def build_engine(
                     f"--quantization {config.quantization}: {model} is quantised already ({scheme.description}); leave it out"
                 )
             place = (torch.float32, "cpu") if exact else (config.weight_dtype, config.device)
-            load = partial(load_decoder, folder, *place, keep=kept_formats(config, pack=is_eager))
-            is_checked = scheme is None  # how much of it stays as small as it is shows when it is read
+            keep = kept_formats(config, pack=is_eager)
+            load = partial(load_decoder, folder, *place, keep=keep, place=partial(fit_linear, config, is_eager))
+            kept = kept_bits(folder, target, keep, config.device)
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
     if name and is_checked:
-        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None)
+        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None, kept)
     decoder = load()
     if target.rope.kind == "longrope":
         decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
@@ -176,17 +177,33 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
         return network.float()
     # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
     embedding = network.embed_tokens
-    if config.dtype == "float16":
-        if isinstance(network, EagleDrafter):
-            pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
-        else:
-            pack_linears(network, 16)
-    elif native.library() is not None:
-        pack_linears(network, 32)
+    if config.dtype == "float16" and isinstance(network, EagleDrafter):
+        pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
+    else:
+        _pack(network, config)
     network = network.float()
     if config.dtype == "float16" and isinstance(embedding, torch.nn.Embedding):
         embedding.weight = torch.nn.Parameter(embedding.weight.half(), requires_grad=False)
     return network
+
+
+def fit_linear(config: EngineConfig, pack: bool, name: str, linear: torch.nn.Module) -> torch.nn.Module:
+    """What `fit` makes of one of a target's linears."""
+    linear.requires_grad_(False)
+    if config.quantization != "none" and isinstance(linear, torch.nn.Linear):
+        linear = quantized_linear(name, linear, config.quantization, config.device)
+    if not _is_cpu(config) or not pack:
+        return linear
+    holder = torch.nn.ModuleDict({"linear": linear})
+    _pack(holder, config)
+    return holder["linear"]
+
+
+def _pack(module: torch.nn.Module, config: EngineConfig) -> None:
+    if config.dtype == "float16":
+        pack_linears(module, 16)
+    elif native.library() is not None:
+        pack_linears(module, 32)
 
 
 def _load_network(

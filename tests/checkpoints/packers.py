@@ -170,12 +170,12 @@ def packed_linear(name: str, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tens
     return compressed_tensors(weight, bits, symmetric=symmetric, act_order=act_order), weight.values()
 
 
-def write_quantised(decoder: Decoder, folder: Path, name: str) -> tuple[Path, Path]:
-    """A quantised checkpoint, and its dequantised twin. Router and head stay plain."""
+def write_quantised(decoder: Decoder, folder: Path, name: str, *, also: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """A quantised checkpoint, and its dequantised twin. Router and head stay plain unless `also` names them."""
     plain, packed = (save_decoder(decoder, folder / part) for part in ("twin", name))
     tensors, values = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for weight in list(tensors):
-        is_linear = weight.endswith("_proj.weight") or ".experts." in weight
+        is_linear = weight.endswith(("_proj.weight", *also)) or ".experts." in weight
         if is_linear:
             parts, values[weight] = packed_linear(name, tensors.pop(weight))
             tensors |= {weight.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
