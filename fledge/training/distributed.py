@@ -36,6 +36,7 @@ class DistributedContext:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # processes on this machine
     control: Any = None  # process group on the host, for small messages: it never waits for a GPU
 
     @classmethod
@@ -44,13 +45,13 @@ class DistributedContext:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if use_cuda:
             torch.cuda.set_device(local_rank)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if use_cuda else "gloo", timeout=None if use_cuda else PATIENCE)
         control = dist.new_group(backend="gloo", timeout=PATIENCE) if use_cuda else dist.group.WORLD
-        return cls(dist.get_rank(), size, local_rank, control)
+        return cls(dist.get_rank(), size, local_rank, local_size, control)
 
     @property
     def is_first(self) -> bool:
@@ -96,6 +97,22 @@ class DistributedContext:
         result, problem = self.broadcast((result, problem))
         if problem is not None:
             raise problem
+        return result
+
+    def on_each(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on every process; each returns its own result. A user's mistake on one is raised by all."""
+        if self.size == 1:
+            return work()
+        result, problem = None, None
+        try:
+            result = work()
+        except UserError as error:
+            problem = error
+        found: list[UserError | None] = [None] * self.size
+        dist.all_gather_object(found, problem, group=self.control)
+        for problem in found:
+            if problem is not None:
+                raise problem
         return result
 
     @contextmanager

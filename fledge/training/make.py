@@ -29,10 +29,10 @@ from fledge.tokenizer import Tokenizer
 from fledge.training import toy
 from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
+from fledge.training.datagen.answers import Log, Progress, answer, num_lines, sizes
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import Retention, robustness
-from fledge.training.make_answers import Progress, Say, answer, num_lines, sizes
-from fledge.training.planning import MakePlan
+from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.targets.loading import target_shape
 from fledge.training.trainer import train, train_arms
@@ -65,7 +65,7 @@ def make(
     decontaminate: Sequence[Path] = (),
     twin: bool = False,
     device: str = "auto",
-    say: Say = print,
+    log: Log = print,
 ) -> Made | None:
     """Makes a drafter in `out`. Returns None in the processes of torchrun that are not the first.
 
@@ -76,25 +76,38 @@ def make(
     world = DistributedContext.join(use_cuda=place.type == "cuda")
     settings = {"model": model, "prompts": None if prompts is None else str(prompts), "endpoint": endpoint, "twin": twin}
 
-    def prepare() -> tuple[MakePlan, dict[str, Any], Progress]:
+    def prepare() -> tuple[MakePlan, Any, Path, Progress]:
         progress = Progress.load(out / "make.json", settings)
         name = str(toy.make(out / "toy", num_answers=1) / "target") if model == "toy" else model
         folder = fetch_ends(name) if endpoint else sources.resolve(name)
         shape, _ = target_shape(folder)
-        tokenizer = Tokenizer(folder)
-        plan = MakePlan.of(name, shape, tokenizer, place, hours, prompts, endpoint, endpoint_states)
-        say(f"the plan, for {hours:g} hours:\n{plan.describe()}")
+        plan = MakePlan.of(
+            name,
+            shape,
+            Tokenizer(folder),
+            place,
+            hours,
+            prompts,
+            endpoint,
+            endpoint_states,
+            num_processes=world.size,
+            num_answering=1 if endpoint else world.local_size,  # other machines may not see the same files
+            twin=twin,
+        )
+        log(f"the plan, for {hours:g} hours:\n{plan.describe()}")
         out.mkdir(parents=True, exist_ok=True)
         progress.save()
-        if "answers" not in progress.done:
-            answer(plan, shape, tokenizer, out, progress, decontaminate, say)
-        return plan, _recipe(plan, out, progress, twin, say).to_dict(), progress
+        return plan, shape, folder, progress
 
     try:
-        plan, content, progress = world.on_first(prepare)
-        recipe = build_recipe(content)
+        log = log if world.is_first else (lambda text: None)
+        plan, shape, folder, progress = world.on_first(prepare)
+        if "answers" not in progress.done:
+            tokenizer = Tokenizer(folder) if world.rank < plan.num_answering else None
+            answer(plan, shape, tokenizer, out, progress, decontaminate, log, world)
+        recipe = build_recipe(world.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
         if "training" not in progress.done:
-            recipe = _train(recipe, twin, say if world.is_first else lambda text: None, world)
+            recipe = _train(recipe, twin, log, world)
     finally:
         world.leave()
     if not world.is_first:
@@ -102,13 +115,13 @@ def make(
     if "training" not in progress.done:
         progress.finish("training")
     release_memory(place)
-    return _finish(plan, recipe, out, progress, twin, say)
+    return _finish(plan, recipe, out, progress, twin, log)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say) -> Recipe:
+def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
     """Returns the training recipe. It is written once, so that a resumed run has the same steps; its times may change."""
     path, seconds = out / "recipe.yaml", plan.train_seconds(progress.spent)
     if path.is_file():
@@ -116,16 +129,14 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say)
         return replace(recipe, run=replace(recipe.run, **plan.run_times(seconds), device=plan.device))
     train_file = out / "data" / "train.jsonl"
     num_tokens, longest = sizes(train_file)
-    content = plan.recipe(out / "run", train_file, out / "data" / "held-out.jsonl", num_tokens, longest, seconds)
-    if twin:
-        content["run"]["patience"] = None  # arms end together
-    recipe = build_recipe(content)
+    held_out = out / "data" / "held-out.jsonl"
+    recipe = build_recipe(plan.recipe(out / "run", train_file, held_out, num_tokens, longest, seconds))
     write_atomically(path, lambda file: file.write(recipe.to_yaml().encode()))
-    say(f"training on about {num_tokens:,.0f} tokens, {recipe.data.global_batch_size} rows a step: {path}")
+    log(f"training on about {num_tokens:,.0f} tokens, {recipe.data.global_batch_size} rows a step: {path}")
     return recipe
 
 
-def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> Recipe:
+def _train(recipe: Recipe, twin: bool, log: Log, world: DistributedContext) -> Recipe:
     """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
     Returns the recipe that fitted."""
     began = time.perf_counter()
@@ -144,7 +155,7 @@ def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> R
             # Not on all: the others still wait in a collective. This process ends, and torchrun ends them.
             if not error.on_all or (not size and recipe.objective.recompute):
                 raise
-            say(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
+            log(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
             data, objective = replace(recipe.data, micro_batch_size=max(1, size)), replace(recipe.objective, recompute=True)
             recipe = replace(recipe, data=data, objective=objective)
         # Only here: the error holds on to everything that did not fit.
@@ -154,7 +165,7 @@ def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> R
 # --- checks and card --------------------------------------------------------------------------------------------------
 
 
-def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin: bool, say: Say) -> Made:
+def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin: bool, log: Log) -> Made:
     run, folder = Path(recipe.output), out / "drafter"
     if twin:
         shutil.rmtree(out / "twin", ignore_errors=True)
@@ -188,7 +199,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
     fresh.rename(folder)
     if "drafter" not in progress.done:
         progress.finish("drafter")
-    say(card)
+    log(card)
     return made
 
 

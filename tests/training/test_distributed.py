@@ -19,8 +19,9 @@ from fledge.training import toy
 from fledge.training.context import resolve
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build_recipe
+from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.trainer import train
+from tests.training.chat import prompts_of_toy
 
 # After every pass a sharded target has given up what it gathered, so that no process holds all of it. States on disk are made
 # of an odd number of rows: one process has a row less than the other, and must take part in its pass nevertheless.
@@ -221,6 +222,37 @@ def test_memory_that_runs_out_on_one_process_is_tried_again_by_both(by_one, tmp_
     path.write_text(two.to_yaml())
     run_two(path, MEMORY)
     assert train_lines(two)[-1]["step"] == 1
+
+
+MAKE = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fledge.training import make_plan
+from fledge.training.make import make
+
+make_plan.STEP_TOKENS["cpu"] = 3 * 128  # three rows a step for one process
+folder = Path(sys.argv[1])
+made = make("toy", folder / "out", hours=0.008, prompts=folder / "prompts.jsonl", device="cpu", log=lambda text: None)
+assert made is None or made.acceptance_length["5"] > 1
+"""
+
+
+def test_a_drafter_is_made_by_two_processes(tmp_path):
+    """Both answer, and three rows a step become four: one GPU's number stopped the command after all its answers."""
+    prompts_of_toy(tmp_path / "prompts.jsonl", 81)
+    run_two(tmp_path, MAKE)
+    out = tmp_path / "out"
+    names = ("answers.jsonl", "answers.rank1.jsonl", "answers-self.jsonl", "answers-self.rank1.jsonl")
+    ids = [[json.loads(line)["id"] for line in (out / name).read_text().splitlines()] for name in names]
+    assert [sorted(map(int, some)) for some in ids[:2]] == [list(range(0, 81, 2)), list(range(1, 81, 2))]
+    assert ids[2] != ids[3]  # each writes its own
+    trained = [json.loads(line)["id"] for line in (out / "data" / "train.jsonl").read_text().splitlines()]
+    own = [name for name in trained if name.startswith("self-")]
+    assert sorted(own) == sorted({*ids[2], *ids[3]})  # none twice, though the toy has few questions
+    recipe = load_recipe(out / "recipe.yaml")
+    assert (recipe.data.global_batch_size, recipe.data.micro_batch_size) == (4, 2)
+    assert json.loads((out / "drafter" / "provenance.json").read_text())["step"] > 0
 
 
 def test_a_step_that_cannot_be_shared_is_refused(by_one):
