@@ -31,7 +31,7 @@ from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
 from fledge.training.datagen.answers import Log, Progress, answer, num_lines, sizes
 from fledge.training.distributed import DistributedContext
-from fledge.training.evaluate import Retention, robustness
+from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
 from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
 from fledge.training.targets.loading import target_shape
@@ -48,7 +48,7 @@ class Interrupted(UserError):
 @dataclass(frozen=True)
 class Made:
     folder: Path
-    acceptance_length: dict[str, float]  # by depth, on held-out prompts
+    acceptance_length: dict[str, float]  # by depth, on held-out prompts; without answers that loop
     healthy: bool | None  # the verdict of `fledge doctor`; None: not run, because the target is on a server
     robustness: list[Retention]
     commands: dict[str, str]
@@ -176,7 +176,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
     copy_folder(run / "best", fresh)
     questions = _questions(out / "data" / "held-out.jsonl")
     resolved = resolve(recipe, DistributedContext())
-    kept = robustness(resolved, fresh, questions[:16], texts=plan.augments)
+    retained = robustness(resolved, fresh, questions[:16], texts=plan.augments)
     diagnosis = None
     if plan.endpoint is None:
         with progress_bars.task("doctor", unit="trials") as shown:
@@ -184,13 +184,12 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
                 fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
             )
     record = json.loads((fresh / "provenance.json").read_text())
-    evaluation = record["evaluation"]
     # A built-in name or a GGUF file: other servers get the folder it was converted to.
     converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
     elsewhere = sources.resolve(plan.model) if converted else None
     commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS, elsewhere)
     healthy = None if diagnosis is None else diagnosis.healthy
-    made = Made(folder, evaluation["acceptance_length"], healthy, kept, commands)
+    made = Made(folder, Judged.of(record["evaluation"]).length, healthy, retained, commands)
     if (run / "curves.png").is_file():  # not without matplotlib
         shutil.copy(run / "curves.png", fresh / "curves.png")
     card = _card(plan, recipe, made, record, diagnosis, curves=(fresh / "curves.png").is_file())
@@ -218,12 +217,7 @@ def _card(
     *,
     curves: bool,
 ) -> str:
-    evaluation = record["evaluation"]
     seen = f"{record['step']:,} steps, {record['tokens']:,} tokens"
-    lengths = ", ".join(
-        f"{length:.2f} ± {evaluation['standard_error'][depth]:.2f} at depth {depth}"
-        for depth, length in evaluation["acceptance_length"].items()
-    )
     health = "not asked: the target runs on a server" if diagnosis is None else diagnosis.explanation
     lines = [
         f"# EAGLE 3.1 drafter for {Path(plan.model).name}",
@@ -231,11 +225,8 @@ def _card(
         f"Made by `fledge make` in {plan.hours:g} hours: {num_lines(Path(recipe.data.train[0])):,} conversations answered by "
         f"the target itself, then {seen} of training. `provenance.json` has the whole recipe.",
         "",
-        f"- acceptance length on held-out prompts, greedy chain: {lengths}",
-        *(
-            f"- {kept.setting}: {kept.acceptance_length:.2f} ± {kept.standard_error:.2f} at depth 5 ({kept.share:.0%})"
-            for kept in made.robustness
-        ),
+        f"- acceptance length on held-out prompts, greedy chain: {describe_lengths(record['evaluation'])}",
+        *(f"- {retention}" for retention in made.robustness),
         f"- doctor: {health}",
         "",
         *(("![loss, accuracy and acceptance over the run](curves.png)", "") if curves else ()),
