@@ -17,7 +17,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.make_plan import MakePlan, expected_acceptance
 from fledge.training.recipe import Recipe, build_recipe
 from tests.tiny import tiny_model_config
-from tests.training.chat import CHATML, TOOLS, chat_tokenizer
+from tests.training.chat import ALWAYS_THINKING, TOOLS, chat_tokenizer
 
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
 QWEN_8B = ModelConfig("Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960)
@@ -175,7 +175,6 @@ def test_long_prompts_have_longer_rows_and_are_evaluated_on(tmp_path, on_h200):
 
 
 def test_models_that_always_think_are_described_so():
-    always = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
-    plan = plan_for(chat_tokenizer(always), max_positions=2048)
+    plan = plan_for(chat_tokenizer(ALWAYS_THINKING), max_positions=2048)
     assert "with their thoughts, which the template does not switch off" in plan.describe()
     assert plan.max_answer_tokens > plan_for(max_positions=2048).max_answer_tokens

@@ -15,7 +15,7 @@ from fledge.progress import Task
 from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
-from tests.training.chat import INSTRUCT, THINKING, TOOLS, assistant, chat_tokenizer, system, user
+from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenizer, system, user
 
 
 class EchoGenerator:
@@ -141,7 +141,7 @@ def test_answers_without_their_stop_id_get_it_and_cut_ones_do_not(tmp_path):
 
 
 def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
-    tokenizer = chat_tokenizer(THINKING)
+    tokenizer = chat_tokenizer(QWEN3)
 
     class Thinker(EchoGenerator):
         def reply(self, prompt, draw):
