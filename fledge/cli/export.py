@@ -28,7 +28,7 @@ def export(
 ) -> None:
     """Write a drafter for vLLM, SGLang, Fledge or in the speculators layout, with the command that serves it."""
     from fledge.checkpoints.export import export_drafter
-    from fledge.training.export import export_checkpoint, find_checkpoint
+    from fledge.training.export import export_checkpoint, find_best, find_checkpoint
 
     target = None
     if model:
@@ -38,7 +38,11 @@ def export(
         target = load_config(sources.resolve(model))
     name = target_name or model or "TARGET"
     with TemporaryDirectory() as folder:
-        if (checkpoint := find_checkpoint(drafter)) is not None:
+        checkpoint = None
+        if (best := find_best(drafter)) is not None:
+            typer.echo(f"the run's best drafter, {best}", err=True)
+            drafter = str(best)
+        elif (checkpoint := find_checkpoint(drafter)) is not None:
             drafter = str(Path(folder) / "drafter")
             export_checkpoint(checkpoint, Path(drafter))
         written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens, storage=storage)

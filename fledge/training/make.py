@@ -20,8 +20,9 @@ from typing import Any
 from fledge import progress as progress_bars
 from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
-from fledge.checkpoints.ends import fetch_ends
+from fledge.checkpoints.ends import fetch_ends, text_config
 from fledge.checkpoints.export import launch_commands
+from fledge.config import ModelConfig
 from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
@@ -81,6 +82,12 @@ def make(
         name = str(toy.make(out / "toy", num_answers=1) / "target") if model == "toy" else model
         folder = fetch_ends(name) if endpoint else sources.resolve(name)
         shape, _ = target_shape(folder)
+        if endpoint is None and not isinstance(shape, ModelConfig):
+            architecture = ", ".join(text_config(folder).get("architectures") or ["?"])
+            raise UserError(
+                f"{name}: Fledge does not run its architecture ({architecture}), so it cannot answer here; run it on a vLLM "
+                "server and name that with --endpoint (docs/scaling.md)"
+            )
         plan = MakePlan.of(
             name,
             shape,

@@ -105,6 +105,19 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     assert record["step"] > 0
 
 
+def test_an_architecture_that_fledge_does_not_run_is_refused_before_the_plan(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "vocab_size": len(toy.WORDS), **shape}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    toy.save_tokenizer(tmp_path / "target")
+    logged: list[str] = []
+    with pytest.raises(UserError, match=r"does not run its architecture \(OlmoForCausalLM\).*--endpoint"):
+        make(str(tmp_path / "target"), tmp_path / "out", device="cpu", log=logged.append)
+    assert not logged
+    assert not (tmp_path / "out").exists()
+
+
 def test_prompts_are_held_out_of_all_files(tmp_path):
     lines = [json.dumps({"id": f'n"{number}', "messages": [{"id": "other"}]}) + "\n" for number in range(50)]
     (tmp_path / "answers.jsonl").write_text("".join(lines))
