@@ -30,6 +30,7 @@ from fledge.tokenizer import Tokenizer
 from fledge.training import toy
 from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
+from fledge.training.data.loading import data_hash
 from fledge.training.datagen.answers import Log, Progress, answer, num_lines, sizes
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
@@ -75,9 +76,15 @@ def make(
     """
     place = resolve_device(device)
     world = DistributedContext.join(use_cuda=place.type == "cuda")
-    settings = {"model": model, "prompts": None if prompts is None else str(prompts), "endpoint": endpoint, "twin": twin}
 
     def prepare() -> tuple[MakePlan, Any, Path, Progress]:
+        settings = {
+            "model": model,
+            "prompts": None if prompts is None else str(prompts),
+            "endpoint": endpoint,
+            "twin": twin,
+            "decontaminate": data_hash(decontaminate) if decontaminate else None,
+        }
         progress = Progress.load(out / "make.json", settings)
         name = str(toy.make(out / "toy", num_answers=1) / "target") if model == "toy" else model
         folder = fetch_ends(name) if endpoint else sources.resolve(name)
@@ -102,6 +109,13 @@ def make(
             twin=twin,
         )
         log(f"the plan, for {hours:g} hours:\n{plan.describe()}")
+        if "training" not in progress.done:
+            progress.hours = hours
+        elif hours > progress.hours:
+            log(
+                f"the training is done, in the {progress.hours:g} hours that it was given: more time does not change it; name "
+                f"another output folder to train longer (--prompts {out / 'data' / 'train.jsonl'} uses the same prompts)"
+            )
         out.mkdir(parents=True, exist_ok=True)
         progress.save()
         return plan, shape, folder, progress

@@ -153,7 +153,10 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     ids = [[json.loads(line)["id"] for line in (tmp_path / "out" / f"answers{kind}.jsonl").open()] for kind in ("", "-sampled")]
     assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
     log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
-    again = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, log=told.append)
+    again = make("toy", tmp_path / "out", hours=0.02, prompts=prompts, device="cpu", twin=True, log=told.append)
+    assert "the training is done, in the 0.008 hours that it was given" in "".join(told)
+    with pytest.raises(UserError, match="was begun with decontaminate None"):
+        make("toy", tmp_path / "out", prompts=prompts, device="cpu", twin=True, decontaminate=[prompts], log=told.append)
     assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
     assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     trained = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "train.jsonl").open()}
@@ -269,9 +272,8 @@ def test_progress_is_kept(tmp_path):
     progress.finish("answers")
     again = Progress.load(tmp_path / "make.json", {"model": "a"})
     assert (again.seconds, again.done) == (pytest.approx(3.0, abs=0.5), ("answers",))
-    Progress.load(tmp_path / "make.json", {"model": "a", "twin": False})  # a setting that is newer than the file
-    with pytest.raises(UserError, match="was begun with twin None, now it is True"):
-        Progress.load(tmp_path / "make.json", {"model": "a", "twin": True})
+    with pytest.raises(UserError, match="was begun with model 'a', now it is 'b'"):
+        Progress.load(tmp_path / "make.json", {"model": "b"})
 
 
 def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):

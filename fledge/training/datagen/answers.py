@@ -46,6 +46,7 @@ class Progress:
     settings: dict[str, Any]
     seconds: float = 0.0  # by earlier processes
     done: tuple[str, ...] = ()
+    hours: float = 0.0  # the time given, of the process that trained last
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -54,7 +55,7 @@ class Progress:
             return cls(path, settings)
         found = json.loads(path.read_text())
         for name, value in settings.items():
-            if (found["settings"].get(name) or None) != (value or None):  # newer settings are not in older files
+            if found["settings"].get(name) != value:
                 raise UserError(
                     f"{path.parent}: was begun with {name} {found['settings'].get(name)!r}, now it is {value!r}; name another "
                     "output folder, or use the same settings"
@@ -63,7 +64,7 @@ class Progress:
         if "answers" not in done:  # killed: it lived at least until its last answer
             last = max((file.stat().st_mtime for file in path.parent.glob("answers*.jsonl")), default=0.0)
             seconds += max(0.0, last - path.stat().st_mtime)
-        return cls(path, settings, seconds, done)
+        return cls(path, settings, seconds, done, found["hours"])
 
     @property
     def spent(self) -> float:
@@ -71,7 +72,7 @@ class Progress:
         return self.seconds + time.monotonic() - self.began
 
     def save(self) -> None:
-        record = {"settings": self.settings, "seconds": self.spent, "done": list(self.done)}
+        record = {"settings": self.settings, "seconds": self.spent, "done": list(self.done), "hours": self.hours}
         write_atomically(self.path, lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
 
     def finish(self, part: str) -> None:
