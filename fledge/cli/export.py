@@ -34,11 +34,15 @@ def export(
     from fledge.checkpoints.drafter_files import find_drafter
     from fledge.checkpoints.export import export_drafter
     from fledge.checkpoints.gguf import target_config
-    from fledge.training.export import export_checkpoint, find_checkpoint
+    from fledge.training.export import export_checkpoint, find_best, find_checkpoint
 
     target = target_config(model) if model else None
     with TemporaryDirectory() as folder:
-        if (checkpoint := find_checkpoint(drafter)) is not None:
+        checkpoint = None
+        if (best := find_best(drafter)) is not None:
+            typer.echo(f"the run's best drafter, {best}", err=True)
+            drafter = str(best)
+        elif (checkpoint := find_checkpoint(drafter)) is not None:
             drafter = str(Path(folder) / "drafter")
             export_checkpoint(checkpoint, Path(drafter))
         name = target_name or model or _recorded_target(find_drafter(drafter)) or "TARGET"

@@ -46,7 +46,7 @@ def make(
     from fledge.training.make import Interrupted
     from fledge.training.make import make as run
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if as_json:
             progress.say(text)
         else:
@@ -63,7 +63,7 @@ def make(
             decontaminate=decontaminate or (),
             twin=twin,
             device=device,
-            say=say,
+            log=log,
         )
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"interrupted; the same command continues from what {out} holds", err=True)

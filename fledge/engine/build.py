@@ -82,7 +82,7 @@ def build_engine(
     else:
         name, found = model, sources.find(model)
         # Now, while a GGUF file's header is in memory: the shipped drafter is found by the file's norms.
-        speculation = replace(speculation, drafter=speculation.resolve_drafter(model, found))
+        speculation = replace(speculation, drafter=speculation.resolve_drafter(model))
         if found.is_file() and is_eager and keeps_blocks(config):
             if speculation.tree is not None:
                 # A tree sums attention in another order than the text, and 8-bit activations make a rounding visible:
