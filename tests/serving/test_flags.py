@@ -15,7 +15,7 @@ import uvicorn
 
 from fledge.errors import UserError
 from fledge.serving.build import quantization_of
-from fledge.serving.flag_parser import human_int
+from fledge.serving.flag_parser import OF_VLLM, human_int
 from fledge.serving.flag_parser import parser as flag_parser
 from fledge.serving.flags import ServeFlags, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
@@ -179,6 +179,10 @@ def test_what_other_engines_flags_become_is_a_flag_of_ours(table: dict[str, str]
     named = {flag for text in table.values() for flag in re.findall(r"--[a-z][\w-]+", text)}
     assert named <= known_flags()
     assert not set(table) & (known_flags() | set(MAY_BE) | set(REFUSED) | set(SAME)), "reached by another way first"
+
+
+def test_every_flag_that_vllm_has_too_is_a_flag() -> None:
+    assert known_flags() >= OF_VLLM
 
 
 def test_no_flag_is_ignored_in_silence() -> None:
