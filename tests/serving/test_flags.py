@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from fledge.errors import UserError
+from fledge.serving import server
 from fledge.serving.build import quantization_of
 from fledge.serving.flag_parser import OF_VLLM, human_int
 from fledge.serving.flag_parser import parser as flag_parser
@@ -22,7 +23,6 @@ from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLAN
 from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
 from fledge.serving.logs import _is_news
-from fledge.serving.server import Server
 
 
 def test_defaults_are_vllms_but_for_the_address() -> None:
@@ -236,18 +236,17 @@ def test_help_tells_every_default_that_is_not_off() -> None:
     assert groups[-1] == "Limits on requests"
 
 
-def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    engine = SimpleNamespace(status="loading")
-    server = Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
-    server.ready_line = "ready: m at http://127.0.0.1:8000"
-    logging.getLogger("fledge").propagate = True
-    with caplog.at_level("INFO"):
-        asyncio.run(server.on_tick(1))
-        assert caplog.messages == []
-        engine.status = "ready"
-        asyncio.run(server.on_tick(2))
-        asyncio.run(server.on_tick(3))
-    assert caplog.messages == ["ready: m at http://127.0.0.1:8000"]
+def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, said = SimpleNamespace(status="loading"), []
+    monkeypatch.setattr(server.log, "info", said.append)
+    tested = server.Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
+    tested.ready_line = "ready: m at http://127.0.0.1:8000"
+    asyncio.run(tested.on_tick(1))
+    assert said == []
+    engine.status = "ready"
+    asyncio.run(tested.on_tick(2))
+    asyncio.run(tested.on_tick(3))
+    assert said == ["ready: m at http://127.0.0.1:8000"]
 
 
 def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
@@ -256,5 +255,6 @@ def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
 
     assert not is_shown("Application startup complete.")
     assert not is_shown("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)")
+    assert is_shown("Application startup failed. Exiting.")
     assert is_shown("Shutting down")
     assert is_shown("Application shutdown complete.")
