@@ -15,6 +15,16 @@ from fledge.serving import limits
 from fledge.speculation.depth import CPU_LIMIT, GPU_LIMIT, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
+# Flags that vLLM has too; the others are our own.
+OF_VLLM = {
+    "-h", "--help", "--engine", "--model", "--dtype", "--quantization", "-q", "--max-model-len", "--chat-template",
+    "--generation-config", "--override-generation-config", "--seed", "--speculative-config", "-sc", "--max-num-seqs",
+    "--max-num-batched-tokens", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching",
+    "--gpu-memory-utilization", "--host", "--port", "--uds", "--root-path", "--served-model-name", "--api-key",
+    "--ssl-keyfile", "--ssl-certfile", "--allowed-origins", "--allow-credentials", "--api-server-count", "--shutdown-timeout",
+    "--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser", "--max-logprobs", "--uvicorn-log-level",
+    "--disable-uvicorn-access-log", "--disable-log-stats",
+}  # fmt: skip
 # From so many cores on the engine has a process of its own.
 PROCESS_CORES = 4
 

@@ -36,7 +36,6 @@ def log_to_stderr(level: str) -> None:
     for name in ("fledge", "uvicorn.error", "uvicorn.access"):
         log = logging.getLogger(name)
         log.setLevel({"trace": "DEBUG"}.get(level, level.upper()))
-        log.propagate = False
         if not log.handlers:
             log.addHandler(handler)
     if level not in ("debug", "trace"):
@@ -46,5 +45,5 @@ def log_to_stderr(level: str) -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """Drops uvicorn's lines on its start: they come before the model is loaded, and read as if it were."""
     return not str(record.msg).startswith(
-        ("Started server process", "Waiting for application", "Application startup", "Uvicorn running")
+        ("Started server process", "Waiting for application startup", "Application startup complete", "Uvicorn running")
     )

@@ -184,7 +184,8 @@ def test_drift_prints_names_as_they_are(capsys):
     sink = {"column": 0, "share": 0.5}
     probes = {"acceptance_length": {5: 2.0}, "looping_texts": 0, "texts": 4, "drift_step": 5, "rms_ratio": 1.0}
     condition = {"name": EVIL, "drafters": {EVIL: {"acceptance_length": {5: 1.5}, "retention": {5: 0.5}, "texts": 4}}}
-    suite = {"name": "templates", "baseline": None, "depths": [5], "conditions": [condition, condition | {"name": "own"}]}
+    best = {"name": "own", "drafters": {EVIL: condition["drafters"][EVIL] | {"acceptance_length": {5: 1.8}}}}
+    suite = {"name": "templates", "baseline": None, "depths": [5], "conditions": [condition, best]}
     figures = {"model": EVIL, "sink": sink, "drafters": [{"name": EVIL}], "probes": {EVIL: probes}, "suites": [suite]}
     _print(Console(width=300), figures)
     check_shown(capsys.readouterr().out, 4)

@@ -14,15 +14,15 @@ import pytest
 import uvicorn
 
 from fledge.errors import UserError
+from fledge.serving import server
 from fledge.serving.build import quantization_of
-from fledge.serving.flag_parser import human_int
+from fledge.serving.flag_parser import OF_VLLM, human_int
 from fledge.serving.flag_parser import parser as flag_parser
 from fledge.serving.flags import ServeFlags, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
 from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
 from fledge.serving.logs import _is_news
-from fledge.serving.server import Server
 
 
 def test_defaults_are_vllms_but_for_the_address() -> None:
@@ -181,6 +181,10 @@ def test_what_other_engines_flags_become_is_a_flag_of_ours(table: dict[str, str]
     assert not set(table) & (known_flags() | set(MAY_BE) | set(REFUSED) | set(SAME)), "reached by another way first"
 
 
+def test_every_flag_that_vllm_has_too_is_a_flag() -> None:
+    assert known_flags() >= OF_VLLM
+
+
 def test_no_flag_is_ignored_in_silence() -> None:
     for words in (
         ["--enforce-eager"],
@@ -232,18 +236,17 @@ def test_help_tells_every_default_that_is_not_off() -> None:
     assert groups[-1] == "Limits on requests"
 
 
-def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    engine = SimpleNamespace(status="loading")
-    server = Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
-    server.ready_line = "ready: m at http://127.0.0.1:8000"
-    logging.getLogger("fledge").propagate = True
-    with caplog.at_level("INFO"):
-        asyncio.run(server.on_tick(1))
-        assert caplog.messages == []
-        engine.status = "ready"
-        asyncio.run(server.on_tick(2))
-        asyncio.run(server.on_tick(3))
-    assert caplog.messages == ["ready: m at http://127.0.0.1:8000"]
+def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, said = SimpleNamespace(status="loading"), []
+    monkeypatch.setattr(server.log, "info", said.append)
+    tested = server.Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
+    tested.ready_line = "ready: m at http://127.0.0.1:8000"
+    asyncio.run(tested.on_tick(1))
+    assert said == []
+    engine.status = "ready"
+    asyncio.run(tested.on_tick(2))
+    asyncio.run(tested.on_tick(3))
+    assert said == ["ready: m at http://127.0.0.1:8000"]
 
 
 def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
@@ -252,5 +255,6 @@ def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
 
     assert not is_shown("Application startup complete.")
     assert not is_shown("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)")
+    assert is_shown("Application startup failed. Exiting.")
     assert is_shown("Shutting down")
     assert is_shown("Application shutdown complete.")
