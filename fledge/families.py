@@ -320,7 +320,12 @@ FAMILIES: dict[str, Family] = {
         "Qwen3", "Qwen3 0.6B to 32B; the text of Qwen3-VL", "qwen3", _qwen3, "norms of queries and keys", gguf="qwen3"
     ),
     "Qwen3MoeForCausalLM": Family(
-        "Qwen3-MoE", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "qwen3_moe", _qwen3_moe, "Qwen3 with experts"
+        "Qwen3-MoE",
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        "qwen3_moe",
+        _qwen3_moe,
+        "Qwen3 with experts",
+        gguf="qwen3moe",
     ),
     "GemmaForCausalLM": Family(
         "Gemma",
@@ -336,6 +341,7 @@ FAMILIES: dict[str, Family] = {
         "gemma3_text",
         _gemma3,
         "norms around attention and MLP, GeGLU, scaled embeddings, local and global layers with a rope each",
+        gguf="gemma3",
         defaults={
             "vocab_size": 262_208,
             "num_attention_heads": 8,
@@ -351,6 +357,7 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         _phi3,
         "partial rotary embeddings, longrope",
+        gguf="phi3",
         defaults={"rms_norm_eps": 1e-5},
     ),
     "SmolLM3ForCausalLM": Family(

@@ -168,7 +168,7 @@ def load_scheme(folder: str | Path) -> Scheme | None:
 
 def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """What is computed, not loaded, and must not stay on the meta device."""
-    if decoder.config.tie_embeddings:
+    if decoder.config.tie_embeddings and isinstance(decoder.lm_head, nn.Linear):
         decoder.lm_head.weight = decoder.embed_tokens.weight
     for module in decoder.modules():
         if isinstance(module, ExactNorm):

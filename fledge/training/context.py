@@ -142,6 +142,7 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
         "target_fingerprint": None if recipe.target.endpoint is not None else target_fingerprint(folder),
         "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
         "draft_vocabulary": told or "the target's",
+        "target_positions": shape.max_positions,  # with longrope, the longest text chooses the factors
     }
     return [
         TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)

@@ -145,10 +145,9 @@ def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
 
 
 def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
-    """In C; the quantised one with speculation too. In a cache of fp16 the two, summed in different orders, would be rounded
-    apart."""
+    """In C; the quantised one with speculation too. In fp16 the two, summed in different orders, would be rounded apart."""
     _, packed, twin = checkpoint
-    config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024, kv_cache_dtype="float32")
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
     params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55], list(range(40))]
     wanted = run(build_engine(load_decoder(twin), Speculation("none"), config), prompts, params)
     decoder = load_decoder(packed, keep=KEPT["cpu"])
@@ -194,6 +193,42 @@ def test_experts(tmp_path: Path) -> None:
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM", **SIZES | {"num_layers": 4}, moe=MoEConfig(4, 2, 128, layers=(0, 2, 3)))
     packed, twin = write_quantised(decoder, tmp_path, "awq")
     config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
+    params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55]]
+    texts = [
+        run(build_engine(load_decoder(f, keep=KEPT["cpu"]), Speculation("none"), config), prompts, params)
+        for f in (packed, twin)
+    ]
+    assert texts[0] == texts[1]
+
+
+FAMILIES_IN_FP8 = {
+    "Qwen3MoeForCausalLM": {"moe": MoEConfig(4, 2, 128, layers=(0, 1))},
+    "MixtralForCausalLM": {"moe": MoEConfig(4, 2, 128, layers=(0, 1))},
+    "Phi3ForCausalLM": {"rotated": 24},
+    "Gemma3ForCausalLM": {"windows": (8, None), "embedding_scale": 128**0.5},
+    "Glm4ForCausalLM": {"rotated": 16},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES_IN_FP8)
+def test_blocks_of_fp8_in_every_layout(family: str, tmp_path: Path) -> None:
+    packed, twin = write_quantised(tiny_decoder(1, family, **SIZES, **FAMILIES_IN_FP8[family]), tmp_path, "fp8-block")
+    _assert_same(load_decoder(packed), wanted := load_decoder(twin))
+    kept, tokens = load_decoder(packed, keep=KEPT["cuda"]), torch.arange(30)
+    assert any(isinstance(module, QuantizedLinear) for module in kept.modules())
+    logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in (wanted, kept)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct-fp8"])
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_quantised_router(family: str, name: str, tmp_path: Path) -> None:
+    """Qwen2-MoE's is one linear here with the shared expert's gate, which stays plain."""
+    shared = 128 if "2" in family else 0
+    decoder = tiny_decoder(1, family, **SIZES, moe=MoEConfig(8, 2, 128, shared == 0, shared, (0, 1)))
+    packed, twin = write_quantised(decoder, tmp_path, name, also=("mlp.gate.weight",))
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
     params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55]]
     texts = [
         run(build_engine(load_decoder(f, keep=KEPT["cpu"]), Speculation("none"), config), prompts, params)
