@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.drift_ablation import ablation, by_condition, comparisons
 from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length
-from fledge.drift import plots
+from fledge.drift import report as plots
 from fledge.drift.prompts import NONE_GIVEN, trained_on
 from fledge.drift.report import suite_notes
 from fledge.drift.results import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over, shown_depth, verdict_table
@@ -19,7 +19,8 @@ from fledge.files import write_atomically
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
 BY_DEPTH = {
-    *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping", "steps"),
+    *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping"),
+    *("standard_error_not_looping", "steps"),
     *("retention", "retention_error", "retention_not_looping", "against_first"),
 }
 STEPS = (1, 2, 4, 5, 8, 12, 16)
@@ -46,13 +47,13 @@ def write_study(
 ) -> Path:
     """`about_training`: how alike the drafters were trained, where the figures do not say. `apart`: what each fix does."""
     figures = with_todays_names(with_depths(figures))
-    pictures = {"by-step": plots.by_step(figures)}
+    pictures = {"by-step": plots.plot_by_step(figures)}
     for suite in figures["suites"]:
         if suite["name"] in PICTURED:
-            pictures[suite["name"].replace(" ", "-")] = plots.suite(figures, suite)
+            pictures[suite["name"].replace(" ", "-")] = plots.plot_suite(figures, suite)
     if apart is not None:
         apart = replace(apart, figures=with_todays_names(with_depths(apart.figures)))
-        pictures["ablation"] = plots.by_step(apart.figures)
+        pictures["ablation"] = plots.plot_by_step(apart.figures)
     for name, content in pictures.items():
         _write(images / f"drift-study-{name}.png", content)
     _write(page, study(figures, source.name, os.path.relpath(images, page.parent), about_training, apart).encode())

@@ -28,7 +28,7 @@ def export(
 ) -> None:
     """Write a drafter for vLLM, SGLang, Fledge or in the speculators layout, with the command that serves it."""
     from fledge.checkpoints.export import export_drafter
-    from fledge.training.export import export_checkpoint, find_best, find_checkpoint
+    from fledge.training.checkpoint import export_checkpoint, find_best, find_checkpoint
 
     target = None
     if model:

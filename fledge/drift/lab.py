@@ -27,9 +27,8 @@ from fledge.drift.probes import find_sink
 from fledge.drift.prompts import load_documents
 from fledge.drift.results import Measured, suite_result
 from fledge.drift.rollout import roll_out, target_probabilities
-from fledge.drift.subjects import DrafterUnderTest, load_subjects
 from fledge.drift.suites import Settings, Suite
-from fledge.drift.texts import Answers, TargetText, TokenIds, in_groups, read_texts
+from fledge.drift.texts import Answers, DrafterUnderTest, TargetText, TokenIds, in_groups, load_subjects, read_texts
 from fledge.engine.build import fit
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError

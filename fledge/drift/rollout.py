@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
-from fledge.drift.row_attention import attend_rows, can_attend_rows
+from fledge.drift.probes import AttentionFigures, attend_rows, attention_figures, can_attend_rows, cosine, rms
 from fledge.drift.texts import PaddedBatch, TargetText
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

@@ -20,7 +20,6 @@ from fledge.devices import resolve_device
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
 from fledge.training.data.loading import DataReport, data_hash, load_samples, tokenizer_hash
 from fledge.training.data.samples import SampleSet
 from fledge.training.data.vocabulary import DraftVocabulary
@@ -28,6 +27,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.drafter import drafter_config, start_from_drafter, start_from_target, start_random
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import DataRecipe, Recipe, RecipeError
+from fledge.training.targets import toy
 from fledge.training.targets.loading import find_target, greedy_answers, load_target
 from fledge.training.targets.target import DecoderTarget, Target
 

@@ -27,7 +27,6 @@ from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
 from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
 from fledge.training.data.loading import data_hash
@@ -36,6 +35,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
 from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.targets.loading import target_shape
 from fledge.training.trainer import train, train_arms
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fledge import progress
 from fledge.errors import UserError
-from fledge.training.arm import OWN, Arm, OutOfMemory, Recent, arm_recipes
+from fledge.training.arm import Arm, OutOfMemory, Recent
 from fledge.training.checkpoint import (
     check_settings,
     earlier_settings,
@@ -34,7 +34,7 @@ from fledge.training.distributed import AgreedOutOfMemory, DistributedContext
 from fledge.training.evaluate import HeldOut
 from fledge.training.journal import Journal, draw_curves
 from fledge.training.objective import compiler_error
-from fledge.training.recipe import Recipe
+from fledge.training.recipe import OWN, Recipe, arm_recipes
 from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 from fledge.training.ttt import TrainBatch
 

@@ -28,8 +28,8 @@ from fledge.drift.metrics import (
 )
 from fledge.drift.prompts import Document, load_documents
 from fledge.drift.results import verdict_table, verdicts
-from fledge.drift.subjects import load_subjects
 from fledge.drift.suites import OPENING, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.texts import load_subjects
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fledge.errors import UserError
-from fledge.training import toy
 from fledge.training.context import resolve
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.training.chat import prompts_of_toy
 

@@ -18,11 +18,10 @@ import torch
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
-from fledge.training import toy
-from fledge.training.checkpoint import changed_settings
-from fledge.training.export import export_checkpoint
+from fledge.training.checkpoint import changed_settings, export_checkpoint
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.cli.test_errors import fledge
 

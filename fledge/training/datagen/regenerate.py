@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fledge import progress
 from fledge.tokenizer import Tokenizer
-from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.chat_files import Decontamination
 from fledge.training.data.loading import DataError
 from fledge.training.data.rendering import Options
 from fledge.training.data.workers import Workers, find_workers
