@@ -11,10 +11,11 @@ from typing import Any
 
 from benchmarks.drift_ablation import ablation, by_condition, comparisons
 from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length
+from benchmarks.drift_figures import ratio_over
 from fledge.drift import report as plots
 from fledge.drift.prompts import NONE_GIVEN, trained_on
 from fledge.drift.report import suite_notes
-from fledge.drift.results import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over, shown_depth, verdict_table
+from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table
 from fledge.files import write_atomically
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
@@ -266,19 +267,19 @@ def _suite(suite: dict[str, Any], figures: dict[str, Any], names: Sequence[str])
     known = {name for one in figures["drafters"] for name in trained_on(one.get("trained") or {})}
     has_calm = suite["baseline"] is not None
     for condition in suite["conditions"]:
-        cells, calm = [], []
+        cells, non_looping = [], []
         for name in names:
             one = condition["drafters"][name]
             error = one["standard_error"][depth] if one["texts"] >= ENOUGH_PAIRS else None
-            share, is_base = kept(condition, name, depth), condition["name"] == suite["baseline"]
-            left = "" if is_base else f" ({percent(share.value, share.error, share.pairs)})"
+            share, is_base = retention(condition, name, depth), condition["name"] == suite["baseline"]
+            left = "" if is_base else f" ({share.all})"
             cells.append(f"{one['acceptance_length'][depth]:.2f}{f' ± {error:.2f}' if error is not None else ''}{left}")
-            calm.append("" if is_base else share.without_loops)
+            non_looping.append("" if is_base else share.without_loops)
         one = condition["drafters"][names[0]]
         ratios = [plus_minus(condition["drafters"][name]["against_first"][depth], one["texts"]) for name in names[1:]]
         mark = " †" if suite["name"] == "templates" and condition["name"] in known else ""
         numbers = [f"{one['texts']} ({one['looping_texts']})", f"{one['steps'][depth]:.0f}"]
-        rows.append([condition["name"] + mark, *cells, *(calm if has_calm else ()), *ratios, *numbers])
+        rows.append([condition["name"] + mark, *cells, *(non_looping if has_calm else ()), *ratios, *numbers])
     found = [ratio_over(figures, suite["name"], name, names[0]) for name in names[1:]]
     if found and all(found):
         blank = [""] * len(names) * (2 if has_calm else 1)

@@ -13,7 +13,7 @@ import matplotlib
 
 from fledge.bench.provenance import write_json
 from fledge.drift.prompts import trained_on
-from fledge.drift.results import ENOUGH_PAIRS, kept, percent, plus_minus, shown_depth, verdict_table, verdicts
+from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table, verdicts
 from fledge.files import write_atomically
 
 matplotlib.use("Agg")
@@ -87,7 +87,7 @@ def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
 METHOD = """<p>The target answers each prompt greedily, once. One pass over prompt and answer gives its states; from every
 position of the answer each drafter then drafts with its own tokens, as when serving. As greedy acceptance depends on the
 target's text alone, this tells exactly what a speculative run accepts at every depth. At a temperature the target samples its
-answers, and a draft stands with probability min(1, q/p) of what it wrote: expectations over the drafts, exact for these
+answers, and a draft is accepted with probability min(1, q/p) of what it wrote: expectations over the drafts, exact for these
 texts.</p>
 <ul>
 <li><b>Acceptance length</b>: 1 + accepted drafts / steps over all texts together; the 1 is the token that the target itself
@@ -181,10 +181,10 @@ def _suite_table(suite: dict[str, Any], name: str) -> str:
         for depth in depths:
             length = f"{one['acceptance_length'][depth]:.2f}"
             cells.append(f"{length} ({without[depth]:.2f})" if without else length)
-        left = kept(condition, name, shown)
-        colour = "good" if left.value >= GOOD else ("low" if left.value < LOW else "")
+        left = retention(condition, name, shown)
+        colour = "good" if left.all.value >= GOOD else ("low" if left.all.value < LOW else "")
         note = f" ({condition['note']})" if condition["note"] else ""
-        share = f"<span class='{colour}'>{percent(left.value, left.error, left.pairs)}</span>"
+        share = f"<span class='{colour}'>{left.all}</span>"
         rows.append(
             [
                 condition["name"] + note,

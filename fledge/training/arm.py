@@ -56,13 +56,13 @@ class _Window:
 class Arm:
     journal: Journal  # set by the trainer when the run starts
 
-    def __init__(self, context: TrainingContext, world: DistributedContext) -> None:
-        self.context, self.world, self.recipe, self.drafter = context, world, context.recipe, context.drafter
+    def __init__(self, context: TrainingContext, dist: DistributedContext) -> None:
+        self.context, self.dist, self.recipe, self.drafter = context, dist, context.recipe, context.drafter
         self.target, self.device = context.target, context.device
         self.folder, self.dtype = Path(self.recipe.output), getattr(torch, self.recipe.run.compute_dtype)
         self.best, self.stale = 0.0, 0
         self.evaluations: list[dict[str, Any]] = []  # of this process's part of the run
-        world.broadcast_parameters(self.drafter)
+        dist.broadcast_parameters(self.drafter)
         self.objective = self._objective(compile=self.recipe.run.compile == "yes")
         asked = self.recipe.optimizer
         self.optimizer = build_optimizers(
@@ -110,7 +110,7 @@ class Arm:
         loss.backward()
         self._metrics.append(metrics)
         self._window.loss += loss.detach()
-        self._window.tokens += batch.tokens_BT.numel() * self.world.size
+        self._window.tokens += batch.tokens_BT.numel() * self.dist.size
 
     def end_step(self, step: int) -> None:
         """Updates the weights by the gradients, which are summed over all processes by now."""
@@ -145,7 +145,7 @@ class Arm:
         sums = torch.stack([torch.stack([m.loss_K, m.acceptance_K, m.hits_K]) for m in self._metrics]).sum(0)
         facts = torch.cat([sums.flatten(), window.loss[None] / window.steps]).cpu().double()
         self.check_finite(recent)
-        facts = self.world.sum(facts)
+        facts = self.dist.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         passed = time.perf_counter() - window.began
         counts = counts_K.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
@@ -181,15 +181,15 @@ class Arm:
             drafter = served_copy(self.drafter, self.target, self.dtype)
             return evaluate(drafter, held_out, asked.depths, asked.sink_column)
 
-        figures = self.world.on_first(measured)
-        if self.world.is_first:
+        figures = self.dist.on_first(measured)
+        if self.dist.is_first:
             self.journal.record("evaluation", step, figures)
-            self.journal.say(f"step {step:,}: acceptance length {describe_lengths(figures)}")
+            self.journal.log(f"step {step:,}: acceptance length {describe_lengths(figures)}")
             self.evaluations.append({"step": step, **figures})
         length = Judged.of(figures).length[asked.select_depth]
         if length > self.best:
             self.best, self.stale = length, 0
-            if self.world.is_first:
+            if self.dist.is_first:
                 record = {"step": step, "tokens": tokens, "evaluation": figures, **self.context.provenance}
                 export(self.drafter, self.folder / "best", self.dtype, {**record, "recipe": self.recipe.to_dict()})
         else:
@@ -217,7 +217,7 @@ class Arm:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Loads a checkpoint's weights and returns its whole state. The first process reads: others may not have the file."""
-        state = self.world.on_first(lambda: load_checkpoint(path))
+        state = self.dist.on_first(lambda: load_checkpoint(path))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
                 f"{path}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another output "

@@ -113,25 +113,19 @@ def earlier_settings(output: str) -> dict[str, Any] | None:
     found = checkpoints(Path(output) / "checkpoints")
     if not found:
         return None
-    settings = load_checkpoint(found[-1], lazily=True).get("recipe") or {}
-    if "global_batch_size" not in settings.get("data", {}):
-        raise UserError(
-            f"{found[-1]}: an earlier version of Fledge wrote it, which this one cannot continue; `fledge export` makes a "
-            "drafter of it, drafter.init_from trains that further, in another output folder"
-        )
-    return settings
+    return load_checkpoint(found[-1], lazily=True)["recipe"]
 
 
-def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def check_settings(recipe: Recipe, before: Mapping[str, Any], log: Callable[[str], None]) -> None:
     """Refuses to continue with another run than the one in the output folder; before anything is loaded or written."""
-    refused, told = changed_settings(before, recipe)
+    refused, logged = changed_settings(before, recipe)
     if refused:
         raise UserError(
             f"{recipe.output}: holds a run with other settings ({'; '.join(refused)}); put them back, or use another output "
             "folder"
         )
-    for change in told:
-        say(f"from here on: {change}")
+    for change in logged:
+        log(f"from here on: {change}")
 
 
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -140,12 +134,12 @@ def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[st
     usual = flat_settings(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
     refused: list[str] = []
-    told: list[str] = []
+    logged: list[str] = []
     for key, value in now.items():
         old = was.get(key, usual[key])  # a setting that is newer than the run had its usual value
         if free.isdisjoint((key, key.partition(".")[0])) and _within(old, before["output"]) != _within(value, recipe.output):
-            (told if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
-    return refused, told
+            (logged if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
+    return refused, logged
 
 
 def _within(value: Any, output: str) -> Any:

@@ -51,11 +51,11 @@ class Journal:
         write_atomically(self.path, lambda file: file.write("".join(line + "\n" for line in kept).encode()))
 
     @staticmethod
-    def tell(text: str) -> None:
+    def log_early(text: str) -> None:
         """Before there is a journal."""
         progress.say(text)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self.active:
             progress.say(self._label + text)
 
@@ -129,7 +129,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        Journal.tell(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
+        Journal.log_early(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -75,7 +75,7 @@ def make(
     EAGLE 3 drafter on the same batches, to compare with.
     """
     place = resolve_device(device)
-    world = DistributedContext.join(use_cuda=place.type == "cuda")
+    dist = DistributedContext.join(use_cuda=place.type == "cuda")
 
     def prepare() -> tuple[MakePlan, Any, Path, Progress]:
         settings = {
@@ -104,8 +104,8 @@ def make(
             prompts,
             endpoint,
             endpoint_states,
-            num_processes=world.size,
-            num_answering=1 if endpoint else world.local_size,  # other machines may not see the same files
+            num_processes=dist.size,
+            num_answering=1 if endpoint else dist.local_size,  # other machines may not see the same files
             twin=twin,
         )
         log(f"the plan, for {hours:g} hours:\n{plan.describe()}")
@@ -121,17 +121,17 @@ def make(
         return plan, shape, folder, progress
 
     try:
-        log = log if world.is_first else (lambda text: None)
-        plan, shape, folder, progress = world.on_first(prepare)
+        log = log if dist.is_first else (lambda text: None)
+        plan, shape, folder, progress = dist.on_first(prepare)
         if "answers" not in progress.done:
-            tokenizer = Tokenizer(folder) if world.rank < plan.num_answering else None
-            answer(plan, shape, tokenizer, out, progress, decontaminate, log, world)
-        recipe = build_recipe(world.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
+            tokenizer = Tokenizer(folder) if dist.rank < plan.num_answering else None
+            answer(plan, shape, tokenizer, out, progress, decontaminate, log, dist)
+        recipe = build_recipe(dist.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
         if "training" not in progress.done:
-            recipe = _train(recipe, twin, log, world)
+            recipe = _train(recipe, twin, log, dist)
     finally:
-        world.leave()
-    if not world.is_first:
+        dist.leave()
+    if not dist.is_first:
         return None
     if "training" not in progress.done:
         progress.finish("training")
@@ -157,17 +157,17 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
     return recipe
 
 
-def _train(recipe: Recipe, twin: bool, log: Log, world: DistributedContext) -> Recipe:
+def _train(recipe: Recipe, twin: bool, log: Log, dist: DistributedContext) -> Recipe:
     """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
     Returns the recipe that fitted."""
     began = time.perf_counter()
     while True:
         try:
             if twin:
-                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, world=world)
+                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, dist=dist)
                 result = results["eagle3.1"]
             else:
-                result = train(recipe, began=began, world=world)
+                result = train(recipe, began=began, dist=dist)
             if not result.finished:
                 raise Interrupted("interrupted; the same command continues")
             return recipe

@@ -206,9 +206,9 @@ def fail(owner, name, rank, call):
 
 fail(arm.Arm, "backward", "1", 1)
 fail(arm, "evaluate", "0", 3)  # of the second attempt, at its end
-world, told = DistributedContext.join(use_cuda=False), []
-fitted = _train(load_recipe(sys.argv[1]), False, told.append, world)
-world.leave()
+dist, told = DistributedContext.join(use_cuda=False), []
+fitted = _train(load_recipe(sys.argv[1]), False, told.append, dist)
+dist.leave()
 assert fitted.data.micro_batch_size == 1 and fitted.objective.recompute, fitted
 assert len(told) == 2, told
 """

@@ -147,7 +147,7 @@ class DecoderTarget(Target):
         self._layer = _layer
 
 
-def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device: torch.device) -> Decoder:
+def load_sharded(load: Callable[[], Decoder], dist: DistributedContext, device: torch.device) -> Decoder:
     """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
     All must then make the same passes.
 
@@ -157,7 +157,7 @@ def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (world.size,))
+    mesh = init_device_mesh(device.type, (dist.size,))
 
     def spread() -> Decoder:
         decoder = load()
@@ -169,7 +169,7 @@ def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device:
                 part.to(device)
         return decoder
 
-    return world.in_turn(spread)
+    return dist.in_turn(spread)
 
 
 def _layer(
