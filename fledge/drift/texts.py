@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.checkpoints.provenance import Provenance
 from fledge.devices import release_memory
 from fledge.engine.build import Speculation, fit
 from fledge.engine.config import EngineConfig
@@ -203,9 +204,9 @@ def _hash_of(folder: Path) -> str | None:
 
 def _training_of(folder: Path) -> dict[str, Any]:
     """What a drafter's folder says of its training (its last stage): longest text, draft steps, templates, optimiser."""
+    provenance = Provenance.read(folder)
     try:
-        provenance = json.loads((folder / "provenance.json").read_text())
-        recipe = provenance["recipe"]
+        recipe = provenance.recipe or {}
         augmentation = recipe["data"].get("augmentation") or {}
         chances = {name: value for name, value in augmentation.items() if name.endswith("_probability")}
         templates = list(augmentation.get("templates", ())) if augmentation.get("template_probability") else []
@@ -215,12 +216,12 @@ def _training_of(folder: Path) -> dict[str, Any]:
             "augmented": any(chances.values()),
             "augmentation": chances,
             "templates": [*templates, *(["none"] if augmentation.get("no_template_probability") else [])],
-            "steps": provenance.get("step", provenance.get("steps")),
+            "steps": provenance.step,
             "learning_rate": recipe["optimizer"]["learning_rate"],
             "seed": recipe.get("seed"),
             "recipe_sha256": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fledge import __version__
+from fledge.checkpoints import provenance
 from fledge.checkpoints.eagle3 import drafter_config_from_hf, save_drafter
 from fledge.errors import UserError, first_line
 from fledge.files import write_atomically
@@ -160,10 +161,10 @@ def served_copy(drafter: EagleDrafter, target: Target, dtype: torch.dtype) -> Ea
     return copy.share(target.embedding, target.lm_head).eval().requires_grad_(False)
 
 
-def export(drafter: EagleDrafter, folder: Path, dtype: torch.dtype, provenance: dict[str, Any]) -> None:
+def export(drafter: EagleDrafter, folder: Path, dtype: torch.dtype, facts: dict[str, Any]) -> None:
     """The raw EAGLE layout, with a `provenance.json` that says where it comes from."""
-    record = {"fledge": __version__, "torch": torch.__version__, **provenance}
-    save_drafter(drafter, folder, dtype=dtype, texts={"provenance.json": json.dumps(record, indent=2) + "\n"})
+    record = {"fledge": __version__, "torch": torch.__version__, **facts}
+    save_drafter(drafter, folder, dtype=dtype, texts={provenance.FILE: json.dumps(record, indent=2) + "\n"})
 
 
 def find_best(path: str | Path) -> Path | None:

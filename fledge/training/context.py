@@ -123,11 +123,11 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
         )
     stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
 
-    vocabulary, described = None, ""
+    vocabulary, counted = None, None  # the target's
     if config.draft_vocab_size < config.vocab_size:
         vocabulary = dist.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
-        described = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
-        log(f"draft vocabulary: {described}")
+        counted = {"size": len(vocabulary), "coverage": vocabulary.coverage, "held_out": vocabulary.coverage_of(held_out)}
+        log(f"draft vocabulary: {vocabulary}, {counted['held_out']:.2%} of those held out")
     some = train.tokens[: min(256, recipe.data.sequence_length)]
     drafters = []
     for one, source in zip(recipes, sources_of, strict=True):
@@ -140,8 +140,15 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
     provenance = {
         "target": recipe.target.model,
         "target_fingerprint": None if recipe.target.endpoint is not None else target_fingerprint(folder),
-        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
-        "draft_vocabulary": described or "the target's",
+        "data": {
+            "files": [Path(f).name for f in recipe.data.train],
+            **hashes,
+            "conversations": report.kept,
+            "tokens": report.tokens,
+            "answer_tokens": report.answer_tokens,
+            "report": str(report),
+        },
+        "draft_vocabulary": counted,
     }
     return [
         TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.checkpoints.ends import fetch_ends, text_config
 from fledge.checkpoints.export import launch_commands
+from fledge.checkpoints.provenance import Provenance
 from fledge.config import ModelConfig
 from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
@@ -204,7 +205,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
             diagnosis = diagnose(
                 fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
             )
-    record = json.loads((fresh / "provenance.json").read_text())
+    record = Provenance.read(fresh).record
     # A built-in name or a GGUF file: other servers get the folder it was converted to.
     converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
     elsewhere = sources.resolve(plan.model) if converted else None
@@ -233,7 +234,7 @@ def _card(
     plan: MakePlan,
     recipe: Recipe,
     made: Made,
-    record: dict[str, Any],
+    record: Mapping[str, Any],
     diagnosis: Diagnosis | None,
     *,
     curves: bool,
