@@ -34,7 +34,7 @@ def export(
     from fledge.checkpoints.drafter_files import find_drafter
     from fledge.checkpoints.export import export_drafter
     from fledge.checkpoints.gguf import target_config
-    from fledge.training.export import export_checkpoint, find_best, find_checkpoint
+    from fledge.training.checkpoint import export_checkpoint, find_best, find_checkpoint
 
     target = target_config(model) if model else None
     with TemporaryDirectory() as folder:

@@ -12,11 +12,11 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints import gguf
-from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import open_gguf
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import kept_bits, load_config, load_decoder, load_scheme
+from fledge.checkpoints.provenance import Provenance
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
@@ -222,7 +222,7 @@ def _load_network(
     if found is None or isinstance(found, str):
         return found, None
     network = found if isinstance(found, EagleDrafter) else load_drafter(found, target, dtype=None)
-    coverage = recorded_coverage(found) if isinstance(found, Path) else None
+    coverage = Provenance.read(found).coverage if isinstance(found, Path) else None
     return fit(network, config, pack=pack), coverage
 
 

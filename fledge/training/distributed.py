@@ -74,7 +74,7 @@ class DistributedContext:
 
     @classmethod
     def join(cls, use_cuda: bool) -> DistributedContext:
-        """Joins the process group that torchrun describes; without torchrun, a world of one."""
+        """Joins the process group that torchrun describes; without torchrun there is one process."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()

@@ -29,7 +29,7 @@ from fledge.training.data.rendering import ChatFormat, TemplateError
 from fledge.training.distributed import DistributedContext
 from fledge.training.recipe import Recipe
 from fledge.training.targets.loading import find_target, greedy_answers, load_target
-from fledge.training.targets.target import DecoderTarget, Target, TargetStates
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
 TOKENS_AT_ONCE = 1 << 15  # of the texts in one batch
@@ -99,9 +99,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(
-    drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None, per_text: bool = False
-) -> dict[str, Any]:
+def evaluate(drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None) -> dict[str, Any]:
     """Figures of greedy chain drafting over the held-out texts, with the drift lab's own probes.
 
     `sink_column`: None: the one that was found for the held-out texts.
@@ -113,38 +111,16 @@ def evaluate(
     """
     texts = held_out.texts
     sink = held_out.sink_column if sink_column is None else sink_column
-    tally = MetricAccumulator(sorted(depths))
+    accumulator = MetricAccumulator(sorted(depths))
     for group in in_groups([len(text.tokens_T) for text in texts], TOKENS_AT_ONCE):
         rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink)
-        for index, figures in zip(group, by_text(rollout, len(group), tally.depths), strict=True):
+        for index, figures in zip(group, by_text(rollout, len(group), accumulator.depths), strict=True):
             text = texts[index]
-            tally.add(str(index), figures, is_looping(text.tokens_T[text.answer_start :].tolist()))
-    whole = tally.to_dict()
+            accumulator.add(str(index), figures, is_looping(text.tokens_T[text.answer_start :].tolist()))
+    whole = accumulator.to_dict()
     lengths = ("acceptance_length", "standard_error", "acceptance_length_not_looping", "standard_error_not_looping")
     names = (*lengths, "texts", "looping_texts", "accuracy", "rms", "sink_share", "own_share", "entropy", "cosine")
-    found = {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
-    if per_text:
-        found["texts"] = [
-            {depth: count._asdict() for depth, count in tally.texts[str(index)].items()} for index in range(len(texts))
-        ]
-    return found
-
-
-def acceptance(
-    drafter: EagleDrafter,
-    decoder: Decoder,
-    texts: Sequence[Sequence[int]],
-    answer_starts: Sequence[int],
-    depths: Sequence[int] = (3, 5, 7),
-    sink_column: int | None = None,
-) -> dict[str, Any]:
-    """`evaluate` for texts at hand: `texts[i][answer_starts[i]:]` must be the target's greedy answer."""
-    target = DecoderTarget(decoder, drafter.config.aux_layer_ids)
-    drafter.share(decoder.embed_tokens, decoder.lm_head)
-    held_out = HeldOut.of(target, texts, answer_starts, target.device)
-    if sink_column is None:
-        held_out = held_out.with_sink(decoder)
-    return evaluate(drafter, held_out, depths, sink_column, per_text=True)
+    return {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
 
 
 class Judged(NamedTuple):
@@ -231,8 +207,8 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
     templates' marks."""
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
-    chat, world = ChatFormat(tokenizer), DistributedContext()
-    loaded = load_target(recipe, world, folder)
+    chat, dist = ChatFormat(tokenizer), DistributedContext()
+    loaded = load_target(recipe, dist, folder)
     target, device = loaded.target, torch.device(recipe.run.device)
     dtype = getattr(torch, recipe.run.compute_dtype)
     drafter = load_drafter(drafter_folder, dtype=dtype, device=device).share(target.embedding, target.lm_head)

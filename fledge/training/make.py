@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
 from fledge.checkpoints.ends import fetch_ends, text_config
 from fledge.checkpoints.export import launch_commands
+from fledge.checkpoints.provenance import Provenance
 from fledge.config import ModelConfig
 from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
 from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
 from fledge.training.data.loading import data_hash
@@ -36,6 +36,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
 from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.targets.loading import target_shape
 from fledge.training.trainer import train, train_arms
 
@@ -75,7 +76,7 @@ def make(
     EAGLE 3 drafter on the same batches, to compare with.
     """
     place = resolve_device(device)
-    world = DistributedContext.join(use_cuda=place.type == "cuda")
+    dist = DistributedContext.join(use_cuda=place.type == "cuda")
 
     def prepare() -> tuple[MakePlan, Any, Path, Progress]:
         settings = {
@@ -104,8 +105,8 @@ def make(
             prompts,
             endpoint,
             endpoint_states,
-            num_processes=world.size,
-            num_answering=1 if endpoint else world.local_size,  # other machines may not see the same files
+            num_processes=dist.size,
+            num_answering=1 if endpoint else dist.local_size,  # other machines may not see the same files
             twin=twin,
         )
         log(f"the plan, for {hours:g} hours:\n{plan.describe()}")
@@ -121,17 +122,17 @@ def make(
         return plan, shape, folder, progress
 
     try:
-        log = log if world.is_first else (lambda text: None)
-        plan, shape, folder, progress = world.on_first(prepare)
+        log = log if dist.is_first else (lambda text: None)
+        plan, shape, folder, progress = dist.on_first(prepare)
         if "answers" not in progress.done:
-            tokenizer = Tokenizer(folder) if world.rank < plan.num_answering else None
-            answer(plan, shape, tokenizer, out, progress, decontaminate, log, world)
-        recipe = build_recipe(world.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
+            tokenizer = Tokenizer(folder) if dist.rank < plan.num_answering else None
+            answer(plan, shape, tokenizer, out, progress, decontaminate, log, dist)
+        recipe = build_recipe(dist.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
         if "training" not in progress.done:
-            recipe = _train(recipe, twin, log, world)
+            recipe = _train(recipe, twin, log, dist)
     finally:
-        world.leave()
-    if not world.is_first:
+        dist.leave()
+    if not dist.is_first:
         return None
     if "training" not in progress.done:
         progress.finish("training")
@@ -157,17 +158,17 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
     return recipe
 
 
-def _train(recipe: Recipe, twin: bool, log: Log, world: DistributedContext) -> Recipe:
+def _train(recipe: Recipe, twin: bool, log: Log, dist: DistributedContext) -> Recipe:
     """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
     Returns the recipe that fitted."""
     began = time.perf_counter()
     while True:
         try:
             if twin:
-                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, world=world)
+                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, dist=dist)
                 result = results["eagle3.1"]
             else:
-                result = train(recipe, began=began, world=world)
+                result = train(recipe, began=began, dist=dist)
             if not result.finished:
                 raise Interrupted("interrupted; the same command continues")
             return recipe
@@ -204,7 +205,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
             diagnosis = diagnose(
                 fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
             )
-    record = json.loads((fresh / "provenance.json").read_text())
+    record = Provenance.read(fresh).record
     # A built-in name or a GGUF file: other servers get the folder it was converted to.
     converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
     elsewhere = sources.resolve(plan.model) if converted else None
@@ -233,7 +234,7 @@ def _card(
     plan: MakePlan,
     recipe: Recipe,
     made: Made,
-    record: dict[str, Any],
+    record: Mapping[str, Any],
     diagnosis: Diagnosis | None,
     *,
     curves: bool,

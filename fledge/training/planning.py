@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fledge.errors import UserError
-from fledge.training.losses import auto_chunk_rows
+from fledge.training.objective import auto_chunk_rows
 
 
 @dataclass(frozen=True)

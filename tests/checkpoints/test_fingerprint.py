@@ -13,6 +13,7 @@ from fledge import drafters, sources
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint
 from fledge.checkpoints.hf import save_decoder
+from fledge.checkpoints.provenance import Provenance
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.options import Speculation
@@ -41,7 +42,7 @@ def shipped(tmp_path, monkeypatch):
     record = {
         "target": "some/target",
         "target_fingerprint": target_fingerprint(target),
-        "data": {"report": "1,200 of 1,300 conversations kept: 45,000 tokens, 30,000 of them answers"},
+        "data": {"conversations": 1200, "tokens": 45_000},
     }
     here = tmp_path / "drafters"
     config = tiny_drafter_config(decoder.config)
@@ -134,8 +135,7 @@ def test_names_of_the_shipped_drafters_exist():
     for name, folder in drafters.DEFAULTS.items():
         assert drafters.default_drafter(name) == drafters.HERE / folder
     for folder in drafters.shipped():
-        record = drafters.provenance(folder)
-        assert len(record["target_fingerprint"].split()) == 65
+        assert len(Provenance.read(folder).target_fingerprint.split()) == 65
         assert folder.name in drafters.DEFAULTS.values()
         assert "conversations" in drafters.trained_on(folder)
 

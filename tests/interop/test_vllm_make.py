@@ -11,8 +11,8 @@ import pytest
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.export import export_drafter
 from fledge.checkpoints.hf import load_config
-from fledge.training import toy
 from fledge.training.make import make
+from fledge.training.targets import toy
 from tests.interop.runs import run_fledge, run_vllm
 from tests.interop.test_vllm import assert_same
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
+from fledge.training.targets import toy
 
 # ChatML with a default system prompt, as SmolLM2 has it.
 CHATML = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.chat_files import Decontamination
 from fledge.training.data.loading import DataError, load_samples
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import assistant, chat_tokenizer, user

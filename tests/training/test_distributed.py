@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fledge.errors import UserError
-from fledge.training import toy
 from fledge.training.context import resolve
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.training.chat import prompts_of_toy
 
@@ -206,9 +206,9 @@ def fail(owner, name, rank, call):
 
 fail(arm.Arm, "backward", "1", 1)
 fail(arm, "evaluate", "0", 3)  # of the second attempt, at its end
-world, told = DistributedContext.join(use_cuda=False), []
-fitted = _train(load_recipe(sys.argv[1]), False, told.append, world)
-world.leave()
+dist, told = DistributedContext.join(use_cuda=False), []
+fitted = _train(load_recipe(sys.argv[1]), False, told.append, dist)
+dist.leave()
 assert fitted.data.micro_batch_size == 1 and fitted.objective.recompute, fitted
 assert len(told) == 2, told
 """

@@ -18,11 +18,10 @@ from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.cli.make import make
 from fledge.errors import ModelError
-from fledge.training import toy
 from fledge.training.datagen import answers as make_answers
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe
-from fledge.training.targets import states_client
+from fledge.training.targets import states_client, toy
 from fledge.training.targets.continuations import continuations
 from fledge.training.targets.endpoint import EndpointAnswers, EndpointTarget
 from fledge.training.targets.states_client import EndpointError

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fledge.drift.metrics import by_text
+from fledge.drift.rollout import roll_out
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
 from fledge.training.data.rendering import ChatFormat
 from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES
-from fledge.training.evaluate import HeldOut, Judged, acceptance, conditions, describe_lengths, evaluate
+from fledge.training.evaluate import HeldOut, Judged, conditions, describe_lengths, evaluate
 from fledge.training.targets.continuations import continuations
 from fledge.training.targets.target import DecoderTarget
 from tests.drift.test_probes import decoder_with_sink
@@ -29,6 +31,11 @@ def good_drafter(decoder, **flags):
     return drafter.share(decoder.embed_tokens, decoder.lm_head)
 
 
+def held_out_of(drafter, decoder, texts, starts) -> HeldOut:
+    target = DecoderTarget(decoder, drafter.config.aux_layer_ids)
+    return HeldOut.of(target, texts, starts, target.device)
+
+
 @pytest.mark.parametrize(
     "flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_output": True, "window": 12, "draft_vocab_size": 100}], ids=str
 )
@@ -37,16 +44,18 @@ def test_equals_what_the_engine_counts(flags):
     drafter = good_drafter(decoder, **flags)
     answers = continuations(decoder, PROMPTS, NEW_TOKENS, stop_ids=[])
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    figures = acceptance(drafter, decoder, texts, [len(prompt) for prompt in PROMPTS], depths=(2, 4))
+    held_out = held_out_of(drafter, decoder, texts, [len(prompt) for prompt in PROMPTS])
+    figures = evaluate(drafter, held_out, (2, 4))
+    by_prompt = by_text(roll_out(drafter, held_out.texts, 4), len(texts), (2, 4))
     for depth in (2, 4):
         engine = build_engine(decoder, Speculation(drafter, depth).fixed_depth(), EngineConfig(dtype="float32"))
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
         requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
         while engine.has_unfinished():
             engine.step()
-        for request, answer, text in zip(requests, answers, figures["texts"], strict=True):
+        for request, answer, text in zip(requests, answers, by_prompt, strict=True):
             assert request.answer == answer
-            assert (request.stats.accepted, request.stats.steps) == (text[depth]["accepted"], text[depth]["steps"])
+            assert (request.stats.accepted, request.stats.steps) == text.counts[depth]
         assert figures["acceptance_length"][depth] == pytest.approx(engine.stats.acceptance_length)
     assert len(figures["accuracy"]) == len(figures["rms"]) == 4
 
@@ -64,7 +73,8 @@ def test_the_sink_is_the_targets_own_unless_it_is_given():
     drafter = good_drafter(decoder)
     drafter.layers[0].self_attn.qkv_proj.weight.normal_()
     texts = [[5, 9, 77, *range(10, 40)], [7, 8, 77, *range(40, 75)]]
-    shares = {column: acceptance(drafter, decoder, texts, [4, 4], (2,), column)["sink_share"] for column in (None, 0, 2)}
+    held_out = held_out_of(drafter, decoder, texts, [4, 4]).with_sink(decoder)
+    shares = {column: evaluate(drafter, held_out, (2,), column)["sink_share"] for column in (None, 0, 2)}
     assert shares[None] == shares[2]
     assert shares[None] != shares[0]
 

@@ -22,7 +22,7 @@ from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.config import RopeConfig
 from fledge.engine import build, offline
 from fledge.errors import UserError
-from fledge.training import journal, toy
+from fledge.training import journal
 from fledge.training import make as making
 from fledge.training.arm import OutOfMemory
 from fledge.training.datagen import answers as make_answers
@@ -32,6 +32,7 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.make import _train, make
 from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import build_recipe
+from fledge.training.targets import toy
 from tests.checkpoints.packers import write_quantised
 from tests.tiny import FAMILY_SETTINGS, tiny_decoder
 from tests.training.chat import chat_tokenizer, prompts_of_toy

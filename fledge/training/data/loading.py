@@ -20,6 +20,7 @@ from fledge.training.data.chat_files import (
     Block,
     Conversation,
     DataError,
+    Decontamination,
     TokenTurn,
     conversations_of,
     parse_messages,
@@ -27,7 +28,6 @@ from fledge.training.data.chat_files import (
     read_conversations,
     read_lines,
 )
-from fledge.training.data.decontamination import Decontamination
 from fledge.training.data.rendering import (
     THOUGHT,
     THOUGHT_END,

@@ -65,12 +65,12 @@ class Settled(NamedTuple):
 class HostWork:
     """Each method takes a list, so that many small pieces can travel together."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, longest_prompt: int | None):
-        self.tokenizer, self.chat_template, self.longest_prompt = tokenizer, chat_template, longest_prompt
-        self.chat = ChatFormat(tokenizer, chat_template)
+    def __init__(self, tokenizer: Tokenizer, longest_prompt: int | None):
+        self.tokenizer, self.longest_prompt = tokenizer, longest_prompt
+        self.chat = ChatFormat(tokenizer)
 
     def __reduce__(self) -> tuple:
-        return HostWork, (self.tokenizer, self.chat_template, self.longest_prompt)
+        return HostWork, (self.tokenizer, self.longest_prompt)
 
     def open(self, prompts: list[Prompt]) -> list[Dialogue | str]:
         """Conversations with their first prompt; or why there is none: "too_long" or "refused" (by the template)."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fledge import progress
 from fledge.tokenizer import Tokenizer
-from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.chat_files import Decontamination
 from fledge.training.data.loading import DataError
 from fledge.training.data.rendering import Options
 from fledge.training.data.workers import Workers, find_workers
@@ -151,7 +151,6 @@ def regenerate(
     share: tuple[int, int] = (0, 1),
     decontaminate: Sequence[str | Path] = (),
     model: str = "",
-    chat_template: str | None = None,
     template_options: Sequence[Options] = ({},),
     wave: int = WAVE,
     processes: int | None = None,
@@ -178,10 +177,10 @@ def regenerate(
     number, count = share
     prompts = list(islice(read_prompts(prompts_path), limit))[number::count] if prompts_path is not None else []
     settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    settings["chat_template"] = chat_template or tokenizer.chat_template or ""
+    settings["chat_template"] = tokenizer.chat_template or ""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     max_model_len = getattr(generator, "max_model_len", None)
-    work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
+    work = HostWork(tokenizer, None if max_model_len is None else max_model_len - max_tokens)
     decontamination, stop_ids = (
         Decontamination.of_files(decontaminate),
         work.chat.stop_ids(),

@@ -40,7 +40,7 @@ def find_target(recipe: Recipe) -> Path:
     return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
 
 
-def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
+def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> LoadedTarget:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     target: Target
@@ -55,8 +55,8 @@ def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> Load
     elif recipe.target.backend == "fledge":
         shape = known = load_config(folder)
         config = drafter_config(recipe.drafter, shape)
-        if sharded := recipe.run.shard_target and world.size > 1:
-            decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
+        if sharded := recipe.run.shard_target and dist.size > 1:
+            decoder = load_sharded(lambda: load_decoder(folder, dtype), dist, device)
         else:
             decoder = load_decoder(folder, dtype, device)
             if device.type == "cuda":
