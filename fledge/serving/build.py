@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -18,15 +17,13 @@ from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
+from fledge.serving.defaults import generation_defaults
 from fledge.serving.flags import ServeFlags
 from fledge.serving.metrics import Metrics
 from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.methods.ngram import NgramSpeculator
 
 log = logging.getLogger("fledge.serving")
-
-# What a model's generation_config.json may set for requests that leave it open.
-DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
@@ -92,14 +89,3 @@ def process_seconds() -> float:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return time.perf_counter()
-
-
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
-    return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}

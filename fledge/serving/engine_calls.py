@@ -22,6 +22,7 @@ class Front(Channel[ToEngine]):
         super().__init__(connection, ToEngine)
         self.is_prepared = False
         self.num_in_flight = 0  # answers taken and not finished
+        self.told_in_flight = 0  # of the others, as it was told last
         self.outputs: list[Output] = []  # of the current step
 
 
