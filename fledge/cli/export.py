@@ -60,7 +60,8 @@ def export(
 def _recorded_target(folder: Path) -> str:
     """The target that training recorded, as another server can name it; "" for a path, which holds on one machine only."""
     from fledge import drafters
+    from fledge.checkpoints.provenance import Provenance
 
-    name = str(drafters.provenance(folder).get("target", ""))
+    name = str(Provenance.read(folder).record.get("target", ""))
     hub_ids = (one for one, its in drafters.DEFAULTS.items() if "/" in one and its == drafters.DEFAULTS.get(name))
     return "" if name.startswith(("/", ".", "~")) else next(hub_ids, name)
