@@ -13,6 +13,7 @@ from fledge import __version__, sources
 from fledge.checkpoints import drafter_layout, eagle3, int8_storage, origins
 from fledge.checkpoints.drafter_config import LAYER_IDS, config_to_hf
 from fledge.checkpoints.drafter_files import WEIGHTS, DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.checkpoints.provenance import FILE as PROVENANCE
 from fledge.checkpoints.speculators import save_speculators
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, ModelConfig
@@ -21,7 +22,6 @@ from fledge.models.drafter import EagleDrafter
 
 DESTINATIONS = ("vllm", "sglang", "speculators", "fledge")
 STORAGES = ("plain", "int8")
-PROVENANCE = "provenance.json"
 TESTED_VLLM = "0.32.0"
 VLLM_LATENT_SIZES = (320, 512, 576)  # what its latent attention has kernels for
 
@@ -102,7 +102,7 @@ def import_drafter(
         files = replace(files, config=settings, notes=[*files.notes, f"layer ids set to {list(layer_ids)}"])
     files = with_d2t(files)
     drafter = _checked(files, target, folder)
-    notes = files.notes or [f"read as {files.origin}, nothing had to be translated"]
+    notes = files.notes or [f"{files.origin} layout, unchanged"]
     return eagle3.save_drafter(drafter, out), notes
 
 

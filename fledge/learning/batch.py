@@ -11,7 +11,7 @@ from fledge.config import DrafterConfig
 from fledge.drift.texts import TargetText
 from fledge.learning.config import LearnConfig
 from fledge.training.data.packing import PackedBatch
-from fledge.training.losses import auto_chunk_rows
+from fledge.training.objective import auto_chunk_rows
 from fledge.training.targets.target import TargetStates
 
 

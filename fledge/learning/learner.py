@@ -25,10 +25,9 @@ from fledge.learning.samples import Sample, SampleRing
 from fledge.learning.target import ServedTarget
 from fledge.learning.weights import are_finite, weights_of
 from fledge.models.drafter import EagleDrafter
-from fledge.training.export import served_copy
-from fledge.training.losses import LossSettings
-from fledge.training.objective import Objective, ObjectiveSettings, compiler_error
-from fledge.training.optimizers import build_optimizers, clip_gradients
+from fledge.training.arm import build_optimizers, clip_gradients
+from fledge.training.checkpoint import served_copy
+from fledge.training.objective import LossSettings, Objective, ObjectiveSettings, compiler_error
 from fledge.training.targets.target import TargetStates
 
 log = logging.getLogger("fledge.learning")

@@ -12,7 +12,7 @@ from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision
 from fledge.learning.setup import day_zero_config, reserved_bytes
 from fledge.learning.weights import StagedWeights, weights_of
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, serve, toy_prompts
 
 

@@ -23,7 +23,7 @@ from fledge.learning.samples import is_held_out
 from fledge.learning.setup import NEW_RATE, TRAINED_RATE
 from fledge.learning.weights import weights_of
 from fledge.sampling import SamplingParams
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
 
 ACCEPTED = Decision(True, "a test")

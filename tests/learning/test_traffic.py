@@ -7,7 +7,7 @@ import random
 from fledge.learning.admission import Admission
 from fledge.learning.gate import Decision
 from fledge.learning.hook import SHORTENED_NEED
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,6 @@ class PackedBatch:
     positions: torch.Tensor  # int64 [B, T]; count from the document's beginning (plus its random offset)
     document: torch.Tensor  # int32 [B, T]; 1, 2, … within a row; 0 = padding
     loss_mask: torch.Tensor  # bool [B, T]; the token is one to be predicted. Never the first of a document
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
-        return PackedBatch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
-
-    def pin_memory(self) -> PackedBatch:
-        return PackedBatch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
-
-    @property
-    def num_tokens(self) -> int:
-        return int((self.document > 0).sum())
 
 
 class PackedLoader(Iterator[PackedBatch]):

@@ -1,6 +1,6 @@
 """A toy to try training on: a tiny target that learns a small made-up language in seconds, and its answers.
 
-python -m fledge.training.toy runs/toy      makes runs/toy/target and runs/toy/answers.jsonl
+python -m fledge.training.targets.toy runs/toy      makes runs/toy/target and runs/toy/answers.jsonl
 """
 
 from __future__ import annotations
