@@ -14,11 +14,11 @@ from fledge.engine.request import TokenLogprob
 from fledge.serving import prompts
 from fledge.serving.answers import chat_logprobs, num_last_tokens, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser

@@ -12,9 +12,9 @@ from fastapi import Request
 
 from fledge.serving.answers import CompletionLogprobs, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.tokenizer import Tokenizer

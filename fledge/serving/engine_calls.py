@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.serving.structured import Grammar
 
 
-class Front(Channel[ToEngine]):
+class ApiServer(Channel[ToEngine]):
     """A process that speaks HTTP."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -30,7 +30,7 @@ class Front(Channel[ToEngine]):
 class Call:
     """The answers that one HTTP request waits for."""
 
-    front: Front
+    api_server: ApiServer
     message: Add
     params: list[SamplingParams]
     grammar: Grammar | None

@@ -9,9 +9,9 @@ from fastapi import Request
 
 from fledge.serving import chat, prompts
 from fledge.serving.answers import num_last_tokens, usage
-from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, begin, event, unless_gone
 

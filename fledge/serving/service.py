@@ -23,7 +23,7 @@ from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
 from fledge.serving.json_checks import check_grammar_size, check_json
 from fledge.serving.json_schema import supported_schema
-from fledge.serving.messages import Ready, ToFront
+from fledge.serving.messages import Ready, ToApiServer
 from fledge.serving.protocol import ChatRequest, SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
 from fledge.tokenizer import Tokenizer, bad_word_token_ids
@@ -41,20 +41,20 @@ COUNTED_CHARACTERS = 65_536
 
 
 class Service:
-    """`connection`: to an engine that another front has started; None: this one starts it, by the flags."""
+    """`connection`: to an engine that another HTTP process has started; None: this one starts it, by the flags."""
 
     def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
         self.limits = flags.limits
         self.defaults: dict[str, Any] = overriding_defaults(flags.override_generation_config)
-        self.other_connections: list[socket.socket] = []  # for other fronts, which this one starts
+        self.other_connections: list[socket.socket] = []  # for other HTTP processes, which this one starts
         host: EngineHost | None = None
         if connection is None:
             pairs = [socket.socketpair() for _ in range(flags.api_workers)]
             connection, *self.other_connections = [ours for ours, _ in pairs]
             theirs = [engine_side for _, engine_side in pairs]
             host = EngineProcess(flags, theirs) if flags.engine_process else EngineThread(flags, theirs, build)
-        channel: Channel[ToFront] = Channel(connection, ToFront)
+        channel: Channel[ToApiServer] = Channel(connection, ToApiServer)
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
         room, on_refusal = self.limits.max_tokenizer_queue, self.engine.count_rejected

@@ -38,8 +38,8 @@ def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[
 
 async def check_all_free(service: Service) -> None:
     """Nothing is left behind: no request, no page."""
-    front, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
-    while (front.num_in_flight or (engine.requests and front.state == "ready")) and time.monotonic() < deadline:
+    api_server, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
+    while (api_server.num_in_flight or (engine.requests and api_server.state == "ready")) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     engine.check_integrity()
     assert engine.pool.num_free == engine.pool.num_pages
@@ -310,6 +310,23 @@ def test_one_model(in_process) -> None:
         assert (await client.get("/v1/models/some/other")).status_code == 404
 
     run(in_process, test)
+
+
+HOSTS = {"localhost": 200, "localhost:8000": 200, "127.0.0.1:80": 200, "[::1]:80": 200, "box": 200, "a.localhost": 200, "": 200}
+HOSTS |= {"evil.example": 403, "evil.example.:80": 403, "127.0.0.1.evil.example": 403, "localhost.evil.example:80": 403}
+
+
+def test_a_server_of_this_machine_alone_knows_no_domains(in_process) -> None:
+    """A page whose domain points to 127.0.0.1 (DNS rebinding) is its own origin, and needs no CORS header."""
+
+    async def statuses(client: httpx.AsyncClient, _: Service) -> dict[str, int]:
+        return {host: (await client.get("/v1/models", headers={"Host": host})).status_code for host in HOSTS}
+
+    assert run(in_process, statuses) == HOSTS
+    open_to = dict.fromkeys(HOSTS, 200)
+    assert run(in_process, statuses, "--trusted-proxies", "127.0.0.1") == open_to
+    assert run(in_process, statuses, "--host", "0.0.0.0") == open_to
+    assert set(run(in_process, statuses, "--api-key", "k").values()) == {401}
 
 
 def test_health_is_open_under_a_root_path(in_process) -> None:

@@ -176,7 +176,7 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
             greedy = [asyncio.create_task(tokenize(GREEDY, 200_000)) for _ in range(20)]
             await until(lambda: sum(one.done() for one in greedy) == 14)  # one has its turn, five wait
             assert {one.result() for one in greedy if one.done()} == {503}
-            async with asyncio.timeout(60):  # the front reports once a second
+            async with asyncio.timeout(60):  # the HTTP process reports once a second
                 while 'requests_rejected_total{engine="0",model_name="tiny"} 14.0' not in await figures(client):
                     await asyncio.sleep(0.1)
             modest = asyncio.create_task(tokenize(MODEST, 100_000))

@@ -43,11 +43,25 @@ def _place(host: str) -> str:
     return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-class Gate:
-    """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it."""
+def is_local_name(host: str) -> bool:
+    """Whether a Host header names no domain of the internet: an address, `localhost`, or a name without a dot."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        return "." not in name.rstrip(".") or name.rstrip(".").lower().endswith(".localhost")
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits) -> None:
-        self.app, self.limits = app, limits
+
+class RequestGuard:
+    """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it.
+
+    `local_only`: refuses requests for any domain. A page whose domain is made to point to this machine (DNS rebinding) could
+    otherwise ask a server that is open to this machine alone.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits, local_only: bool = False) -> None:
+        self.app, self.limits, self.local_only = app, limits, local_only
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,6 +116,13 @@ class Gate:
                 401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": scheme},
+            )
+        if self.local_only and not is_local_name(headers.get("host", "")):
+            return ApiError(
+                "this server is open to its own machine alone and does not know this host name; use localhost or an address, "
+                "or start it with --api-key, or with --trusted-proxies behind a proxy",
+                403,
+                code="unknown_host",
             )
         length = headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > self.limits.max_request_bytes):
