@@ -73,10 +73,10 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift.live import EVERY_LAUNCHES, watch_drafts
 from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
 from fledge.kernels.attention import rope_attention

@@ -33,10 +33,10 @@ from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import config_to_hf
 from fledge.config import ModelConfig
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY, NewRows, RowInit
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.memory import memory_plan
 from fledge.kernels.linear import dispatch

@@ -197,7 +197,7 @@ class DrafterConfig:
         """For people."""
         if self.mla is None:
             norms = ", queries and keys normed" if self.qk_norm else ""
-            return f"{self.num_heads} heads over {self.num_kv_heads}{norms}"
+            return f"{self.num_heads} query heads, {self.num_kv_heads} key/value heads{norms}"
         queries = f", queries from {self.mla.q_lora_rank}" if self.mla.q_lora_rank else ""
         return f"{self.num_heads} heads of latent attention (MLA): keys and values from {self.mla.kv_lora_rank}{queries}"
 

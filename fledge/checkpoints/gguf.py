@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fledge import sources
 from fledge.checkpoints import hf
 from fledge.checkpoints.gguf_config import ARCHITECTURES as ARCHITECTURES
 from fledge.checkpoints.gguf_config import LONGROPE, ROPE_FACTORS
 from fledge.checkpoints.gguf_config import read_config as read_config
-from fledge.checkpoints.gguf_file import GgufFile, GgufTensor
+from fledge.checkpoints.gguf_file import GgufFile, GgufTensor, open_gguf
 from fledge.checkpoints.gguf_tokenizer import write_tokenizer
 from fledge.checkpoints.layouts import NORM, Layout
 from fledge.config import ModelConfig
@@ -133,6 +134,12 @@ def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTe
             tensors[f"model.layers.{match[1]}.mlp.experts.{expert}.{match[2]}_proj.weight"] = part
     hf.check_tensors({name: tensor.shape for name, tensor in tensors.items()}, hf.tensor_shapes(config), str(file.path))
     return tensors
+
+
+def target_config(model: str) -> ModelConfig:
+    """The configuration of any model that can be named. Of a GGUF file the header is read, and nothing is converted."""
+    found = sources.find(model)
+    return read_config(open_gguf(found)) if found.is_file() else hf.load_config(found)
 
 
 def hf_name(name: str, arch: str = "llama") -> str:

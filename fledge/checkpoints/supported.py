@@ -57,10 +57,13 @@ def _formats() -> Iterable[str]:
     for method, what in METHODS.items():
         rows.append((f"`{method}`", what, *(_on(method, device) for device in DEVICES)))
     yield from _table(("`quant_method`", "read", *DEVICES.values()), rows)
-    yield "\nKept: the kernels read the weights as they are, to the bit; where no format of ours holds them (8 bits with zero"
-    yield "points, integer scales that fp16 does not hold, a partial last block of FP8, on a GPU experts, FP8 on a GPU before"
-    yield "Ada: compute capability below 8.9) they become plain weights when loaded, and the log says how many. Plain: they"
-    yield "always do. Training uses plain weights.\n"
+    yield "\nKept: stays in the checkpoint's format, to the bit. Plain: dequantised at load. Training uses plain weights."
+    yield "Where it says kept, these are dequantised at load all the same, and the log says how many:\n"
+    yield "- 8 bits with zero points"
+    yield "- integer scales that fp16 does not hold"
+    yield "- FP8 with a partial last block"
+    yield "- on a GPU, experts"
+    yield "- FP8 on a GPU before Ada (compute capability below 8.9)\n"
 
 
 def _on(method: str, device: str) -> str:

@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fledge import sources
+from fledge.errors import ModelError
+
 HERE = Path(__file__).parent
 
 # names of a target (built in, on the hub) -> folder of its default drafter
@@ -16,16 +19,14 @@ DEFAULTS = {
 }
 
 
-def default_drafter(model: str, path: Path | None = None) -> Path | None:
-    """The drafter shipped for a target: by its name, or by the weights of its folder or GGUF file.
-
-    `path`: where the target's files are, if `model` is not itself a path.
-    """
+def default_drafter(model: str) -> Path | None:
+    """The drafter shipped for a target: by its name, or by the weights of its folder, its GGUF file or its copy on the hub."""
     if model in DEFAULTS:
         folder = HERE / DEFAULTS[model]
         return folder if (folder / "config.json").is_file() else None
-    path = path or Path(model).expanduser()
-    if not model or not path.exists():
+    try:
+        path = sources.find(model)
+    except ModelError:  # not there: whoever loads it says so
         return None
     from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint  # torch, which HTTP processes do without
 

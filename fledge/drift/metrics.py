@@ -241,13 +241,13 @@ class MetricAccumulator:
     def to_dict(self) -> dict[str, Any]:
         calm = self.calm
         lengths = {depth: acceptance_length(self.counts(depth)) for depth in self.depths}
+        without_loops = {depth: acceptance_length(self.counts(depth, calm)) for depth in self.depths} if calm else {}
         figures: dict[str, Any] = {
             "acceptance_length": {depth: one.value for depth, one in lengths.items()},
             "standard_error": {depth: one.error for depth, one in lengths.items()},
             "acceptance_length_macro": {depth: self._macro(depth) for depth in self.depths},
-            "acceptance_length_not_looping": {depth: acceptance_length(self.counts(depth, calm)).value for depth in self.depths}
-            if calm
-            else None,
+            "acceptance_length_not_looping": {depth: one.value for depth, one in without_loops.items()} or None,
+            "standard_error_not_looping": {depth: one.error for depth, one in without_loops.items()} or None,
             "steps": {depth: sum(one.steps for one in self.counts(depth)) for depth in self.depths},
             "texts": len(self.texts),
             "looping_texts": len(self.looping),
@@ -305,7 +305,8 @@ def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
     if len(sizes) < 2:
         return {}
     at = min(step, len(sizes))
-    summary: dict[str, Any] = {"drift_step": at, "rms_ratio": sizes[at - 1] / sizes[0] if sizes[0] else None}
+    ratio = sizes[at - 1] / sizes[0] if sizes[0] and sizes[at - 1] is not None else None
+    summary: dict[str, Any] = {"drift_step": at, "rms_ratio": ratio}
     for name in ("sink_share", "own_share", "prompt_share", "drafted_share", "entropy"):
         if values := figures.get(name):
             summary[f"{name}_slope"] = slope(values[:at])

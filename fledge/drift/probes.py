@@ -82,12 +82,13 @@ def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
     return torch.cosine_similarity(a_ND.float(), b_ND.float(), dim=-1)
 
 
-def slope(values: list[float]) -> float:
-    """Change a step of the straight line through the values of steps 1, 2, … (least squares)."""
-    if len(values) < 2:
+def slope(values: Sequence[float | None]) -> float:
+    """Change a step of the straight line through the values of steps 1, 2, … (least squares). None: no row got so far."""
+    points = [(step, value) for step, value in enumerate(values) if value is not None]
+    if len(points) < 2:
         return 0.0
-    middle = (len(values) - 1) / 2
-    return sum((i - middle) * v for i, v in enumerate(values)) / sum((i - middle) ** 2 for i in range(len(values)))
+    middle = sum(step for step, _ in points) / len(points)
+    return sum((step - middle) * value for step, value in points) / sum((step - middle) ** 2 for step, _ in points)
 
 
 # The sink: found from the target's own attention, not assumed.

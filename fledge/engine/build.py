@@ -24,7 +24,6 @@ from fledge.engine.admission import AdmissionPolicy
 from fledge.engine.config import EngineConfig, check_head_size
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.executors.graphs import without_collection
 from fledge.engine.fit import check_fits
@@ -41,9 +40,9 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.moe import stack_experts
 from fledge.speculation.controller import SpeculationController
-from fledge.speculation.depth import DepthPolicy
+from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.methods.base import Drafter
-from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator, lookahead
 from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
@@ -68,14 +67,12 @@ def build_engine(
     """`capture`: None means CUDA graphs on a GPU and eager execution on a CPU. False runs the captured executor's functions
     without graphs, on any device (for tests)."""
     speculation, config = speculation or Speculation(), config or EngineConfig()
-    if config.threads:
+    if config.threads > 0:
         torch.set_num_threads(config.threads)
     is_cpu = resolve_device(config.device).type == "cpu"
     if is_cpu and not isinstance(model, Decoder):
         give_back_code()
     is_eager = is_cpu if capture is None else False
-    if not is_cpu and config.page_size == EngineConfig.page_size:
-        config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if is_cpu and not is_eager:
         config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
     is_checked, kept = True, None
@@ -85,7 +82,7 @@ def build_engine(
     else:
         name, found = model, sources.find(model)
         # Now, while a GGUF file's header is in memory: the shipped drafter is found by the file's norms.
-        speculation = replace(speculation, drafter=speculation.resolve_drafter(model, found))
+        speculation = replace(speculation, drafter=speculation.resolve_drafter(model))
         if found.is_file() and is_eager and keeps_blocks(config):
             if speculation.tree is not None:
                 # A tree sums attention in another order than the text, and 8-bit activations make a rounding visible:
@@ -126,8 +123,11 @@ def build_engine(
         network.share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
     config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
-    pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
-    drafter = _drafter(speculation, network, coverage, config, pool)
+    depth = DepthPolicy.parse(speculation.depth, on_cpu=is_cpu)
+    # Room for a draft behind the longest text: a cache of one context must serve a request of that length.
+    num_slots = config.kv_cache_tokens + (1 if network is None else lookahead(depth, speculation.tree))
+    pool = PagePool(-(-num_slots // config.page_size), config.page_size)
+    drafter = _drafter(network, depth, speculation.tree, coverage, config, pool)
     if name:
         give_back_heap()
         gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
@@ -216,8 +216,9 @@ def _load_network(
             "in another order; leave out --tree"
         )
     found = speculation.resolve_drafter(model)
-    if found == "ngram" and speculation.tree is not None:
-        raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
+    if speculation.tree is not None and (found is None or found == "ngram"):
+        what = "without a drafter there is no tree to draft" if found is None else "the n-gram drafter proposes chains only"
+        raise UserError(f"{what}; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
         return found, None
     network = found if isinstance(found, EagleDrafter) else load_drafter(found, target, dtype=None)
@@ -226,9 +227,13 @@ def _load_network(
 
 
 def _drafter(
-    speculation: Speculation, network: EagleDrafter | str | None, coverage: float | None, config: EngineConfig, pool: PagePool
+    network: EagleDrafter | str | None,
+    depth: DepthPolicy,
+    tree: TreeShape | None,
+    coverage: float | None,
+    config: EngineConfig,
+    pool: PagePool,
 ) -> Drafter | None:
-    depth = DepthPolicy.parse(speculation.depth, on_cpu=_is_cpu(config))
     if network is None:
         return None
     if not isinstance(network, EagleDrafter):
@@ -236,7 +241,7 @@ def _drafter(
     shape = network.config
     check_head_size(config.kv_cache_dtype, shape.head_dim)
     cache = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return EagleSpeculator(network, cache, depth, speculation.tree, coverage)
+    return EagleSpeculator(network, cache, depth, tree, coverage)
 
 
 def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:

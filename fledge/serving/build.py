@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge import progress, sources
+from fledge.checkpoints.tensors import read_json
 from fledge.drift.live import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.engine import Engine
@@ -36,6 +37,12 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     if flags.generation_config != "vllm":
         defaults = generation_defaults(found if flags.generation_config == "auto" else Path(flags.generation_config))
     config = flags.engine_config
+    method = quantization_of(found)
+    if method and config.quantization == method:  # fp8, which plain weights could become: this checkpoint has it
+        config = replace(config, quantization="none")
+    if flags.checkpoint_quantization not in (None, method):
+        is_so = f"quantised by {method}" if method else "not quantised"
+        raise UserError(f"--quantization {flags.checkpoint_quantization}: {flags.model} is {is_so}; leave it out")
     if flags.gpu_memory_utilization is not None:
         config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
     speculative = flags.speculative_config
@@ -69,6 +76,13 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
         if probe is not None:
             log.info(coverage(engine, probe))
     return engine, defaults
+
+
+def quantization_of(found: Path) -> str | None:
+    """The method of a checkpoint that is quantised already, by its config.json."""
+    file = found / "config.json"
+    settings = read_json(file).get("quantization_config") if file.is_file() else None
+    return settings.get("quant_method") if isinstance(settings, dict) else None
 
 
 def process_seconds() -> float:

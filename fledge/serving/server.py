@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
         self.service.engine.before_stop = self._wait_for_workers
         self.workers: list[subprocess.Popen] = []
         self.interrupted = False
+        self.ready_line = ""  # logged once, when requests are taken
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again when it has ended; whether that reaches us as an exception depends on the moment.
@@ -80,6 +81,9 @@ class Server(uvicorn.Server):
         """uvicorn's, ten times a second."""
         if any(worker.poll() is not None for worker in self.workers) and not self.should_exit:
             self.service.engine.fail("an HTTP process of the server ended")
+        if self.ready_line and self.service.engine.status == "ready":
+            log.info(self.ready_line)
+            self.ready_line = ""
         return await super().on_tick(counter)
 
 
@@ -90,6 +94,7 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
         ExposeSocket(create_app(service)),
         uds=flags.uds,
         root_path=flags.root_path,
+        log_config=None,  # `log_to_stderr` has set the format
         log_level=flags.uvicorn_log_level,
         access_log=not flags.disable_uvicorn_access_log,
         ssl_keyfile=flags.ssl_keyfile,
@@ -122,7 +127,11 @@ def run(flags: ServeFlags) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     scheme = "https" if flags.ssl_certfile else "http"
     where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
-    log.info("serving %s at %s", printable(", ".join(flags.names)), where)
+    names = printable(", ".join(flags.names))
+    log.info("loading %s; it will be at %s", names, where)
+    server.ready_line = f"ready: {names} at {where}"
+    for note in flags.notes:
+        log.warning(printable(note))
     if flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds:
         log.info("open to this machine alone; --host 0.0.0.0 opens it to the network (give an --api-key then)")
     elif not flags.api_key and not flags.uds:

@@ -20,7 +20,7 @@ from fledge.training.checkpoint import flat_settings, load_checkpoint, save_chec
 from fledge.training.context import TrainingContext
 from fledge.training.data.prefetch import StepInput
 from fledge.training.distributed import DistributedContext
-from fledge.training.evaluate import HeldOut, evaluate
+from fledge.training.evaluate import HeldOut, Judged, describe_lengths, evaluate
 from fledge.training.export import export, served_copy
 from fledge.training.journal import Journal
 from fledge.training.losses import LossSettings, StepMetrics
@@ -179,7 +179,7 @@ class Arm:
             step,
             seconds,
             f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
-            f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
+            f"best acceptance length {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
         )
         self.reset_window()
 
@@ -195,10 +195,9 @@ class Arm:
         figures = self.world.on_first(measured)
         if self.world.is_first:
             self.journal.record("evaluation", step, figures)
-            shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
-            self.journal.say(f"step {step:,}: acceptance length {shown}")
+            self.journal.say(f"step {step:,}: acceptance length {describe_lengths(figures)}")
             self.evaluations.append({"step": step, **figures})
-        length = figures["acceptance_length"][asked.select_depth]
+        length = Judged.of(figures).length[asked.select_depth]
         if length > self.best:
             self.best, self.stale = length, 0
             if self.world.is_first:

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from fledge import __version__, sources
+from fledge import __version__
 from fledge.checkpoints.eagle3 import drafter_config_from_hf, save_drafter
-from fledge.checkpoints.hf import load_config
-from fledge.config import DrafterConfig
 from fledge.errors import UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.training.checkpoint import checkpoints, load_checkpoint
@@ -35,8 +33,14 @@ def export(drafter: EagleDrafter, folder: Path, dtype: torch.dtype, provenance: 
     save_drafter(drafter, folder, dtype=dtype, texts={"provenance.json": json.dumps(record, indent=2) + "\n"})
 
 
+def find_best(path: str | Path) -> Path | None:
+    """The best drafter of a run's folder, as training selected it. None: it is no such folder, or nothing was evaluated yet."""
+    best = Path(path) / "best"
+    return best if (best / "config.json").is_file() else None
+
+
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The training checkpoint that a path means: a file, or the newest of a run's folder. None: it is no such thing."""
+    """The training checkpoint that a path means: a file, or the newest of a folder. None: it is no such thing."""
     path = Path(path)
     if path.is_file() and path.suffix == ".pt":
         return path
@@ -47,26 +51,13 @@ def find_checkpoint(path: str | Path) -> Path | None:
 def export_checkpoint(path: Path, folder: Path) -> None:
     """Writes the drafter of a training checkpoint in the raw EAGLE layout."""
     state = load_checkpoint(path, lazily=True)
-    if not {"recipe", "drafter", "step"} <= state.keys():
-        raise UserError(f"{path}: is no checkpoint of fledge train, or of a version that did not keep its recipe")
-    drafter = EagleDrafter(_config(state, path))
-    drafter.load_state_dict(state["drafter"])
+    if not {"recipe", "config", "drafter", "step"} <= state.keys():
+        raise UserError(f"{path}: is no checkpoint of fledge train")
+    weights = state["drafter"]
+    config = drafter_config_from_hf(state["config"])
+    config = replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)
+    drafter = EagleDrafter(config)
+    drafter.load_state_dict(weights)
     dtype = getattr(torch, state["recipe"]["run"]["compute_dtype"])
-    record = {"step": state["step"], "tokens": state["tokens"], **state.get("provenance", {}), "recipe": state["recipe"]}
+    record = {"step": state["step"], "tokens": state["tokens"], **state["provenance"], "recipe": state["recipe"]}
     export(drafter, folder, dtype, record)
-
-
-def _config(state: dict[str, Any], path: Path) -> DrafterConfig:
-    if "config" in state:
-        config, weights = drafter_config_from_hf(state["config"]), state["drafter"]
-        return replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)
-    # An earlier version's, which says it in its recipe and the target's configuration.
-    from fledge.training.drafter import drafter_config
-    from fledge.training.recipe import DrafterRecipe
-
-    model = state["recipe"]["target"]["model"]
-    try:
-        target = load_config(sources.resolve(model))
-    except UserError as error:
-        raise UserError(f"{path}: its target {model} is needed to read it ({error})") from None
-    return drafter_config(DrafterRecipe(**state["recipe"]["drafter"]), target)

@@ -359,6 +359,7 @@ def _train(
         # A sharded target needs all processes for every pass, though the first alone evaluates.
         takes_part = world.is_first or run.shard_target
         held_out = held_out_texts(contexts[0]) if takes_part else None
+        world.barrier()  # on the host, with its patience: what comes next is a collective of GPUs, which waits for ten minutes
         trainer = Trainer(contexts, world, held_out if world.is_first else None, began)
         del contexts, held_out  # the trainer may let go of the target
         say(f"packing: {trainer.loader}")

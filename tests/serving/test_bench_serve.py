@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pickle
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fledge.bench.load import Acceptance, LoadReport, LoadSettings, Sample, run_level
 from fledge.bench.load_client import ProtocolError, ResponseReader
-from fledge.bench.load_report import read_conversations
+from fledge.bench.load_report import load_table, read_conversations
 from fledge.cli import bench_serve, serve
 from fledge.errors import UserError
 from tests.serving.processes import ServerProcess
@@ -28,6 +30,20 @@ def command_line() -> typer.Typer:
     app.command()(bench_serve.bench_serve)
     app.command(context_settings=serve.CONTEXT_SETTINGS, add_help_option=False)(serve.serve)
     return app
+
+
+@pytest.mark.parametrize(("width", "runs"), [(60, ["server"]), (80, ["speculative", "plain"]), (120, ["server"])])
+def test_the_table_cuts_no_word(width: int, runs: list[str]) -> None:
+    sample = Sample(seconds=9.876, first_token_seconds=1.234, gaps=[0.123], prompt_tokens=10, completion_tokens=256)
+    reports = [LoadReport(level, 10.0, [sample] * 1000, Acceptance(100, 300, 250)) for level in (1, 256)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(load_table("http://localhost:8000", [(name, reports) for name in runs], width))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    assert {"concurrency", "tok/s", "user", "TTFT", "acceptance", "length"} <= set(shown.split())
+    assert set(runs) <= set(shown.split()) or len(runs) == 1
+    assert ("ITL" in shown) == (width == 120)
 
 
 def test_levels_table_json_and_picture(tiny_server: ServerProcess, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ def load(flags, metrics):
         torch.ones(1 << 16).sum()
 
 fledge.serving.build.build = load
-sys.argv = ["fledge", "serve", "smollm2-135m", "--no-engine-process", "--api-workers", "1", "--uds", sys.argv[1]]
+sys.argv = ["fledge", "serve", "smollm2-135m", "--no-engine-process", "--api-workers", "1", "--uds", sys.argv[1],
+            "--uvicorn-log-level", "debug"]
 main()
 """
 

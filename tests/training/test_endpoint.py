@@ -18,7 +18,8 @@ from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.cli.make import make
 from fledge.errors import ModelError
-from fledge.training import make_answers, toy
+from fledge.training import toy
+from fledge.training.datagen import answers as make_answers
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe
 from fledge.training.targets import states_client
@@ -332,9 +333,13 @@ def test_a_head_that_a_family_ties_by_default_is_the_embedding(tmp_path):
     assert not ends.load_last_layer(folder)
 
 
-def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model):
-    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted."""
+@pytest.mark.parametrize("write_seconds", [0.0, 0.3])
+def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model, monkeypatch, write_seconds):
+    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted unread, also
+    those that are written after the last answer."""
     target = connect(endpoint, model)
+    monkeypatch.setattr(states_client, "load", lambda data: pytest.fail("states of answers are not read"))
+    endpoint.write_seconds = write_seconds
     prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
     answers = EndpointAnswers(target.client, requests=2)
     found = {
@@ -343,6 +348,13 @@ def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoin
     assert [found[index] for index in range(3)] == continuations(tiny_decoder(), prompts, 6, [])
     assert answers.max_model_len == endpoint.max_model_len
     assert not list(endpoint.folder.iterdir())
+    target.close()
+
+
+def test_states_of_answers_are_not_downloaded(endpoint, model, monkeypatch):
+    target = connect(endpoint, model, storage=endpoint.url.replace("/v1", "/files"))
+    monkeypatch.setattr(states_client.StatesClient, "_download", lambda *_: pytest.fail("gigabytes, for nothing"))
+    assert target.continuations([[5, 6, 7]], 6, []) == continuations(tiny_decoder(), [[5, 6, 7]], 6, [])
     target.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,24 +226,20 @@ def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("where", ["checkpoints/step-00000006.pt", "checkpoints", "."])
 def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys, where):
-    """By `fledge export`: a file, or the newest of a run."""
-    code, out, _ = fledge(monkeypatch, capsys, "export", Path(finished.output) / where, tmp_path / "out")
+    """By `fledge export`: a file, the newest of checkpoints/, or of a run the best, which need not be the newest."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.output, run)
+    record = json.loads((run / "best" / "provenance.json").read_text())
+    (run / "best" / "provenance.json").write_text(json.dumps(record | {"step": 3}))
+    code, out, _ = fledge(monkeypatch, capsys, "export", run / where, tmp_path / "out")
     assert code == 0
     assert "vllm serve" in out
     drafter = load_drafter(tmp_path / "out", load_config(finished.target.model))
-    for name, value in weights(finished.output).items():
+    expected = load_drafter(run / "best").state_dict() if where == "." else weights(finished.output)
+    for name, value in expected.items():
         assert torch.equal(drafter.state_dict()[name], value), name
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert (record["step"], record["recipe"]["seed"]) == (6, 0)
-
-
-def test_a_checkpoint_of_an_earlier_version_becomes_a_drafter_too(finished, tmp_path):
-    path = copy_of_checkpoint(finished, tmp_path)
-    state = torch.load(path, weights_only=True)
-    del state["config"], state["provenance"]
-    torch.save(state, path)
-    export_checkpoint(path, tmp_path / "out")
-    assert load_drafter(tmp_path / "out").config == load_drafter(Path(finished.output) / "best").config
+    assert (record["step"], record["recipe"]["seed"]) == (3 if where == "." else 6, 0)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

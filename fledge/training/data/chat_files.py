@@ -227,8 +227,9 @@ def _split(messages: tuple[Message, ...], turns_ids: Any, where: str, options: O
         yield Conversation(messages, where=where, options=options)
         return
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not isinstance(turns_ids, list) or len(turns_ids) != len(ends):
-        raise DataError(f"{where}: turns_ids must have one entry for each of the {len(ends)} assistant messages")
+    if not isinstance(turns_ids, list) or not 0 < len(turns_ids) <= len(ends):
+        raise DataError(f"{where}: turns_ids must have an entry for each answer, of {len(ends)} assistant messages at most")
+    ends = ends[-len(turns_ids) :]  # the first of a conversation with tools may have come with the prompt
     joined: list[TokenTurn] = []
     for number, value in enumerate(turns_ids):
         turn = parse_turn(value, where)

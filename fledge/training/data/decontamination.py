@@ -12,17 +12,17 @@ from fledge.training.data.chat_files import read_lines, user_turns
 RUN = 13
 # Shorter texts are compared whole, from this length on: "Thank you!" may well be said in both.
 SHORTEST = 5
+# Scripts without spaces are compared by characters, about two of which make a word.
+CHARACTERS_A_WORD = 2
 
-_WORD = re.compile(r"\w+")
-
-
-def words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+# Thai, Lao, Tibetan, Burmese, Khmer; kana and Chinese characters, also of the higher planes.
+_UNSPACED = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_CHARACTER, _WORD = re.compile(f"[{_UNSPACED}]"), re.compile(f"[^\\W{_UNSPACED}]+")
 
 
 class Decontamination:
     def __init__(self, texts: Iterable[str]) -> None:
-        self.runs = {run for text in texts for run in _runs(words(text))}
+        self.runs = {run for text in texts for run in _runs(text)}
 
     @classmethod
     def of_files(cls, paths: Sequence[str | Path]) -> Decontamination | None:
@@ -34,14 +34,15 @@ class Decontamination:
         )
 
     def has(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts shares a run of words with those that are kept out."""
-        return any(run in self.runs for text in texts for run in _runs(words(text)))
+        """Whether one of the texts shares a run of words, or of characters, with those that are kept out."""
+        return any(run in self.runs for text in texts for run in _runs(text))
 
 
-def _runs(parts: list[str]) -> Iterator[str]:
-    if len(parts) < RUN:
-        if len(parts) >= SHORTEST:
+def _runs(text: str) -> Iterator[str]:
+    text = text.casefold()
+    for parts, size in ((_WORD.findall(text), 1), (_CHARACTER.findall(text), CHARACTERS_A_WORD)):
+        length = RUN * size
+        if SHORTEST * size <= len(parts) < length:
             yield " ".join(parts)
-        return
-    for start in range(len(parts) - RUN + 1):
-        yield " ".join(parts[start : start + RUN])
+        for start in range(len(parts) - length + 1):
+            yield " ".join(parts[start : start + length])

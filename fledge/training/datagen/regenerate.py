@@ -148,6 +148,7 @@ def regenerate(
     seed: int = 0,
     self_prompted: int | None = None,
     limit: int | None = None,
+    share: tuple[int, int] = (0, 1),
     decontaminate: Sequence[str | Path] = (),
     model: str = "",
     chat_template: str | None = None,
@@ -160,6 +161,7 @@ def regenerate(
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
+    `share`: (number, count): this call takes every `count`-th prompt of the file, another process the others.
     `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
     `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
     `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
@@ -173,7 +175,8 @@ def regenerate(
         raise DataError("nothing to answer: give a file of prompts, a number of self-written prompts, or both")
     if max_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or (self_prompted or 0) < 0:
         raise DataError("regenerating needs max_tokens >= 1, temperature >= 0, 0 < top_p <= 1 and self_prompted >= 0")
-    prompts = list(islice(read_prompts(prompts_path), limit)) if prompts_path is not None else []
+    number, count = share
+    prompts = list(islice(read_prompts(prompts_path), limit))[number::count] if prompts_path is not None else []
     settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     settings["chat_template"] = chat_template or tokenizer.chat_template or ""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}

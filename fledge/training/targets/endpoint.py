@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.checkpoints.ends import Ends
 from fledge.training.losses import Head
-from fledge.training.targets.states_client import EndpointError, StatesClient, launch_command
+from fledge.training.targets.states_client import FILE_S, EndpointError, StatesClient, launch_command
 from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
@@ -139,3 +139,4 @@ class EndpointAnswers:
                 yield done.result()
         finally:  # requests under way end, so that their files are removed; the others are not made
             pool.shutdown(cancel_futures=True)
+            self.client.sweep(FILE_S)
