@@ -17,6 +17,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.gate import geglu
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.moe import experts_reference, experts_triton, route
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax, SamplingState
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
@@ -119,7 +120,7 @@ class ExpertsModule(Protocol):
     @property
     def experts(self) -> Sequence[ExpertModule]: ...
 
-    stacked: tuple[Tensor, Tensor] | None
+    stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None
 
 
 class NetworkModule(Protocol):
