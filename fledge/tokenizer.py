@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,8 @@ class Tokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from error
+        if self._tokenizer.chat_template is None:
+            self._tokenizer.chat_template = _processor_template(Path(folder) / "chat_template.json")
 
     def copy(self) -> Tokenizer:
         """Another one, to be used by another thread at the same time."""
@@ -160,6 +163,19 @@ class Tokenizer:
         """The token ids of `render_chat`."""
         # The template has written the special tokens already.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _processor_template(file: Path) -> str | None:
+    """The chat template that a model of texts and images keeps beside its tokenizer."""
+    if not file.exists():
+        return None
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ModelError(f"{file}: holds no chat template ({first_line(error)}); fetch the model again") from None
+    if not isinstance(template, str):
+        raise ModelError(f"{file}: chat_template must be a text; fetch the model again")
+    return template
 
 
 def _byte_level_alphabet() -> dict[str, int]:

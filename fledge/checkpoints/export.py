@@ -102,7 +102,7 @@ def import_drafter(
         files = replace(files, config=settings, notes=[*files.notes, f"layer ids set to {list(layer_ids)}"])
     files = with_d2t(files)
     drafter = _checked(files, target, folder)
-    notes = files.notes or [f"read as {files.origin}, nothing had to be translated"]
+    notes = files.notes or [f"{files.origin} layout, unchanged"]
     return eagle3.save_drafter(drafter, out), notes
 
 

@@ -36,7 +36,7 @@ def make(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Make a drafter: the target answers prompts, a drafter learns from it, and the commands to serve it come last.
+    """Generate data, train a drafter, check it, print the serve commands.
 
     Several GPUs: torchrun --nproc-per-node 8 -m fledge make MODEL --out DIR
     """

@@ -184,20 +184,26 @@ def quantize_linears(network: nn.Module, quantization: str, device: str | torch.
     """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
     linears = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linears:
-        if name.endswith(ROUTER):
-            continue
-        if linear.in_features % GROUP_SIZE:
-            raise UserError(
-                f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
-                f"{linear.in_features}; leave it out"
-            )
-        weight = linear.weight.to(device)
-        is_head = name == "lm_head"
-        if quantization == "fp8":
-            quantized = kept_fp8(quantize_fp8(weight))
-            assert quantized is not None
-        else:
-            quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
-        bias = None if linear.bias is None else linear.bias.to(device)
         owner, _, attribute = name.rpartition(".")
-        setattr(network.get_submodule(owner), attribute, QuantizedLinear(quantized, bias))
+        setattr(network.get_submodule(owner), attribute, quantized_linear(name, linear, quantization, device))
+
+
+def quantized_linear(
+    name: str, linear: nn.Linear, quantization: str, device: str | torch.device | None = None
+) -> nn.Linear | QuantizedLinear:
+    """What `quantization` makes of one of a target's linears, on `device`; a router stays as it is."""
+    if name.endswith(ROUTER):
+        return linear
+    if linear.in_features % GROUP_SIZE:
+        raise UserError(
+            f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
+            f"{linear.in_features}; leave it out"
+        )
+    weight = linear.weight.to(device)
+    is_head = name == "lm_head"
+    if quantization == "fp8":
+        quantized = kept_fp8(quantize_fp8(weight))
+        assert quantized is not None
+    else:
+        quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
+    return QuantizedLinear(quantized, None if linear.bias is None else linear.bias.to(device))

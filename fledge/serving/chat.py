@@ -65,10 +65,11 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     length = prompts.length(payload.messages, tools, payload.chat_template_kwargs)
     text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length, caller)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
+    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
+    special = special or (reasoning is not None and reasoning.needs_special_tokens)
     logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
     shared = service.sampling_params(payload, max_tokens, logprobs, special)
-    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
 
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None

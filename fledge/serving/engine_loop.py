@@ -118,6 +118,8 @@ class EngineLoop:
                 self._admit()
                 if self.engine.has_unfinished():
                     self._step()
+                if len(self.fronts) > 1:
+                    self._tell_in_flight()
                 if not self.flags.disable_log_stats:
                     self.metrics.log_when_due(self.flags.log_interval)
         except UserError as error:
@@ -386,9 +388,18 @@ class EngineLoop:
         for front in list(self.fronts):
             if front.outputs:
                 outputs, front.outputs = front.outputs, []
-                self._send(front, Step(outputs, total - front.num_in_flight))
+                front.told_in_flight = total - front.num_in_flight
+                self._send(front, Step(outputs, front.told_in_flight))
         for call, error in failed.values():
             self._fail(call, error)
+
+    def _tell_in_flight(self) -> None:
+        """What others wait for, to those whose last step said something else: they judge by it whether there is room."""
+        total = sum(front.num_in_flight for front in self.fronts)
+        for front in list(self.fronts):
+            if front.told_in_flight != total - front.num_in_flight:
+                front.told_in_flight = total - front.num_in_flight
+                self._send(front, Step([], front.told_in_flight))
 
 
 def _is_device_error(error: Exception) -> bool:

@@ -13,13 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fledge.errors import RequestError
 from fledge.sampling import SamplingParams, check_params
 from fledge.serving.async_engine import AsyncEngine
 from fledge.serving.channel import Channel
+from fledge.serving.defaults import overriding_defaults
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
-from fledge.serving.json_checks import check_grammar_size
+from fledge.serving.json_checks import check_grammar_size, check_json
+from fledge.serving.json_schema import supported_schema
 from fledge.serving.messages import Ready, ToFront
 from fledge.serving.protocol import SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
@@ -43,6 +46,7 @@ class Service:
     def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
         self.limits = flags.limits
+        self.defaults: dict[str, Any] = overriding_defaults(flags.override_generation_config)
         self.other_connections: list[socket.socket] = []  # for other fronts, which this one starts
         host: EngineHost | None = None
         if connection is None:
@@ -52,7 +56,6 @@ class Service:
             host = EngineProcess(flags, theirs) if flags.engine_process else EngineThread(flags, theirs, build)
         channel: Channel[ToFront] = Channel(connection, ToFront)
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
-        self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
         room, on_refusal = self.limits.max_tokenizer_queue, self.engine.count_rejected
         self._tokenizing = TokenizerThread("tokenizer", room, on_refusal)
@@ -168,19 +171,18 @@ class Service:
         """What a request asks for by `response_format`, `structured_outputs` or a forced tool: a kind and its value."""
         wanted, extension = fields.response_format, fields.structured_outputs
         if forced_schema is not None:
-            return "json_schema", json.dumps(forced_schema)
+            return "json_schema", self._schema(forced_schema)
         if wanted is not None and wanted.type == "json_schema":
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
             if schema is None:
                 raise ApiError("response_format json_schema needs json_schema.schema", param="response_format")
-            return "json_schema", json.dumps(schema)
+            return "json_schema", self._schema(schema)
         if wanted is not None and wanted.type == "json_object":
             return "json_object", None
         if extension is None:
             return None
-        text = extension.json_ if isinstance(extension.json_, str | None) else json.dumps(extension.json_)
         kinds = {
-            "json": ("json_schema", text),
+            "json": ("json_schema", extension.json_),
             "regex": ("regex", extension.regex),
             "choice": ("choice", extension.choice),
             "grammar": ("ebnf", extension.grammar),
@@ -190,7 +192,21 @@ class Service:
         if len(given) != 1:
             raise ApiError(f"structured_outputs takes exactly one of {', '.join(kinds)}", param="structured_outputs")
         kind, value = given[0]
+        if kind == "json_schema":
+            return kind, self._schema(value)
         return kind, None if kind == "json_object" else value
+
+    def _schema(self, schema: Any) -> str:
+        """A schema that the grammar library follows in full, as JSON; RequestError says what it would not."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        check_grammar_size("JSON schema", len(text), self.limits)
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise RequestError("the JSON schema is not valid JSON") from None
+            check_json(schema, self.limits)
+        return json.dumps(supported_schema(schema))
 
     def check_grammar(self, kind: str, value: str | list[str] | None, params: SamplingParams) -> None:
         """Before it is queued. The compiler looks at its size again, as it writes the text."""

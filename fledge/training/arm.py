@@ -168,7 +168,7 @@ class Arm:
             step,
             seconds,
             f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
-            f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
+            f"best acceptance length {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
         )
         self.reset_window()
 

@@ -149,6 +149,7 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
             "report": str(report),
         },
         "draft_vocabulary": counted,
+        "target_positions": shape.max_positions,  # with longrope, the longest text chooses the factors
     }
     return [
         TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)

@@ -176,6 +176,8 @@ MISTAKES = [
     (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, 400, "stream"),
     (CHAT, {"messages": HELLO, "use_beam_search": True}, 400, "use_beam_search"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"json": {"items": {"uniqueItems": True}}}}, 400, "#/items/uniqueItems"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"json": '{"not": {}}'}}, 400, "#/not"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     (TEXT, {"prompt": ""}, 400, "empty"),
     (TEXT, {"prompt": []}, 400, "prompt"),

@@ -319,6 +319,19 @@ def test_a_checkpoint_without_a_head_is_refused(model):
         ends.load_ends(model, torch.float32, CPU)
 
 
+def test_a_head_that_a_family_ties_by_default_is_the_embedding(tmp_path):
+    """Gemma 3 does not say that it is tied. Norms, whose weights its files keep less one, are plain in quantised files too."""
+    folder = save_decoder(tiny_decoder(architecture="Gemma3ForCausalLM", tie_embeddings=True), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = ends.load_ends(folder, torch.float32, CPU)
+    assert torch.equal(loaded.lm_head.weight, loaded.embedding.weight)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert torch.equal(ends.load_ends(folder, torch.float32, CPU).norm.weight, loaded.norm.weight)
+    assert not ends.load_last_layer(folder)
+
+
 @pytest.mark.parametrize("write_seconds", [0.0, 0.3])
 def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model, monkeypatch, write_seconds):
     """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted unread, also

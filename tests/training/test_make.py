@@ -19,6 +19,7 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
+from fledge.config import RopeConfig
 from fledge.engine import build, offline
 from fledge.errors import UserError
 from fledge.training import journal
@@ -33,7 +34,7 @@ from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import build_recipe
 from fledge.training.targets import toy
 from tests.checkpoints.packers import write_quantised
-from tests.tiny import FAMILY_SETTINGS
+from tests.tiny import FAMILY_SETTINGS, tiny_decoder
 from tests.training.chat import chat_tokenizer, prompts_of_toy
 from tests.training.test_make_plan import plan_for
 
@@ -287,3 +288,14 @@ def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
     progress.finish("answers")
     os.utime(tmp_path / "make.json", (now, now))
     assert Progress.load(tmp_path / "make.json", {"model": "a"}).spent < 1
+
+
+def test_answers_of_a_target_with_longrope_are_of_the_states_factors():
+    """An engine of short texts would take the short ones; states, and a server by default, have the long ones."""
+    rope = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
+    decoder = tiny_decoder(architecture="Phi3ForCausalLM", rope=rope)
+    plan = SimpleNamespace(endpoint=None, model=decoder, device="cpu", sequence_length=32)
+    trained = decoder.rotary.inverse_frequencies.clone()
+    generator = make_answers._generator(plan, decoder.config, plan.device)
+    assert torch.equal(generator.engine.decoder.rotary.inverse_frequencies, trained)
+    assert generator.max_model_len == 32

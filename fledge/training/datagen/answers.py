@@ -224,8 +224,14 @@ def _generator(plan: MakePlan, shape: Any, device: str) -> AnswerGenerator:
         return EndpointAnswers(client, ENDPOINT_REQUESTS)
     from fledge.engine.offline import answer_generator
 
-    # Longer conversations are not trained on.
-    return answer_generator(plan.model, device=device, max_model_len=plan.sequence_length)
+    # Longer conversations are not trained on. But with longrope an engine's longest text chooses the factors: those of the
+    # states that are trained on, and of a server that is not told otherwise, are the long ones.
+    longest, rope = plan.sequence_length, shape.rope
+    if rope.kind == "longrope":
+        longest = min(max(longest, rope.original_max_positions + 1), shape.max_positions)
+    generator = answer_generator(plan.model, device=device, max_model_len=longest)
+    generator.max_model_len = plan.sequence_length
+    return generator
 
 
 def num_lines(path: Path) -> int:

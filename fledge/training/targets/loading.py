@@ -16,6 +16,7 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, is_supported
 from fledge.errors import ModelError, first_line
+from fledge.models.moe import stack_experts
 from fledge.training.distributed import DistributedContext
 from fledge.training.drafter import drafter_config, last_layer, last_layer_of_transformers, usable
 from fledge.training.recipe import Recipe
@@ -58,6 +59,8 @@ def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> Loade
             decoder = load_sharded(lambda: load_decoder(folder, dtype), dist, device)
         else:
             decoder = load_decoder(folder, dtype, device)
+            if device.type == "cuda":
+                stack_experts(decoder)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
         stop_ids, weights = known.eos_token_ids, last_layer(decoder)
     else:

@@ -130,11 +130,12 @@ class DecoderTarget(Target):
             run_layer = _layer if skip_compile else self._layer
 
             def run(index: int, x: Tensor) -> Tensor:
-                kind, weights, attention = self._kinds[index], self._layers[index], decoder.layers[index].self_attn
-                # Experts are chosen on the host: not for a compiler.
-                run_this = _layer if kind[1] else run_layer
+                kind, weights, layer = self._kinds[index], self._layers[index], decoder.layers[index]
+                attention = layer.self_attn
+                if kind[1]:  # chosen on the host, or by kernels that read the layer's own stacked experts: not for a compiler
+                    return layer(x, None, AttendOps(packed_attend(masks, length), *angles))
                 cos, sin = angles[attention.rope]
-                return run_this(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
+                return run_layer(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
 
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
