@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import copy
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,8 @@ from jinja2 import TemplateError
 from fledge.errors import ModelError, RequestError, first_line, printable
 
 Messages = Sequence[Mapping[str, Any]]
+# As SentencePiece spells a space, and bytes of characters that its vocabulary does not have.
+_SPACE, _BYTE_TOKEN = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -117,10 +120,23 @@ class Tokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token alone; each is worked out once."""
+        """The text of one token as it stands within a text; each is worked out once."""
         if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = self.bytes_of(token_id).decode("utf-8", "replace")
         return self._texts[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """As the vocabulary has them: a token may hold half a character, and decoding one alone may drop its space."""
+        if (tables := self._byte_tables) is not None:
+            return tables[0][token_id] if token_id < len(tables[0]) else b""
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if _SPACE in token:
+            return token.replace(_SPACE, " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None: it has none of that number."""

@@ -78,12 +78,18 @@ def create_app(service: Service) -> FastAPI:
     async def text_responses(payload: ResponsesRequest, request: Request) -> Any:
         return await responses.create(service, payload, request)
 
-    @app.get("/v1/models", responses=ERRORS)
-    async def models() -> Any:
+    def described(name: str) -> dict[str, Any]:
         info = service.engine.check_ready()
         listed = {"object": "model", "created": started, "owned_by": "fledge", "root": flags.model, "parent": None}
-        listed |= {"max_model_len": info.max_model_len, "drafter": info.drafter}
-        return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
+        return {"id": name} | listed | {"max_model_len": info.max_model_len, "drafter": info.drafter}
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> Any:
+        return {"object": "list", "data": [described(name) for name in flags.names]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> Any:
+        return described(service.check_model(name))
 
     async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
         """Always on the thread for long texts, so that prompts of answers do not wait behind it."""

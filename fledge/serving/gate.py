@@ -94,8 +94,9 @@ class Gate:
             return None
 
     def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:
-        if self.keys and scope["path"] not in OPEN_PATHS and key is None:
-            scheme = 'Basic realm="Fledge: the API key is the password"' if scope["path"] == "/" else "Bearer"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # uvicorn writes --root-path before each
+        if self.keys and path not in OPEN_PATHS and key is None:
+            scheme = 'Basic realm="Fledge: the API key is the password"' if path == "/" else "Bearer"
             return ApiError(
                 "a valid API key is missing; send it as `Authorization: Bearer KEY`",
                 401,

@@ -361,7 +361,7 @@ class Rewriter:
             raise refusal(f"{at}/required", f"{undeclared[0]!r:.80} is not among the properties")
         properties = properties | dict.fromkeys(undeclared, True if additional is None else additional)
         written: Node = {}
-        if properties:
+        if properties or "properties" in given:  # without any: no property at all
             written["properties"] = {
                 key: self.rewrite(value, f"{at}/properties/{_escaped(key)}") for key, value in properties.items()
             }
@@ -385,7 +385,9 @@ class Rewriter:
         counts = {name: given[name] for name in ("minProperties", "maxProperties") if name in given}
         if counts.get("minProperties", 0) <= len(written.get("required", ())):
             counts.pop("minProperties", None)
-        is_open = bool(patterns) or names is not None or not properties or bool(written.get("additionalProperties"))
+        is_open = (
+            bool(patterns) or names is not None or bool(written.get("additionalProperties")) or "properties" not in written
+        )
         if counts and is_open:
             if counts.get("minProperties", 0) > 1:
                 raise refusal(f"{at}/minProperties", "above 1 only declared properties can be counted: a key may be repeated")

@@ -35,6 +35,7 @@ class Limits:
     max_stop_characters: int = _limit(8192, "characters of all stop strings together")
     max_stop_token_ids: int = _limit(1024, "stop token ids")
     max_logit_bias: int = _limit(1024, "tokens with a bias")
+    max_bad_words: int = _limit(64, "bad words")
     max_tokenize_bytes: int = _limit(1 << 20, "bytes of text for /tokenize")
     max_tokenizer_queue: int = _limit(
         32 << 20, "characters queued for the tokenizer; +25 %% reserved for clients with few queued"

@@ -14,6 +14,7 @@ Prepared          ------------->   it has a tokenizer and takes requests
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -24,13 +25,8 @@ from fledge.serving.errors import ApiError
 
 Span = tuple[str, bool]  # a piece of text, and whether the drafter had proposed it
 
-# Of SamplingParams, what a call's answers share and a front can set.
-_SHARED = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "logprobs",
-)  # fmt: skip
-_DEFAULTS = {name: getattr(SamplingParams, name) for name in _SHARED}
+# Of SamplingParams, what a call's answers share: all but what is each answer's own, or no data.
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.name not in ("seed", "logits_processors")}
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -178,7 +174,7 @@ ToFront = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Open
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
     """What is not as usual: most requests set two or three."""
-    return {name: value for name in _SHARED if (value := getattr(params, name)) != _DEFAULTS[name]}
+    return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
 
 
 def unpack_params(given: dict[str, Any]) -> SamplingParams:

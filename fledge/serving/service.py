@@ -24,9 +24,9 @@ from fledge.serving.flags import ServeFlags
 from fledge.serving.json_checks import check_grammar_size, check_json
 from fledge.serving.json_schema import supported_schema
 from fledge.serving.messages import Ready, ToFront
-from fledge.serving.protocol import SamplingFields
+from fledge.serving.protocol import ChatRequest, SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
-from fledge.tokenizer import Tokenizer
+from fledge.tokenizer import Tokenizer, bad_word_token_ids
 
 Result = TypeVar("Result")
 
@@ -117,12 +117,14 @@ class Service:
             "stop": (len(stops), limits.max_stop_strings, "stop strings", "max-stop-strings"),
             "stop_token_ids": (len(fields.stop_token_ids or ()), limits.max_stop_token_ids, "ids", "max-stop-token-ids"),
             "logit_bias": (len(fields.logit_bias or ()), limits.max_logit_bias, "tokens", "max-logit-bias"),
+            "bad_words": (len(fields.bad_words or ()), limits.max_bad_words, "words", "max-bad-words"),
             "structured_outputs": (len(choices or ()), limits.max_json_items, "choices", "max-json-items"),
         }
         for param, (count, most, what, flag) in counts.items():
             self.check_count(param, count, most, what, flag)
-        characters = sum(map(len, stops))
-        self.check_count("stop", characters, limits.max_stop_characters, "characters of stop strings", "max-stop-characters")
+        for param, texts in (("stop", stops), ("bad_words", fields.bad_words or [])):
+            characters = sum(map(len, texts))
+            self.check_count(param, characters, limits.max_stop_characters, f"characters of {param}", "max-stop-characters")
         self.engine.check_capacity(num_prompts * fields.n, caller)
 
     def check_chat_limits(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
@@ -235,37 +237,42 @@ class Service:
     ) -> SamplingParams:
         """What all answers of a request share; `answer_seed` has the rest."""
         if logprobs is not None and logprobs > self.flags.max_logprobs:
-            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param="top_logprobs")
+            param = "top_logprobs" if isinstance(fields, ChatRequest) else "logprobs"
+            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param=param)
 
         def pick(name: str, fallback: float) -> float:
             value = getattr(fields, name)
             return value if value is not None else self.defaults.get(name, fallback)
 
-        temperature, penalty = pick("temperature", 1.0), pick("repetition_penalty", 1.0)
-        if not 0.01 <= penalty <= 100:
-            raise ApiError("repetition_penalty must lie between 0.01 and 100", param="repetition_penalty")
+        temperature = pick("temperature", 1.0)
         if 0 < temperature < LEAST_TEMPERATURE:
             temperature = LEAST_TEMPERATURE
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min(fields.min_tokens, max_tokens),
-            temperature=temperature,
-            top_p=pick("top_p", 1.0),
-            top_k=int(pick("top_k", 0)),
-            min_p=pick("min_p", 0.0),
-            repetition_penalty=penalty,
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=_logit_bias(fields.logit_bias),
-            stop=fields.stop or (),
-            stop_token_ids=fields.stop_token_ids or (),
-            ignore_eos=fields.ignore_eos,
-            include_stop_str_in_output=fields.include_stop_str_in_output,
-            skip_special_tokens=fields.skip_special_tokens and not special_tokens,
-            logprobs=logprobs,
-        )
         info = self.engine.check_ready()
-        check_params(params, info.vocab_size, info.eos_token_ids)
+        try:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=fields.min_tokens,
+                temperature=temperature,
+                top_p=pick("top_p", 1.0),
+                top_k=int(pick("top_k", 0)),
+                min_p=pick("min_p", 0.0),
+                repetition_penalty=pick("repetition_penalty", 1.0),
+                presence_penalty=fields.presence_penalty or 0.0,
+                frequency_penalty=fields.frequency_penalty or 0.0,
+                logit_bias=fields.logit_bias or None,
+                bad_words=fields.bad_words or (),
+                bad_word_ids=bad_word_token_ids(self.tokenizer, fields.bad_words or ()),
+                stop=fields.stop or (),
+                stop_token_ids=fields.stop_token_ids or (),
+                ignore_eos=fields.ignore_eos,
+                include_stop_str_in_output=fields.include_stop_str_in_output,
+                skip_special_tokens=fields.skip_special_tokens and not special_tokens,
+                logprobs=logprobs,
+            )
+            check_params(params, info.vocab_size, info.eos_token_ids)
+        except RequestError as error:  # its sentences begin with the parameter
+            param = str(error).partition(" ")[0]
+            raise ApiError(str(error), param=param if hasattr(fields, param) else None) from None
         return params
 
     def answer_seed(self, seed: int | None, choice: int) -> int | None:
@@ -273,10 +280,3 @@ class Service:
         if seed is not None:
             return (seed + choice) % (1 << 63) if choice else seed
         return self._seeds.getrandbits(63) if self._seeds is not None else None
-
-
-def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    try:
-        return {int(token): bias for token, bias in given.items()} if given else None
-    except ValueError:
-        raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None

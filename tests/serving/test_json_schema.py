@@ -141,6 +141,12 @@ def test_followed(library, name: str) -> None:
     assert wrong(library, FOLLOWED[name], 30) == []
 
 
+def test_an_object_of_no_properties_is_empty(library) -> None:
+    """As the arguments of a tool that has none."""
+    grammar = compile_grammar(library, "JSON schema", json.dumps(supported_schema(thing(properties={}))))
+    assert {draw(grammar, seed) for seed in range(20)} == {"{}"}
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refused_by_name_and_place(reason: str) -> None:
     with pytest.raises(RequestError, match=f"JSON schema cannot be followed: {re.escape(reason)}"):
