@@ -49,7 +49,7 @@ from fledge.kernels.linear import dispatch
 from fledge.kernels.linear.dispatch import Case, case_of, linear
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.tiles import Tile, tiled_head
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax, choose
 
 LAUNCHES, ROUNDS, FLUSHED = 20, 9, 32 << 20
@@ -79,12 +79,12 @@ class Inputs:
     def call_head(self, rows: int, copy: int = 0, tile: Tile | None = None) -> PartialArgmax:
         """Norm, head and the best of each block of the vocabulary."""
         assert self.norm is not None
-        hidden, weight = add_rms_norm(self.x[:rows], None, *self.norm), self.weights[copy]
+        hidden, weight = rms_norm(self.x[:rows], *self.norm), self.weights[copy]
         return tiled_head(hidden, weight, case_of(hidden, weight).order, tile=tile)
 
     def call_cublas_head(self, rows: int, copy: int) -> PartialArgmax:
         assert self.norm is not None
-        return choose(F.linear(add_rms_norm(self.x[:rows], None, *self.norm), self.weights[copy]))
+        return choose(F.linear(rms_norm(self.x[:rows], *self.norm), self.weights[copy]))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fledge.kernels.bits import has_bit
 from fledge.kernels.sample import PartialArgmax, pick, picked
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
 DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
 
@@ -39,17 +39,10 @@ class Accepted(NamedTuple):
     counts_B: Tensor  # int32: tokens emitted; 0 where the row is empty or has ended
 
 
-def accept(
-    state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
-) -> Accepted:
-    """`rows_B`: the rows concerned; None: the first ones."""
-    run = accept_triton if use_triton(state.token) else accept_reference
-    return run(state, choice, drafts_RD, num_new, vocab_size, rows_B)
-
-
 def accept_reference(
     state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
+    """`rows_B`: the rows concerned; None: the first ones."""
     chosen_BT = picked(choice, vocab_size).view(-1, num_new)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
     going, answered, limit = state.active[rows] != 0, state.answered[rows], state.limit[rows]
@@ -108,6 +101,9 @@ def accept_triton(
         **overlap(tokens),
     )
     return Accepted(tokens, starts, counts)
+
+
+accept = by_device(accept_triton, accept_reference)
 
 
 @jit

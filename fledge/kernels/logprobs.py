@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
 MAX_LOGPROBS = 20
 BLOCK = 2048
@@ -34,12 +34,8 @@ def unpack_logprobs(packed: Tensor) -> TokenLogprobs:
     return TokenLogprobs(chosen[:, 0], values, ids.contiguous().view(torch.int32))
 
 
-def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
-    """`count`: how many of the likeliest; at most the vocabulary."""
-    return (token_logprobs_triton if use_triton(logits_NV) else token_logprobs_reference)(logits_NV, tokens_N, count)
-
-
 def token_logprobs_reference(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
+    """`count`: how many of the likeliest; at most the vocabulary."""
     logits = logits_NV.float()
     count = min(count, logits.shape[1])
     sums = logits.logsumexp(-1, keepdim=True)
@@ -96,6 +92,9 @@ def token_logprobs_triton(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_
             **overlap(logits_NV),
         )
     return TokenLogprobs(chosen, values, ids)
+
+
+token_logprobs = by_device(token_logprobs_triton, token_logprobs_reference)
 
 
 @jit

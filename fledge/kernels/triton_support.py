@@ -14,7 +14,8 @@ import ctypes
 import inspect
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ try:
     import triton.language as tl
 except ImportError:
     triton = tl = None
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The interpreter knows no assembly.
 COMPILED = True if tl is None else tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
@@ -77,6 +81,18 @@ if triton is not None and hasattr(getattr(triton, "knobs", None), "runtime"):
 
 def use_triton(x: Tensor) -> bool:
     return triton is not None and x.is_cuda
+
+
+def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:
+    """Calls the kernel where the first tensor of the arguments lies on a GPU, else the torch reference."""
+
+    @wraps(reference)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = next(arg for arg in args if isinstance(arg, (Tensor, tuple)))
+        on_gpu = use_triton(first if isinstance(first, Tensor) else first[0])
+        return kernel(*args, **kwargs) if on_gpu else reference(*args, **kwargs)
+
+    return run
 
 
 def next_power_of_2(n: int) -> int:

@@ -22,7 +22,7 @@ from fledge.kernels.attention.rope_cache import rope_cache
 from fledge.kernels.linear.dispatch import linear
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
@@ -38,9 +38,7 @@ class CudaOps(Ops):
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
-    def linear(
-        self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, in_place: bool = False, **surroundings: Any
-    ) -> Tensor:
+    def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
         x, surroundings = self._in_order(module, x, surroundings)
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
@@ -79,7 +77,7 @@ class CudaOps(Ops):
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         if use_triton(x_ND):
-            return add_rms_norm(x_ND, None, module.weight, module.eps)
+            return rms_norm(x_ND, module.weight, module.eps)
         return F.rms_norm(x_ND, module.weight.shape, module.weight, module.eps)
 
     def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> PartialArgmax:

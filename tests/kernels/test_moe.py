@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fledge.kernels.gate import gate_triton, geglu_reference, swiglu_reference
+from fledge.kernels.gate import apply_gate_reference, apply_gate_triton
 from fledge.kernels.moe import (
     experts_reference,
     experts_triton,
@@ -61,7 +61,9 @@ def parts(num_rows: int, size: int, inner: int, num_experts: int, chosen: int, d
 def test_experts(num_rows, size, inner, num_experts, chosen, dtype):
     gate_up, down, x, weights, experts, residual = parts(num_rows, size, inner, num_experts, chosen, dtype)
     found = experts_triton(gate_up, down, x, weights, experts, residual)
-    functions = [lambda rows, e=e: F.linear(swiglu_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)]
+    functions = [
+        lambda rows, e=e: F.linear(apply_gate_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)
+    ]
     wanted = experts_reference(functions, x, weights, experts.long(), residual)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
@@ -85,4 +87,4 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])
 def test_geglu(num_rows, size):
     x = 3 * torch.randn(num_rows, 2 * size, device=device_of_kernels())
-    torch.testing.assert_close(gate_triton(x, gelu=True), geglu_reference(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(apply_gate_triton(x, gelu=True), apply_gate_reference(x, gelu=True), rtol=1e-5, atol=1e-5)

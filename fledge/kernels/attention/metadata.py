@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.paged import HostLayouts, SequenceLayout
+from fledge.kernels.attention.paged import HostLayouts, SequenceLayout, chain_slots
 
 MAX_CHAIN = 62  # new tokens of a sequence whose causal mask fits the bits of a tail
 
@@ -100,15 +100,9 @@ class AttentionMetadata:
         """Position and slot of every new token."""
         if self.form is not Form.DECODE:
             return self.positions_N, self.slots_N
-        return self.once(("tokens", page_size), lambda: self._chain_tokens(num_tokens, page_size))
-
-    def _chain_tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
-        starts, pages = self.starts_B, self.page_table_BP
-        place = torch.arange(num_tokens // len(starts), device=starts.device)
-        stored = place < self.counts_B[:, None]
-        positions = torch.where(stored, starts[:, None] + place, 0).long()
-        slots = torch.where(stored, pages.long().gather(1, positions // page_size) * page_size + positions % page_size, -1)
-        return positions.flatten(), slots.flatten()
+        starts, counts, pages = given(self.starts_B), given(self.counts_B), given(self.page_table_BP)
+        num_new = num_tokens // len(starts)
+        return self.once(("tokens", page_size), lambda: chain_slots(num_new, starts, counts, pages, page_size))
 
     def chain_as_tree(self, num_tokens: int) -> tuple[Tensor, Tensor | None, int]:
         """Of DECODE, once its keys are stored: keys of each sequence, and the bits and tail of a TREE that is a chain.

@@ -25,25 +25,9 @@ from fledge.kernels.attention.exact import (
     score_shift,
     shifted_scores,
 )
-from fledge.kernels.triton_support import jit, multiprocessors, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, multiprocessors, next_power_of_2, tl
 
 BLOCK = 64  # keys a step
-
-
-def prefill_attention(
-    q_NHE: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    page_table_BP: Tensor,
-    offsets_C: Tensor,
-    starts_B: Tensor,
-    page_size: int,
-    *,
-    window: int | None = None,
-) -> Tensor:
-    """[N, H, E]. A token at a negative position, or of no sequence, sees nothing: its output is 0."""
-    arguments = (q_NHE, keys_KSE, values_KSE, page_table_BP, offsets_C, starts_B, page_size)
-    return (prefill_attention_triton if use_triton(q_NHE) else prefill_attention_reference)(*arguments, window=window)
 
 
 def prefill_attention_reference(
@@ -58,8 +42,11 @@ def prefill_attention_reference(
     counts_B: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Token by token: products of one shape have one order of sums. `counts_B`: keys of a sequence's later tokens do not exist,
-    and without any it sees nothing."""
+    """[N, H, E]. A token at a negative position, or of no sequence, sees nothing: its output is 0.
+
+    Token by token: products of one shape have one order of sums. `counts_B` (here alone): keys of a sequence's later tokens do
+    not exist, and without any it sees nothing.
+    """
     num_kv_heads, _, size = keys_KSE.shape
     out = torch.zeros(q_NHE.shape, dtype=q_NHE.dtype, device=q_NHE.device)
     offsets = offsets_C.tolist()
@@ -134,6 +121,9 @@ def prefill_attention_triton(
         enable_fp_fusion=False,
     )
     return out
+
+
+prefill_attention = by_device(prefill_attention_triton, prefill_attention_reference)
 
 
 def choose_rows(num_tokens: int, num_kv_heads: int, group: int, lanes: int, q: Tensor) -> int:

@@ -33,7 +33,7 @@ from fledge.kernels.linear.summation import Summation, summation
 from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
@@ -122,10 +122,6 @@ def forced(kernel: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose_kernel(case: Case) -> str:
-    return choose_form(case)[0]
-
-
 def choose_form(case: Case) -> tuple[str, tuple[int, ...]]:
     """The kernel, and the numbers of its form (see `measured`); none: as the kernel itself chooses."""
     # A form fills the card that it was measured on; one with fewer or more multiprocessors takes the rules.
@@ -148,13 +144,8 @@ def serves_plain(kernel: str, case: Case) -> bool:
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
-    group_size = weight.group_size if isinstance(weight, QuantizedWeight) else 1
-    outputs = weight_parts(weight)[0].shape[0]
-    return Case(*x_MK.shape, outputs, format_of(weight), x_MK.dtype, x_MK.device, gated, group_size)
-
-
-def format_of(weight: Tensor | QuantizedWeight) -> str:
-    return weight.format if isinstance(weight, QuantizedWeight) else "plain"
+    format, group_size = (weight.format, weight.group_size) if isinstance(weight, QuantizedWeight) else ("plain", 1)
+    return Case(*x_MK.shape, weight_parts(weight)[0].shape[0], format, x_MK.dtype, x_MK.device, gated, group_size)
 
 
 def linear(
@@ -180,7 +171,7 @@ def linear(
     options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
     if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
-        x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
+        x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
     fused = options | {"norm": norm, "before_attention": before_attention}
     if kernel == "register_mma":
         rows, wide = form or (None, 0)
@@ -238,7 +229,7 @@ def table(
     for shape in shapes:
         sizes = (shape.inputs, shape.outputs, shape.format, dtype, device, shape.gated, shape.group_size)
         cases = [Case(count, *sizes) for count in rows]
-        kernels = [on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases]
+        kernels = [on_cpu if device.type == "cpu" else choose_form(case)[0] for case in cases]
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
         line["slices"] = cases[0].order.slices
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})
