@@ -426,15 +426,3 @@ def test_cublas_is_used_where_it_sums_in_order(rows, size, outputs):
 
 
 test_cublas_is_used_where_it_sums_in_order.pytestmark += on_card
-
-
-def test_one_kernel_can_be_forced(monkeypatch):
-    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
-    ran = []
-    monkeypatch.setattr(dispatch, "cublas_linear", lambda *_, **__: ran.append("cublas"))
-    monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, **__: ran.append("tiles"))
-    x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
-    linear(x, weight)
-    with dispatch.forced("cublas"):
-        linear(x, weight)
-    assert ran == ["tiles", "cublas"]

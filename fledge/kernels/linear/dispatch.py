@@ -12,8 +12,7 @@ Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,17 +108,6 @@ def staged_form(case: Case) -> staged.Form | None:
 
 
 NEVER = 1 << 62
-_forced: list[str] = []
-
-
-@contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """All linears of plain weights on one kernel, to measure it: `cublas` in whatever order it sums."""
-    _forced.append(kernel)
-    try:
-        yield
-    finally:
-        _forced.pop()
 
 
 def choose_form(case: Case) -> tuple[str, tuple[int, ...]]:
@@ -166,11 +154,9 @@ def linear(
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
     case = case_of(x_MK, weight, gated)
     order, (kernel, form) = case.order, choose_form(case)
-    if _forced and isinstance(weight, Tensor):
-        kernel, form = _forced[-1], ()
     options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
-    if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
+    if norm is not None and (not order.scales_sums or norm.weight.dtype != x_MK.dtype):
         x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
     fused = options | {"norm": norm, "before_attention": before_attention}
     if kernel == "register_mma":
@@ -188,11 +174,8 @@ def linear(
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
-    if kernel == "cublas" and isinstance(weight, Tensor):
-        if _forced:
-            return cublas_linear(x_MK, weight, bias_O, **options | {"order": order._replace(slices=1)})
-        if cublas_is_exact(len(x_MK), weight, order, bias_O):
-            return cublas_linear(x_MK, weight, bias_O, **options)
+    if kernel == "cublas" and isinstance(weight, Tensor) and cublas_is_exact(len(x_MK), weight, order, bias_O):
+        return cublas_linear(x_MK, weight, bias_O, **options)
     if kernel == "tma_tiles" and isinstance(weight, Tensor) and tma.serves(x_MK, weight):
         options |= {"scale_M": scale_M, "before_attention": before_attention}
         return tma.tma_tiles(x_MK, weight, bias_O, form=tma.Form(*form), **options)
