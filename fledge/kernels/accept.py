@@ -13,9 +13,19 @@ from torch import Tensor
 
 from fledge.kernels.bits import has_bit
 from fledge.kernels.sample import PartialArgmax, pick, picked
-from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
+from fledge.kernels.triton_support import (
+    by_device,
+    constant,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    wait_for_inputs,
+)
 
 DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
+_DRAFTED = constant(DRAFTED)
 
 
 class RowState(NamedTuple):
@@ -167,7 +177,7 @@ def _accept(
     emitted = at < count
     ended = tl.max((emitted & ends).to(tl.int32), axis=0) > 0
     final = tl.sum(tl.where(at == count - 1, chosen, 0), axis=0).to(tl.int64)
-    reported = chosen + tl.where(emitted & drafted, 1073741824, 0)
+    reported = chosen + tl.where(emitted & drafted, _DRAFTED, 0)
     tl.store(report_ptr + row * REPORT + 1 + at, reported, mask=at < NEW)
     tl.store(tokens_ptr + index * NEW + at, chosen.to(tl.int64), mask=at < NEW)
     if TEXT:

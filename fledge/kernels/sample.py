@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    INT_MAX,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
 
@@ -307,10 +316,10 @@ def _best_of_block(
     x2 = tl.load(logits + id2, mask=id2 < VOCAB, other=float("-inf")).to(tl.float32)
     x3 = tl.load(logits + id3, mask=id3 < VOCAB, other=float("-inf")).to(tl.float32)
     if HAS_IDS:
-        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=2147483647).to(tl.int32)
-        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=2147483647).to(tl.int32)
-        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=2147483647).to(tl.int32)
-        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=2147483647).to(tl.int32)
+        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=INT_MAX).to(tl.int32)
+        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=INT_MAX).to(tl.int32)
+        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=INT_MAX).to(tl.int32)
+        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=INT_MAX).to(tl.int32)
     if not GREEDY:
         temperature = tl.load(temperatures_ptr + sequence)
         if temperature > 0:
@@ -338,7 +347,7 @@ def _best_of_block(
     best, ids = tl.maximum(best01, best23), tl.where(best23 > best01, ids23, ids01)
     top = tl.max(best, axis=0)
     tl.store(best_ptr + row * BLOCKS + block, top)
-    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, 2147483647), axis=0))
+    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, INT_MAX), axis=0))
 
 
 @jit

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,17 @@ except ImportError:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter knows no assembly.
-COMPILED = True if tl is None else tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-INT_MAX = 2**31 - 1 if tl is None else tl.constexpr(2**31 - 1)
+COMPILED = True if tl is None else tl.constexpr(not INTERPRETED)
+
+
+def constant(value: int) -> Any:
+    """A global that kernels read. The compiler takes a `constexpr` alone; in the interpreter it is not a number."""
+    return value if tl is None or INTERPRETED else tl.constexpr(value)
+
+
+INT_MAX = constant(2**31 - 1)
 OVERLAP = True  # benchmarks turn it off to measure what it brings
 
 

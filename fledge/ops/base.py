@@ -14,17 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.linear.reference import NormModule as NormModule
 from fledge.kernels.moe import experts_reference, experts_triton
+from fledge.kernels.native_layers import LayerLike
 from fledge.kernels.sample import PartialArgmax, SamplingState
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
-
-
-class NormModule(NormLike, Protocol):
-    """`models.layers.RMSNorm`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class AttentionModule(Protocol):
@@ -49,28 +44,10 @@ class FusedAttentionModule(AttentionModule, Protocol):
     def k_norm(self) -> NormModule | None: ...
 
 
-class LayerModule(Protocol):
+class LayerModule(LayerLike, Protocol):
     """`models.layers.Layer`."""
 
     index: int
-
-    @property
-    def input_layernorm(self) -> NormModule: ...
-
-    @property
-    def self_attn(self) -> nn.Module: ...
-
-    @property
-    def post_attention_layernorm(self) -> NormModule: ...
-
-    @property
-    def mlp(self) -> nn.Module: ...
-
-    @property
-    def attention_output_norm(self) -> NormModule | None: ...
-
-    @property
-    def mlp_output_norm(self) -> NormModule | None: ...
 
     def __call__(
         self,

@@ -26,6 +26,12 @@ class NormLike(Protocol):
     def eps(self) -> float: ...
 
 
+class NormModule(NormLike, Protocol):
+    """`models.layers.RMSNorm`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class Norm(NamedTuple):
     """An RMSNorm's weight and epsilon alone."""
 
