@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
@@ -35,13 +35,8 @@ if tl is not None:
     GROUP_PART = tl.constexpr(GROUP_INPUTS)
 
 
-def route(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] in fp32 and number [N, K] of the experts of each row."""
-    run = route_triton if use_triton(scores_NE) else route_reference
-    return run(scores_NE, num_chosen, normalise=normalise)
-
-
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Weight [N, K] in fp32 and number [N, K] of the experts of each row."""
     chosen = scores_NE.float().softmax(-1).topk(num_chosen, -1)
     weights = chosen.values / chosen.values.sum(-1, keepdim=True) if normalise else chosen.values
     # As transformers rounds them.
@@ -78,6 +73,9 @@ def route_triton(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tupl
             num_warps=1,
         )
     return weights, experts
+
+
+route = by_device(route_triton, route_reference)
 
 
 def experts_triton(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import MoEConfig
+from fledge.kernels.moe import route
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, dequantize, stacked_weights
 from fledge.models.layers import MLP, RMSNorm, module_list
 from fledge.ops.base import Ops
@@ -39,7 +40,7 @@ class SparseMLP(nn.Module):
             shared = ops.linear(self.shared_expert.down_proj, self.shared_expert.gated(normed, ops))
             x_ND = x_ND + torch.sigmoid(logits[:, -1:]) * shared
         scores = logits[:, : len(self.experts)]
-        weights_NK, experts_NK = ops.route(scores, self.experts_per_token, normalise=self.normalise)
+        weights_NK, experts_NK = route(scores, self.experts_per_token, normalise=self.normalise)
         return ops.experts(self, normed, weights_NK, experts_NK, x_ND)
 
     def stack(self, dtype: torch.dtype) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.formats.packed_int import IntWeight
-from fledge.kernels.gate import gate_triton, geglu_reference, swiglu_reference
+from fledge.kernels.gate import apply_gate_reference, apply_gate_triton
 from fledge.kernels.moe import (
     experts_reference,
     experts_triton,
@@ -28,7 +27,7 @@ from fledge.kernels.quantization import (
     quantize,
     stacked_weights,
 )
-from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
+from tests.kernels.support import INTERPRETED, device_of_kernels, fp8_weight, runs_triton
 
 pytestmark = runs_triton
 
@@ -72,7 +71,9 @@ def parts(num_rows: int, size: int, inner: int, num_experts: int, chosen: int, d
 def test_experts(num_rows, size, inner, num_experts, chosen, dtype):
     gate_up, down, x, weights, experts, residual = parts(num_rows, size, inner, num_experts, chosen, dtype)
     found = experts_triton(gate_up, down, x, weights, experts, residual)
-    functions = [lambda rows, e=e: F.linear(swiglu_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)]
+    functions = [
+        lambda rows, e=e: F.linear(apply_gate_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)
+    ]
     wanted = experts_reference(functions, x, weights, experts.long(), residual)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
@@ -82,7 +83,7 @@ def quantised(weight_EOI: torch.Tensor, format: str) -> QuantizedWeight:
     linears = []
     for weight in weight_EOI:
         if format.startswith("fp8"):
-            made = kept_fp8(quantize_fp8(weight, (128, 128) if "blocks" in format else None))
+            made = kept_fp8(fp8_weight(weight, (128, 128) if "blocks" in format else None))
         elif "awq" in format:  # zero points in groups of 128
             groups = weight.float().unflatten(1, (-1, 128))
             scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
@@ -153,4 +154,4 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])
 def test_geglu(num_rows, size):
     x = 3 * torch.randn(num_rows, 2 * size, device=device_of_kernels())
-    torch.testing.assert_close(gate_triton(x, gelu=True), geglu_reference(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(apply_gate_triton(x, gelu=True), apply_gate_reference(x, gelu=True), rtol=1e-5, atol=1e-5)
