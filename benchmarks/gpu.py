@@ -125,8 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
     parser.add_argument("--vllm-seconds", type=float, default=3600, help="what it has measured until then counts")
     parser.add_argument("--honour-stops", action="store_true")
-    parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
-    parser.add_argument("--shared-memory", type=int, help="see kernels/triton_support.py")
+    parser.add_argument("--no-overlap", dest="overlap", action="store_false", help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
@@ -348,8 +347,7 @@ def settings(bench: Bench) -> dict[str, object]:
         "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
         "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
         "every layer holds": (few_rows, decoder_module, "HOLDING_LAYERS", len(bench.decoder.layers)),
-        "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
-        "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),
+        "no overlap": (few_rows, triton_support, "OVERLAP", False),
     }
     rows = bench.batch(64)
     found: dict[str, object] = {}
@@ -359,11 +357,6 @@ def settings(bench: Bench) -> dict[str, object]:
         rows.graphs.graphs.clear()
         found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
         setattr(module, setting, before)
-    for percent in (-1, 25, 50, 100):  # last: there is no way back to what the driver thought best for each
-        triton_support.share_memory(percent)
-        rows.graphs.graphs.clear()
-        times = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in few_rows + many_rows}
-        found[f"shared memory {percent} %"] = times
     show("settings: microseconds a step", found)
     return found
 
@@ -481,9 +474,7 @@ def measure_model(args: argparse.Namespace, write: Callable[..., None]) -> None:
 
 def main() -> None:
     args = arguments()
-    triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
-    if args.shared_memory is not None:
-        triton_support.share_memory(args.shared_memory)
+    triton_support.OVERLAP = args.overlap
     torch.cuda.set_device(0)
 
     def write(results: Mapping[str, object], prompts: Sequence[object] = ()) -> None:

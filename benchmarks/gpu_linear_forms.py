@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
-from fledge.kernels.linear import tma_tiles
+from fledge.kernels.linear import dispatch, tma_tiles
 from fledge.kernels.linear.dispatch import Case, can_stream
 from fledge.kernels.linear.staged_mma import Form, programs_at_once
+from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tiles import Tile
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, MEASURED_SHARED_MEMORY
 
 MEASURED = Path(__file__).parents[1] / "fledge/kernels/linear/measured.py"
+
+
+@contextmanager
+def on_cublas() -> Iterator[None]:
+    """All linears of plain weights on cuBLAS, in whatever order it sums; norms are kernels of their own."""
+    choose_form, summation = dispatch.choose_form, dispatch.summation
+
+    def choose(case: Case) -> tuple[str, tuple[int, ...]]:
+        return ("cublas", ()) if case.format == "plain" else choose_form(case)
+
+    def order(inputs: int, *others: Any, group_size: int = 1, **options: Any) -> Summation:
+        if group_size == 1:
+            return Summation(1, False, -(-inputs // CHUNK) * CHUNK)
+        return summation(inputs, *others, group_size=group_size, **options)
+
+    with patch.multiple(dispatch, choose_form=choose, summation=order, cublas_is_exact=lambda *_: True):
+        yield
 
 
 class Kind(NamedTuple):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import event_time
+from gpu_linear_forms import on_cublas
 from gpu_loop import closed_loop, record_ahead
 from gpu_shapes import FORMATS, SHAPES, Work, drafter_config, peak_rates, random_decoder, random_drafter, random_prompts
 from gpu_show import brief, shown
@@ -39,7 +40,6 @@ from fledge.engine.executors.batch_state import GREEDY, NewRows, RowInit
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.memory import memory_plan
-from fledge.kernels.linear import dispatch
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -140,13 +140,6 @@ def step_us(batch: DeviceBatch, count: int, depth: int, steps: int = STEPS) -> f
 def tokens_for(depth: int, steps: int) -> int:
     """Of the answer: what every row may at most be given while it is timed, and some."""
     return (depth + 1) * (steps + 8)
-
-
-@contextmanager
-def on_cublas() -> Iterator[None]:
-    """All linears of plain weights on cuBLAS."""
-    with dispatch.forced("cublas"):
-        yield
 
 
 def steps(bench: ShapeBench) -> Figures:

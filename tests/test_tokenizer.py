@@ -14,7 +14,7 @@ from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.errors import ModelError, RequestError
 from fledge.tokenizer import ByteDecoder, IncrementalDecoder, Tokenizer, bad_word_token_ids
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.test_gguf import sentencepiece_metadata
 from tests.tiny import tiny_decoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fledge.checkpoints.speculators import save_speculators
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
+from fledge.files import hash_files
 from fledge.models.drafter import EagleDrafter
 
 DESTINATIONS = ("vllm", "sglang", "speculators", "fledge")
@@ -78,8 +78,8 @@ def plain_folder(folder: Path) -> Path:
     config = folder / "config.json"
     if not config.is_file() or not int8_storage.is_stored(read_json(config)):
         return folder
-    content = b"".join((folder / name).read_bytes() for name in ("config.json", WEIGHTS))
-    copy = sources.cache_folder() / "drafters" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:16]}"
+    content = hash_files(folder / name for name in ("config.json", WEIGHTS))
+    copy = sources.cache_folder() / "drafters" / f"{folder.name}-{content[:16]}"
     return copy if copy.is_dir() else export_drafter(folder, "fledge", copy, "TARGET")
 
 

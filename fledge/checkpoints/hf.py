@@ -127,7 +127,9 @@ def kept_bits(
     with text_tensors(TensorReader(Path(folder))) as reader:
         packed, layout, found = PackedTensors(reader, scheme), Layout(config), {}
         for name, module in empty_decoder(config).named_modules():
-            if isinstance(module, nn.Linear) and may_keep(name, scheme.format, keep, torch.device(device)):
+            if not isinstance(module, nn.Linear):
+                continue
+            if may_keep(name, scheme.format, keep, torch.device(device), has_order=scheme.act_order):
                 parts = layout.file_names(f"{name}.weight")
                 if all(map(packed.has, parts)):
                     found[name] = packed.bits(parts[0], module.in_features)

@@ -16,9 +16,10 @@ from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, kept_f
 from fledge.models.decoder import Decoder
 
 
-def may_keep(owner: str, format: str, keep: Collection[str], device: torch.device) -> bool:
-    """Whether a linear stays in a format, where that holds it exactly. Experts on a GPU do not."""
-    return format in keep and not (device.type == "cuda" and ".experts." in owner)
+def may_keep(owner: str, format: str, keep: Collection[str], device: torch.device, *, has_order: bool) -> bool:
+    """Whether a linear stays in a format, where that holds it exactly. On a GPU head and experts read their inputs in order."""
+    reads_in_order = device.type == "cuda" and (owner == "lm_head" or ".experts." in owner)
+    return format in keep and not (has_order and reads_in_order)
 
 
 class PackedLinears:
@@ -57,9 +58,7 @@ class PackedLinears:
 
     def _keeps(self, owner: str, weight: PackedWeight) -> bool:
         format, order = ("fp8", None) if isinstance(weight, Fp8Weight) else (f"int{weight.bits}", weight.order_I)
-        if self.device.type == "cuda" and owner == "lm_head" and order is not None:
-            return False
-        return may_keep(owner, format, self.keep, self.device)
+        return may_keep(owner, format, self.keep, self.device, has_order=order is not None)
 
     def finished(self, owner: str, linear: nn.Linear) -> nn.Linear | QuantizedLinear:
         """A linear of which all parameters are read: the quantised one that was kept of it, or itself."""

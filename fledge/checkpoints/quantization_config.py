@@ -36,6 +36,7 @@ class Scheme:
     has_zeros: bool = False
     quantizes_activations: bool = False
     group_size: int | None = None  # inputs a scale; -1: all of them; None: not said
+    act_order: bool = False  # the inputs of a group may lie anywhere
 
     @property
     def format(self) -> str:
@@ -101,8 +102,8 @@ def _gptq(asked: Mapping[str, Any]) -> Scheme:
     # Modules that stay plain ("-:") show in the file; others would have bits or groups of their own.
     if changed := [name for name in mapping(asked, "dynamic") if not name.startswith("-:")]:
         raise ModelError(f"quantization_config: dynamic {shown(changed[0])} (bits by module) is not supported")
-    less_one = version != "gptq_v2"
-    return Scheme("gptq", bits, "gptq", zeros_less_one=less_one, has_zeros=True, group_size=_group_size(asked))
+    less_one, order = version != "gptq_v2", bool(asked.get("desc_act"))
+    return Scheme("gptq", bits, "gptq", zeros_less_one=less_one, has_zeros=True, group_size=_group_size(asked), act_order=order)
 
 
 def _auto_round(asked: Mapping[str, Any]) -> Scheme:
@@ -182,6 +183,7 @@ def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
         options["block"] = _block(structure, "block_structure")
     if layout == "packed":
         options["group_size"] = _group_size(weights) if strategy == "group" else -1
+        options["act_order"] = weights.get("actorder") in ("group", "dynamic", True)
     has_zeros = not weights.get("symmetric", True)
     if has_zeros and layout != "packed":
         raise ModelError("quantization_config: symmetric false is supported with pack-quantized weights only")

@@ -19,7 +19,7 @@ from fledge.kernels.formats.fp8 import Fp8Weight, read_fp8
 from fledge.kernels.formats.packed_int import IntWeight, read_awq, read_compressed, read_gptq
 
 PackedWeight = IntWeight | Fp8Weight
-# What kernels read as it is, by device. Experts on a GPU, and what no such format holds exactly, become plain weights too.
+# What kernels read as it is, by device. What no such format holds exactly becomes plain weights too.
 KEPT = {"cpu": frozenset({"int4", "int8"}), "cuda": frozenset({"int4", "int8", "fp8"})}
 # Scales of activations and caches: both stay unquantised here.
 OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale",

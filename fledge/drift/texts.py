@@ -24,6 +24,7 @@ from fledge.engine.build import Speculation, fit
 from fledge.engine.config import EngineConfig
 from fledge.engine.offline import AnswerGenerator, answer_generator
 from fledge.errors import ModelError, UserError
+from fledge.files import hash_files
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.drafter import EagleDrafter
 from fledge.progress import Report
@@ -194,12 +195,7 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
 def _hash_of(folder: Path) -> str | None:
     """Of the weights' files one after the other: a name says little about which drafter it was."""
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while piece := stream.read(1 << 20):
-                digest.update(piece)
-    return digest.hexdigest() if files else None
+    return hash_files(files) if files else None
 
 
 def _training_of(folder: Path) -> dict[str, Any]:

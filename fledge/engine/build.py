@@ -171,7 +171,7 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
         network = network.to(device=config.device, dtype=config.weight_dtype)
-        stack_experts(network)
+        stack_experts(network, config.weight_dtype)
         return network
     if not pack:
         return network.float()

@@ -93,11 +93,6 @@ class EngineConfig:
                 f"--quantization {self.quantization} on CPU needs a C compiler (gcc, clang, or `pip install ziglang`); "
                 "install one, or leave it out"
             )
-        if self.quantization != "none" and kind == "cuda" and model.moe is not None:
-            raise UserError(
-                f"--quantization {self.quantization} is not supported for a model with experts on a GPU, whose kernels read "
-                "experts in 16 bits; leave it out, or use --device cpu"
-            )
         if self.quantization == "fp8" and not reads_fp8(device):
             raise UserError("--quantization fp8 needs a GPU (NVIDIA Ada, Hopper or newer); use int8 or int4")
         if not 0 <= self.gpu_memory_utilization <= 1:

@@ -49,8 +49,9 @@ class EngineHook(Protocol):
         """Sees what a step emitted. Short: the output waits for it."""
         ...
 
-    def idle(self) -> bool:
-        """Nothing runs: works for a moment. False: there is nothing to do before more requests were served."""
+    def idle(self, *, is_quiet: bool = True) -> bool:
+        """Nothing runs: works for a moment, longer if it `is_quiet`. False: there is nothing to do before more requests were
+        served, or it is quiet."""
         ...
 
     def due_in(self) -> float | None:
@@ -177,10 +178,10 @@ class Engine:
 
     def idle(self, *, is_quiet: bool = True) -> bool:
         """While nothing runs: lets the hook work for a moment, and the executor once it `is_quiet`: requests would wait longer
-        for it. False: neither has anything to do before more requests come."""
+        for it. False: neither has anything to do before more requests come, or before it is quiet."""
         if self.requests:
             return False
-        return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle())
+        return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle(is_quiet=is_quiet))
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
         """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""

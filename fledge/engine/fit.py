@@ -81,7 +81,7 @@ def check_fits(
         return
     where = torch.cuda.get_device_name(config.device) if torch.cuda.is_available() else config.device
     if taken + max(needs.step, needs.loading) > memory:
-        raise UserError(_too_large(needs, memory, where, config, can_shrink=can_shrink and model.moe is None))
+        raise UserError(_too_large(needs, memory, where, config, can_shrink=can_shrink))
     check_longest(config, needs, needs.cache_bytes(memory - taken, is_share=bool(config.gpu_memory_utilization)))
 
 
@@ -150,11 +150,11 @@ def loading_bytes(config: EngineConfig, model: ModelConfig, *, is_plain: bool = 
     is_cpu = torch.device(config.device).type == "cpu"
     if is_cpu:
         return 16 * largest + (4 - config.weight_dtype.itemsize) * model.vocab_size * model.hidden_size
+    # Experts of a layer are laid side by side.
+    experts = 0 if model.moe is None else 2 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size
     if config.quantization != "none":
-        return 16 * largest
-    if model.moe is not None:  # experts of a layer are laid side by side
-        largest = max(largest, 2 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size)
-    return config.weight_dtype.itemsize * largest * (1 if is_plain else 2)
+        return max(16 * largest, 2 * experts)
+    return config.weight_dtype.itemsize * max(largest, experts) * (1 if is_plain else 2)
 
 
 def drafter_bytes(drafter: DrafterConfig, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ Rows may be permuted and concatenated freely, since groups lie within a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,6 +178,22 @@ class QuantizedLinear(nn.Module):
             if buffer is not None:
                 setattr(self, name, buffer.to(getattr(self, name).device))
         return self
+
+
+def stacked_weights(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
+    """Weights of one format and shape as one, with a first dimension more; None where they differ, or inputs are reordered."""
+    parts, first = [linear.quantized for linear in linears], linears[0].quantized
+    kinds = {(part.format, part.group_size, part.codes.shape) for part in parts}
+    if len(kinds) > 1 or first.group_size % GROUP_SIZE or any(linear.order is not None for linear in linears):
+        return None
+    offsets = None
+    if any(part.offsets is not None for part in parts):  # without them a nibble stands for itself less 8: the same in fp32
+        wide = [-8 * part.scales.float() if part.offsets is None else part.offsets.float() for part in parts]
+        offsets = torch.stack(wide)
+    # Not every torch stacks float8.
+    codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
+    scales = torch.stack([part.scales for part in parts])
+    return QuantizedWeight(codes, scales, offsets, first.bits, first.group_size, offsets_fold(scales, offsets))
 
 
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:

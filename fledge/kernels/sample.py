@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    INT_MAX,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 
 BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
 
@@ -100,17 +109,6 @@ def picked(choice: PartialArgmax, vocab_size: int) -> Tensor:
     return tokens
 
 
-def sample(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, truncation: TruncationParams | None = None
-) -> Tensor:
-    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off."""
-    if use_triton(logits_BV):
-        floors = None if truncation is None else floor_triton(logits_BV, temperatures_B, truncation)
-        return sample_triton(logits_BV, temperatures_B, seeds_B, counters_B, floors)
-    run = sample_cpu if logits_BV.is_cpu else sample_reference
-    return run(logits_BV, temperatures_B, seeds_B, counters_B, truncation=truncation)
-
-
 def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
     """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
     ordered = _scaled(logits_BV, temperatures_B).sort(-1, descending=True).values
@@ -128,16 +126,16 @@ def sample_reference(
     temperatures_B: Tensor,
     seeds_B: Tensor,
     counters_B: Tensor,
-    floors_B: Tensor | None = None,
     truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Columns. `floors_B`: instead of `truncation`. `ids_V`: the ids that the columns stand for."""
+    """Columns, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off.
+
+    `ids_V`: the ids that the columns stand for.
+    """
     scaled = _scaled(logits_BV, temperatures_B)
     if truncation is not None:
-        floors_B = floor_reference(logits_BV, temperatures_B, truncation)
-    if floors_B is not None:
-        scaled = scaled.masked_fill(scaled < floors_B[:, None], -torch.inf)
+        scaled = scaled.masked_fill(scaled < floor_reference(logits_BV, temperatures_B, truncation)[:, None], -torch.inf)
     if bool((temperatures_B > 0).any()):
         noise = gumbel_noise(seeds_B, counters_B, logits_BV.shape[1] if ids_V is None else int(ids_V[-1]) + 1)
         noise = noise if ids_V is None else noise[:, ids_V]
@@ -228,23 +226,16 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: Truncati
     return floors
 
 
-def sample_triton(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, floors_B: Tensor | None = None
-) -> Tensor:
-    draws = SamplingState(temperatures_B, seeds_B, counters_B)
-    return picked(choose_triton(logits_BV, draws, floors_N=floors_B), logits_BV.shape[1])
-
-
 def choose_triton(
     logits_NV: Tensor,
     draws: SamplingState | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
-    floors_N: Tensor | None = None,
 ) -> PartialArgmax:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
+    floors_N = None
     if draws is not None and draws.truncation is not None:
         floors_N = floor_triton(logits_NV, draws.temperatures_B, draws.truncation, num_new)
     num_blocks = -(-vocab_size // (4 * QUARTER))
@@ -325,10 +316,10 @@ def _best_of_block(
     x2 = tl.load(logits + id2, mask=id2 < VOCAB, other=float("-inf")).to(tl.float32)
     x3 = tl.load(logits + id3, mask=id3 < VOCAB, other=float("-inf")).to(tl.float32)
     if HAS_IDS:
-        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=2147483647).to(tl.int32)
-        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=2147483647).to(tl.int32)
-        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=2147483647).to(tl.int32)
-        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=2147483647).to(tl.int32)
+        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=INT_MAX).to(tl.int32)
+        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=INT_MAX).to(tl.int32)
+        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=INT_MAX).to(tl.int32)
+        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=INT_MAX).to(tl.int32)
     if not GREEDY:
         temperature = tl.load(temperatures_ptr + sequence)
         if temperature > 0:
@@ -356,7 +347,7 @@ def _best_of_block(
     best, ids = tl.maximum(best01, best23), tl.where(best23 > best01, ids23, ids01)
     top = tl.max(best, axis=0)
     tl.store(best_ptr + row * BLOCKS + block, top)
-    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, 2147483647), axis=0))
+    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, INT_MAX), axis=0))
 
 
 @jit

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.sample import PartialArgmax, pick, picked
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    by_device,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 
 MAX_TAPS = 4  # states that the kernel takes; with more the reference runs
 
@@ -35,21 +44,6 @@ class DraftInputs(NamedTuple):
     counts_B: Tensor | None
 
 
-def verify_inputs(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
-    run = verify_inputs_triton if use_triton(embedding_VD) else verify_inputs_reference
-    return run(batch, depth, token_R, drafts_RD, length_R, active_R, embedding_VD, last_draft)
-
-
 def verify_inputs_reference(
     batch: int,
     depth: int,
@@ -60,6 +54,7 @@ def verify_inputs_reference(
     embedding_VD: Tensor,
     last_draft: PartialArgmax | None = None,
 ) -> VerifyInputs:
+    """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
     if last_draft is not None:
         drafts_RD[:batch, depth - 1] = picked(last_draft, len(embedding_VD))
     tokens = torch.cat([token_R[:batch, None], drafts_RD[:batch, :depth]], 1)
@@ -105,32 +100,7 @@ def verify_inputs_triton(
     return VerifyInputs(x, starts, counts)
 
 
-def draft_inputs(
-    h_ND: Tensor,
-    tokens: Tensor | PartialArgmax,
-    embedding_VD: Tensor,
-    embedding_norm: NormLike,
-    hidden_norm: NormLike,
-    output_norm: NormLike | None,
-    *,
-    norm_before_residual: bool,
-    step: int = 0,
-    drafts_RD: Tensor | None = None,
-    length_R: Tensor | None = None,
-    active_R: Tensor | None = None,
-) -> DraftInputs:
-    """Synchronising (`step` 0): `tokens` [N] with the fused target states. Drafting the token after `step` drafted ones:
-    `tokens` is the choice of the last of them, which is written down; `output_norm` normalises the fed-back state."""
-    run = draft_inputs_triton if use_triton(h_ND) else draft_inputs_reference
-    arguments = (h_ND, tokens, embedding_VD, embedding_norm, hidden_norm, output_norm)
-    return run(
-        *arguments,
-        norm_before_residual=norm_before_residual,
-        step=step,
-        drafts_RD=drafts_RD,
-        length_R=length_R,
-        active_R=active_R,
-    )
+verify_inputs = by_device(verify_inputs_triton, verify_inputs_reference)
 
 
 def draft_inputs_reference(
@@ -147,6 +117,8 @@ def draft_inputs_reference(
     length_R: Tensor | None = None,
     active_R: Tensor | None = None,
 ) -> DraftInputs:
+    """Synchronising (`step` 0): `tokens` [N] with the fused target states. Drafting the token after `step` drafted ones:
+    `tokens` is the choice of the last of them, which is written down; `output_norm` normalises the fed-back state."""
     starts = counts = None
     if step:
         batch = len(h_ND)
@@ -220,6 +192,9 @@ def draft_inputs_triton(
     return DraftInputs(x, residual, starts, counts)
 
 
+draft_inputs = by_device(draft_inputs_triton, draft_inputs_reference)
+
+
 def fuse_inputs(taps: Sequence[Tensor], whole: NormLike | None, each: Sequence[NormLike] | None) -> Tensor:
     """`whole`: a norm over all of them together; `each`: one per state."""
     if whole is None and each is not None and use_triton(taps[0]) and len(taps) <= MAX_TAPS:
@@ -258,12 +233,8 @@ def fuse_inputs_triton(taps: Sequence[Tensor], each: Sequence[NormLike]) -> Tens
     return x
 
 
-def keep_last(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
-    """Row counts - 1 of each sequence; a sequence without rows keeps its state."""
-    (keep_last_triton if use_triton(x_ND) else keep_last_reference)(x_ND, counts_B, state_RD)
-
-
 def keep_last_reference(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
+    """Row counts - 1 of each sequence; a sequence without rows keeps its state."""
     batch = len(counts_B)
     last = x_ND.view(batch, -1, x_ND.shape[1])[torch.arange(batch), counts_B.long().clamp(min=1) - 1]
     state_RD[:batch] = torch.where(counts_B[:, None] > 0, last, state_RD[:batch])
@@ -273,6 +244,9 @@ def keep_last_triton(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
     batch, size = len(counts_B), x_ND.shape[1]
     num_new, block = len(x_ND) // batch, next_power_of_2(size)
     _keep_last[(batch,)](x_ND, counts_B, state_RD, NEW=num_new, SIZE=size, SIZE_BLOCK=block, num_warps=2, **overlap(x_ND))
+
+
+keep_last = by_device(keep_last_triton, keep_last_reference)
 
 
 @jit

@@ -68,6 +68,8 @@ class Journal:
     def close(self) -> None:
         """Waits for what is being written."""
         self._disk.shutdown()
+        if self.generations is not None:
+            self.generations.close()
 
     def _write(self, write: Callable[[], None]) -> None:
         def guarded() -> None:

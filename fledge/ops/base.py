@@ -14,18 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.gate import geglu
-from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.moe import experts_reference, experts_triton, route
+from fledge.kernels.linear.reference import NormModule as NormModule
+from fledge.kernels.moe import experts_reference, experts_triton
+from fledge.kernels.native_layers import LayerLike
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax, SamplingState
 from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
-
-
-class NormModule(NormLike, Protocol):
-    """`models.layers.RMSNorm`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class AttentionModule(Protocol):
@@ -50,31 +45,19 @@ class FusedAttentionModule(AttentionModule, Protocol):
     def k_norm(self) -> NormModule | None: ...
 
 
-class LayerModule(Protocol):
+class LayerModule(LayerLike, Protocol):
     """`models.layers.Layer`."""
 
     index: int
 
-    @property
-    def input_layernorm(self) -> NormModule: ...
-
-    @property
-    def self_attn(self) -> nn.Module: ...
-
-    @property
-    def post_attention_layernorm(self) -> NormModule: ...
-
-    @property
-    def mlp(self) -> nn.Module: ...
-
-    @property
-    def attention_output_norm(self) -> NormModule | None: ...
-
-    @property
-    def mlp_output_norm(self) -> NormModule | None: ...
-
     def __call__(
-        self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, attention_input: Tensor | None = None, **hints: bool
+        self,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        ops: Ops,
+        attention_input: Tensor | None = None,
+        *,
+        before_attention: bool = False,
     ) -> Tensor: ...
 
 
@@ -119,7 +102,7 @@ class ExpertsModule(Protocol):
     @property
     def experts(self) -> Sequence[ExpertModule]: ...
 
-    stacked: tuple[Tensor, Tensor] | None
+    stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None
 
 
 class NetworkModule(Protocol):
@@ -185,13 +168,9 @@ class Ops(ABC):
         norm: NormModule | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
-        in_place: bool = False,
         before_attention: bool = False,
     ) -> Tensor:
-        """[residual +] [swiglu] ( module( [norm] x ) ).
-
-        `in_place`: the residual may be overwritten; what is returned counts. `before_attention`: see `kernels.linear.dispatch`.
-        """
+        """[residual +] [swiglu] ( module( [norm] x ) ). `before_attention`: see `kernels.linear.dispatch`."""
 
     @abstractmethod
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
@@ -216,14 +195,6 @@ class Ops(ABC):
     def add_norm(self, module: NormModule, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
         """residual + norm(x)"""
         return residual_ND + self.norm(module, x_ND)
-
-    def geglu(self, gate_up_N2I: Tensor) -> Tensor:
-        """gelu(gate) * up"""
-        return geglu(gate_up_N2I)
-
-    def route(self, scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """Weights [N, K] in fp32 and numbers [N, K] of the experts that each row goes to."""
-        return route(scores_NE, num_chosen, normalise=normalise)
 
     def experts(
         self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
@@ -276,9 +247,11 @@ class Ops(ABC):
         in_place: bool = False,
         before_attention: bool = False,
     ) -> Tensor:
-        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call."""
-        hints = {"in_place": in_place, "before_attention": before_attention}
-        return layer(x_ND, meta, self, attention_input, **hints)
+        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call.
+
+        `in_place`: the residual stream that came in is not read again.
+        """
+        return layer(x_ND, meta, self, attention_input, before_attention=before_attention)
 
     def layers(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample import TruncationParams, sample
+from fledge.kernels.sample import TruncationParams, sample_cpu
 from fledge.sampling import SamplingParams
 
 
@@ -49,7 +49,7 @@ def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> 
     """The token at `position` of an answer: the likeliest, or drawn with noise that belongs to (seed, position)."""
     if params.greedy:
         return int(logits_V.argmax())
-    return int(sample(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
+    return int(sample_cpu(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
 
 
 def sampling_tensors(

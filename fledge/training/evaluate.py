@@ -24,7 +24,7 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.progress import track
 from fledge.tokenizer import Tokenizer
-from fledge.training.data.packing import pack
+from fledge.training.data.packing import pack, pack_texts, places
 from fledge.training.data.rendering import ChatFormat, TemplateError
 from fledge.training.distributed import DistributedContext
 from fledge.training.recipe import Recipe
@@ -54,17 +54,11 @@ class HeldOut:
         lengths = np.array([len(text) for text in texts])
         length = -(-int(lengths.max()) // BLOCK) * BLOCK
         rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # texts by number
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
-        document = torch.zeros(len(rows), length, dtype=torch.long)
-        answers = {}
-        for row, numbers in enumerate(rows):
-            at = 0
-            for count, number in enumerate(numbers, 1):
-                size = len(texts[number])
-                tokens[row, at : at + size] = torch.tensor(texts[number])
-                document[row, at : at + size] = count
-                answers[number] = (row * length + at, answer_starts[number], size)
-                at += size
+        tokens, document = pack_texts(texts, rows, length)
+        answers = {
+            number: (row * length + here.start, answer_starts[number], here.stop - here.start)
+            for row, _, number, here in places(rows, lengths)
+        }
         start = document_starts(document)
         positions = torch.arange(length) - start
         none = torch.zeros(0, dtype=torch.long)

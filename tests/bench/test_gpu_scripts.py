@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.kernels.quantization import QuantizedLinear
+from fledge.kernels.quantization import QuantizedLinear, quantize
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_model_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -53,11 +53,10 @@ def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every setting is one that can still be changed, and is changed back."""
     gpu = sys.modules["gpu"]
     bench.args.depths = [4]
-    monkeypatch.setattr(gpu.triton_support, "SHARED_MEMORY", None)
     monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
     before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS
     found = gpu.settings(bench)
-    assert {"as it is", "every layer holds", "no overlap", "shared memory 50 %"} <= set(found)
+    assert {"as it is", "every layer holds", "no overlap"} <= set(found)
     assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS) == before
 
 
@@ -93,6 +92,23 @@ def test_mixed_options_are_sixteen_different_ones() -> None:
     settings = importlib.import_module("gpu_options").mixed_settings(128, 64)
     assert len(settings) == 16
     assert len({str(sorted(one.items(), key=str)) for one in settings}) == 16
+
+
+def test_all_plain_linears_on_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their shape is, and no quantised one; what dispatch chooses is back afterwards."""
+    forms = importlib.import_module("gpu_linear_forms")
+    dispatch = forms.dispatch
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    ran: list[str] = []
+    monkeypatch.setattr(dispatch, "cublas_linear", lambda *_, order, **__: ran.append(f"cublas, {order.slices} slices"))
+    monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, order, **__: ran.append(f"tiles, {order.slices} slices"))
+    x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
+    dispatch.linear(x, weight)
+    with forms.on_cublas():
+        dispatch.linear(x, weight)
+        dispatch.linear(x, quantize(weight, 8))
+    dispatch.linear(x, weight)
+    assert ran == ["tiles, 4 slices", "cublas, 1 slices", "tiles, 4 slices", "tiles, 4 slices"]
 
 
 # models of a published shape

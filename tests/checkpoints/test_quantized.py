@@ -20,7 +20,7 @@ from fledge.config import FAMILIES, MoEConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import ModelError, UserError
-from fledge.kernels.formats.fp8 import quantize_fp8, read_fp8
+from fledge.kernels.formats.fp8 import read_fp8
 from fledge.kernels.formats.packed_int import read_awq, read_compressed, read_gptq
 from fledge.kernels.linear.packed import PackedLinear
 from fledge.kernels.quantization import QuantizedLinear, dequantize
@@ -40,6 +40,7 @@ from tests.checkpoints.packers import (
     grouped,
     write_quantised,
 )
+from tests.kernels.support import fp8_weight
 from tests.oracle import run
 from tests.tiny import tiny_decoder
 
@@ -98,7 +99,7 @@ def test_scales_that_fp16_does_not_hold_have_no_exact_form() -> None:
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_fp8(block: tuple[int, int] | None) -> None:
     weight = torch.randn(200, 300)
-    made = quantize_fp8(weight, block)
+    made = fp8_weight(weight, block)
     read = read_fp8(made.codes_OI, made.scales_OG[:: block[0]] if block else made.scales_OG, block)
     assert torch.equal(read.dequantize(), made.dequantize())
     assert ((made.dequantize() - weight).abs() <= weight.abs() / 16 + made.scales_OG.max() * 2**-9).all()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge import devices
 from fledge.checkpoints.hf import kept_bits, load_decoder, save_decoder
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import MoEConfig
@@ -20,7 +19,6 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
 from fledge.kernels import native
-from fledge.kernels.formats import fp8
 from fledge.kernels.quantization import quantize_linears
 from tests.checkpoints.packers import write_quantised
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -66,20 +64,6 @@ def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> N
         fit.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
 
 
-def test_experts_are_not_quantised_on_a_gpu(monkeypatch) -> None:
-    """Quantised experts are run one by one there, which asks the host which: no graph can be captured."""
-    model = tiny_decoder(architecture="Qwen3MoeForCausalLM").config
-    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(fp8, "reads_fp8", lambda device: True)
-    for quantization in ("int8", "int4", "fp8", "gguf"):
-        with pytest.raises(UserError, match=f"--quantization {quantization} is not .* experts on a GPU"):
-            EngineConfig(quantization=quantization).resolve(model)
-    EngineConfig(quantization="int8").resolve(tiny_decoder().config)
-    with_memory(monkeypatch, 10_000)
-    with pytest.raises(UserError, match=r"are free; use a smaller model$"):
-        fit.check_fits(default_config(model), model)
-
-
 def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_does(shapes, monkeypatch) -> None:
     model = shapes.SHAPES["32b"]
     with_memory(monkeypatch, 80e9)
@@ -120,12 +104,13 @@ def test_quantised_checkpoints_are_counted_as_they_are_held(name: str, device: s
     assert held <= counted <= 1.06 * held  # scales are counted at most
 
 
-def test_experts_of_a_quantised_checkpoint_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, monkeypatch) -> None:
+def test_experts_with_act_order_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, monkeypatch) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 4, "head_dim": 32}
     decoder = tiny_decoder(architecture="MixtralForCausalLM", **sizes, moe=MoEConfig(4, 2, 128, layers=(0, 1, 2, 3)))
-    packed, _ = write_quantised(decoder, tmp_path, "awq")
-    kept = kept_bits(packed, decoder.config, KEPT["cuda"], "cuda")
-    assert len(kept) == 8  # of attention
+    for name, linears in (("gptq", 8 + 32), ("gptq-act-order", 8)):
+        packed, _ = write_quantised(decoder, tmp_path / name, name)
+        kept = kept_bits(packed, decoder.config, KEPT["cuda"], "cuda")
+        assert len(kept) == linears
     plain, counted = (fit.weight_bytes(decoder.config, torch.bfloat16, kept=bits) for bits in (None, kept))
     assert 0.7 * plain < counted < plain
     with_memory(monkeypatch, counted / 2)

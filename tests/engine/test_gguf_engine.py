@@ -16,12 +16,13 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.engine.build import Speculation, build_engine, fit
 from fledge.engine.config import EngineConfig
 from fledge.kernels import native
-from fledge.kernels.formats.gguf_blocks import PLAIN, quantised_activations
+from fledge.kernels.formats.gguf_blocks import PLAIN
 from fledge.kernels.linear.packed import GgufLinear, PackedLinear
 from fledge.models.decoder import causal_attend
 from fledge.ops.cpu_ops import CpuOps
 from fledge.sampling import SamplingParams
 from tests.checkpoints.gguf_files import FAMILIES, write_gguf
+from tests.kernels.support import quantised_activations
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder
 

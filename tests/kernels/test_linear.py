@@ -10,11 +10,10 @@ import itertools
 import pytest
 import torch
 
-from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear import dispatch, head, measured, summation
 from fledge.kernels.linear import tiles as tiles_module
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
-from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
+from fledge.kernels.linear.dispatch import Case, Shape, choose_form, linear, table
 from fledge.kernels.linear.reference import Norm, linear_reference
 from fledge.kernels.linear.register_mma import register_mma
 from fledge.kernels.linear.register_stream import Form as StreamForm
@@ -26,7 +25,7 @@ from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, support
 from fledge.kernels.linear.tma_tiles import Form as TmaForm
 from fledge.kernels.quantization import dequantize, kept_fp8, quantize
 from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY, shared_memory
-from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
+from tests.kernels.support import INTERPRETED, device_of_kernels, fp8_weight, runs_triton
 
 on_card = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs CUDA")]
 INTEGERS = {"int8": (8, False), "int4": (4, False), "int4 with offsets": (4, True)}
@@ -48,7 +47,7 @@ def plain(x, weight, bias, norm, gated, residual):
 def some_weight(format: str, outputs: int, size: int, device: str, group: int = 32):
     weight = torch.randn(outputs, size, device=device) / size**0.5
     if format.startswith("fp8"):
-        return kept_fp8(quantize_fp8(weight, (32, 32) if "blocks" in format else None))
+        return kept_fp8(fp8_weight(weight, (32, 32) if "blocks" in format else None))
     if format == "plain":
         return weight
     bits, offsets = INTEGERS[format]
@@ -184,7 +183,7 @@ def test_slices_follow_from_the_weight_alone(monkeypatch):
 
 def kernels(rows, inputs, outputs, format="plain", gated=False, group_size=1):
     sizes = (inputs, outputs, format, torch.bfloat16, CARD, gated, group_size)
-    return [choose_kernel(Case(count, *sizes)) for count in rows]
+    return [choose_form(Case(count, *sizes))[0] for count in rows]
 
 
 def test_kernels_by_size(monkeypatch):
@@ -427,15 +426,3 @@ def test_cublas_is_used_where_it_sums_in_order(rows, size, outputs):
 
 
 test_cublas_is_used_where_it_sums_in_order.pytestmark += on_card
-
-
-def test_one_kernel_can_be_forced(monkeypatch):
-    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
-    ran = []
-    monkeypatch.setattr(dispatch, "cublas_linear", lambda *_, **__: ran.append("cublas"))
-    monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, **__: ran.append("tiles"))
-    x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
-    linear(x, weight)
-    with dispatch.forced("cublas"):
-        linear(x, weight)
-    assert ran == ["tiles", "cublas"]

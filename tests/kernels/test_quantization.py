@@ -21,6 +21,7 @@ from fledge.kernels.quantization import (
     quantize,
     quantize_linears,
 )
+from tests.kernels.support import fp8_weight
 from tests.tiny import tiny_decoder
 
 
@@ -105,7 +106,7 @@ def test_offsets_fold():
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_fp8(block):
-    made = quantize_fp8(torch.randn(200, 256), block)
+    made = fp8_weight(torch.randn(200, 256), block)
     weight = kept_fp8(made)
     assert (weight.format, weight.group_size) == ("fp8", 128 if block else 256)
     assert torch.equal(dequantize(weight, torch.bfloat16), made.dequantize(torch.bfloat16))
@@ -113,7 +114,7 @@ def test_fp8(block):
     torch.testing.assert_close(linear(x), x @ made.dequantize().t())
     linear.to(torch.bfloat16)
     assert (linear.codes.dtype, linear.scales.dtype) == (torch.float8_e4m3fn, torch.float32), "its type is its own"
-    assert kept_fp8(quantize_fp8(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
+    assert kept_fp8(fp8_weight(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
 
 
 def test_fp8_needs_a_gpu():

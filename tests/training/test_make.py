@@ -294,8 +294,8 @@ def test_answers_of_a_target_with_longrope_are_of_the_states_factors():
     """An engine of short texts would take the short ones; states, and a server by default, have the long ones."""
     rope = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
     decoder = tiny_decoder(architecture="Phi3ForCausalLM", rope=rope)
-    plan = SimpleNamespace(endpoint=None, model=decoder, device="cpu", sequence_length=32)
+    plan = SimpleNamespace(endpoint=None, model=decoder, sequence_length=32)
     trained = decoder.rotary.inverse_frequencies.clone()
-    generator = make_answers._generator(plan, decoder.config, plan.device)
+    generator = make_answers._generator(plan, decoder.config, "cpu")
     assert torch.equal(generator.engine.decoder.rotary.inverse_frequencies, trained)
     assert generator.max_model_len == 32

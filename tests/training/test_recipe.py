@@ -74,7 +74,7 @@ def test_the_smollm2_recipes_are_what_the_shipped_drafter_was_trained_with():
         assert said["data"][key] == ran["data"][key]
     assert [Path(file).name for file in second.data.train] == [Path(f).name for f in ran["data"]["train"]]
     assert [Path(file).name for file in second.data.train] == record["data"]["files"]
-    assert second.run.steps == record["steps"]
+    assert second.run.steps == record["step"]
 
     before = record["first_stage"]
     settings = before["settings"]

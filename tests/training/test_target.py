@@ -64,7 +64,7 @@ def test_stacked_experts_are_read_by_the_grouped_kernel(monkeypatch):
     """On a GPU; here its reference stands for it."""
     decoder, calls = tiny_decoder(architecture="Qwen3MoeForCausalLM"), []
     wanted = DecoderTarget(decoder, TAPS).states(packed())
-    stack_experts(decoder)
+    stack_experts(decoder, torch.float32)
 
     def grouped(gate_up, down, x, weights, experts, residual):
         calls.append(len(x))

@@ -260,11 +260,8 @@ class CudaGraphExecutor:
                 whole.append(self._row_init(request, chunk.start))
             elif request not in self.prefilling:
                 self.prefilling[request] = self._row_init(request, chunk.start)
-        # Whole prompts attend over themselves, which is faster; those with a cached prefix attend over the cache.
-        for inits in ([one for one in whole if not one.num_cached], [one for one in whole if one.num_cached]):
-            if inits:
-                self.batch.prefill(inits)
         if whole:
+            self.batch.prefill(whole)
             rows = {init.row for init in whole}
             self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
             num_passes += 1
@@ -440,6 +437,7 @@ class CudaGraphExecutor:
 
     def interrupted(self) -> None:
         self.reader.mark()
+        self.launch_ahead.skips_next = True
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         assert self.row_of.keys() <= set(running), "a request that left has a row"

@@ -36,7 +36,7 @@ from fledge.engine.executors.batch_state import (
 from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.engine.executors.prefill import CachedPrefillBatch, PrefillBatch, PrefillGraphs
+from fledge.engine.executors.prefill import PrefillBatch, PrefillGraphs
 from fledge.kernels import compile_ahead
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust
@@ -288,10 +288,7 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def prefill(self, inits: Sequence[RowInit]) -> None:
-        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen.
-
-        Texts of which nothing is cached attend over themselves, which is faster: they come apart from the others.
-        """
+        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen."""
         self.start_rows(inits)
         starts = [init.num_cached for init in inits]
         lengths = [len(init.text) - init.num_cached for init in inits]
@@ -300,9 +297,7 @@ class DeviceBatch:
         int_params, float_params, table = self.new_rows(inits)
         tokens = np.concatenate([np.asarray(init.text[init.num_cached :], dtype=np.int64) for init in inits])
         slots = self.cache_slots(table[sequence, :], positions)
-        batch = PrefillBatch(tokens, positions, slots, lengths, int_params, float_params, table)
-        if any(starts):
-            batch = CachedPrefillBatch(**vars(batch), starts=starts)
+        batch = PrefillBatch(tokens, positions, slots, lengths, starts, int_params, float_params, table)
         self.prefills.run(batch, self.recorded_mode(max(init.mode for init in inits)))
 
     @torch.inference_mode()

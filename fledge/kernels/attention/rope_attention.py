@@ -37,10 +37,12 @@ from fledge.kernels.attention.exact import (
     shifted_scores,
     weighted,
 )
+from fledge.kernels.attention.paged import chain_slots
 from fledge.kernels.attention.prefill_attention import prefill_attention_reference
 from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.kernels.triton_support import (
     attention_programs,
+    by_device,
     jit,
     let_next_start,
     loaded,
@@ -49,7 +51,6 @@ from fledge.kernels.triton_support import (
     overlap,
     shared_memory,
     tl,
-    use_triton,
     wait_for_inputs,
 )
 
@@ -82,7 +83,7 @@ STREAMED_KEYS = 64
 MOST_KEYS = 128  # of the blocks after the first
 
 
-def rope_attention(
+def rope_attention_reference(
     qkv_NX: Tensor,
     table_2PE: Tensor,
     starts_B: Tensor,
@@ -98,35 +99,12 @@ def rope_attention(
 ) -> Tensor:
     """The attention's output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten.
 
-    `arrivals`: see `arrival_counts`.
+    `arrivals`: see `arrival_counts`; read by the kernel alone.
     """
-    arguments = (qkv_NX, table_2PE, starts_B, counts_B, keys_KSE, values_KSE, page_table_BP, page_size)
-    if use_triton(qkv_NX):
-        return rope_attention_triton(*arguments, norms=norms, window=window, arrivals=arrivals)
-    return rope_attention_reference(*arguments, norms=norms, window=window)
-
-
-def rope_attention_reference(
-    qkv_NX: Tensor,
-    table_2PE: Tensor,
-    starts_B: Tensor,
-    counts_B: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    page_table_BP: Tensor,
-    page_size: int,
-    *,
-    norms: Norms | None = None,
-    window: int | None = None,
-) -> Tensor:
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
-    place = torch.arange(num_new, device=starts_B.device)
-    stored = place < counts_B[:, None]
-    position = torch.where(stored, starts_B[:, None] + place, 0).long()
-    page = page_table_BP.long().gather(1, position // page_size)
-    slots = torch.where(stored, page * page_size + position % page_size, -1)
-    rope_cache_reference(qkv_NX, table_2PE, position.flatten(), slots.flatten(), keys_KSE, values_KSE, norms)
+    positions_N, slots_N = chain_slots(num_new, starts_B, counts_B, page_table_BP, page_size)
+    rope_cache_reference(qkv_NX, table_2PE, positions_N, slots_N, keys_KSE, values_KSE, norms)
     offsets = torch.arange(batch + 1) * num_new
     q_NHE = qkv_NX.view(len(qkv_NX), -1, head_dim)[:, : -2 * num_kv_heads]
     out = prefill_attention_reference(
@@ -238,6 +216,9 @@ def rope_attention_triton(
         **overlap(qkv_NX),
     )
     return out
+
+
+rope_attention = by_device(rope_attention_triton, rope_attention_reference)
 
 
 def few_programs(device: torch.device) -> int:

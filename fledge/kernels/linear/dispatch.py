@@ -12,8 +12,7 @@ Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from fledge.kernels.linear.summation import Summation, summation
 from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
@@ -109,21 +108,6 @@ def staged_form(case: Case) -> staged.Form | None:
 
 
 NEVER = 1 << 62
-_forced: list[str] = []
-
-
-@contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """All linears of plain weights on one kernel, to measure it: `cublas` in whatever order it sums."""
-    _forced.append(kernel)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
-def choose_kernel(case: Case) -> str:
-    return choose_form(case)[0]
 
 
 def choose_form(case: Case) -> tuple[str, tuple[int, ...]]:
@@ -148,13 +132,8 @@ def serves_plain(kernel: str, case: Case) -> bool:
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
-    group_size = weight.group_size if isinstance(weight, QuantizedWeight) else 1
-    outputs = weight_parts(weight)[0].shape[0]
-    return Case(*x_MK.shape, outputs, format_of(weight), x_MK.dtype, x_MK.device, gated, group_size)
-
-
-def format_of(weight: Tensor | QuantizedWeight) -> str:
-    return weight.format if isinstance(weight, QuantizedWeight) else "plain"
+    format, group_size = (weight.format, weight.group_size) if isinstance(weight, QuantizedWeight) else ("plain", 1)
+    return Case(*x_MK.shape, weight_parts(weight)[0].shape[0], format, x_MK.dtype, x_MK.device, gated, group_size)
 
 
 def linear(
@@ -175,12 +154,10 @@ def linear(
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
     case = case_of(x_MK, weight, gated)
     order, (kernel, form) = case.order, choose_form(case)
-    if _forced and isinstance(weight, Tensor):
-        kernel, form = _forced[-1], ()
     options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
-    if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
-        x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
+    if norm is not None and (not order.scales_sums or norm.weight.dtype != x_MK.dtype):
+        x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
     fused = options | {"norm": norm, "before_attention": before_attention}
     if kernel == "register_mma":
         rows, wide = form or (None, 0)
@@ -197,11 +174,8 @@ def linear(
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
-    if kernel == "cublas" and isinstance(weight, Tensor):
-        if _forced:
-            return cublas_linear(x_MK, weight, bias_O, **options | {"order": order._replace(slices=1)})
-        if cublas_is_exact(len(x_MK), weight, order, bias_O):
-            return cublas_linear(x_MK, weight, bias_O, **options)
+    if kernel == "cublas" and isinstance(weight, Tensor) and cublas_is_exact(len(x_MK), weight, order, bias_O):
+        return cublas_linear(x_MK, weight, bias_O, **options)
     if kernel == "tma_tiles" and isinstance(weight, Tensor) and tma.serves(x_MK, weight):
         options |= {"scale_M": scale_M, "before_attention": before_attention}
         return tma.tma_tiles(x_MK, weight, bias_O, form=tma.Form(*form), **options)
@@ -238,7 +212,7 @@ def table(
     for shape in shapes:
         sizes = (shape.inputs, shape.outputs, shape.format, dtype, device, shape.gated, shape.group_size)
         cases = [Case(count, *sizes) for count in rows]
-        kernels = [on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases]
+        kernels = [on_cpu if device.type == "cpu" else choose_form(case)[0] for case in cases]
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
         line["slices"] = cases[0].order.slices
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})

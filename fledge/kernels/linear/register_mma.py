@@ -316,7 +316,7 @@ def _register_mma(
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=4)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if PDL == 1 and not HOLD:
+    if PDL and not HOLD:
         _let_next_start()
 
     first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
@@ -349,7 +349,7 @@ def _register_mma(
             norms = norms + (_load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT),)  # noqa: RUF005
     if PDL:
         _wait_for_inputs()
-        if HOLD or PDL == 2:
+        if HOLD:
             _let_next_start()
     xs = ()
     for i in gl.static_range(CHUNKS):
@@ -461,12 +461,9 @@ def _norm_parts(
     PDL: gl.constexpr,
 ):
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [SLICES], [0])
-    if PDL == 1:
-        _let_next_start()
     if PDL:
+        _let_next_start()
         _wait_for_inputs()
-        if PDL == 2:
-            _let_next_start()
     first_row = gl.program_id(0) * ROWS
     square = gl.zeros([SLICES, 64, ROWS], gl.float32, layout=X_LAYOUT)
     piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, X_LAYOUT)))[:, None, None]

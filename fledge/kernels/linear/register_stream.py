@@ -279,11 +279,11 @@ def _register_stream(
             offset = load_scales(
                 offsets_ptr, first_column, 0, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
             )
-    if PDL == 1 and START == 1:
+    if PDL and START == 1:
         _let_next_start()
     if PDL:
         _wait_for_inputs()
-        if PDL == 2 or START == 2:
+        if START == 2:
             _let_next_start()
     x = _load_rows(x_ptr, first_row, num_rows, 0, SLICES, SLICE // PAIR, STEP // PAIR, STEPS, SIZE // PAIR, ROWS, X_LAYOUT)
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
@@ -348,7 +348,7 @@ def _register_stream(
         total = mma_v2(w, gl.convert_layout(gl.reshape(r, [SLICES, STEP, ROWS]), right), total)
     async_copy.wait_group(0)
     # Not before: kernels that wait beside this one take its bandwidth.
-    if PDL == 1 and START == 0:
+    if PDL and START == 0:
         _let_next_start()
 
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])

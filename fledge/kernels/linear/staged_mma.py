@@ -220,7 +220,7 @@ def _staged_mma(
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=4)
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [0, 1])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if PDL == 1 and not HOLD:
+    if PDL and not HOLD:
         _let_next_start()
 
     first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
@@ -243,7 +243,7 @@ def _staged_mma(
     squares = gl.allocate_shared_memory(gl.float32, [SLICES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
     if PDL:
         _wait_for_inputs()
-        if HOLD or PDL == 2:
+        if HOLD:
             _let_next_start()
     for tile in gl.static_range(TILES):
         for i in gl.static_range(CHUNKS):

@@ -22,7 +22,7 @@ from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.triton_support import jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
+from fledge.kernels.triton_support import INT_MAX, jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
 
 MANY_ROWS = 512  # from which the slices of a tile come one after the other
 FINISH_BLOCK = 512
@@ -401,11 +401,11 @@ def _tiles(
         if IS_HEAD:
             token = column
             if HAS_IDS:
-                token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=2147483647).to(tl.int32)
+                token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=INT_MAX).to(tl.int32)
             # Rounded like the logits of a network in this type, so that ties are the same ones.
             logits = tl.where((column < OUTPUTS)[:, None], total.to(dtype).to(tl.float32), float("-inf"))
             top = tl.max(logits, axis=0)
-            least = tl.min(tl.where(logits == top[None, :], token[:, None], 2147483647), axis=0)
+            least = tl.min(tl.where(logits == top[None, :], token[:, None], INT_MAX), axis=0)
             place = row64 * tl.num_programs(1) + tl.program_id(1)
             tl.store(out_ptr + place, top, mask=row_inside)
             tl.store(best_ids_ptr + place, least, mask=row_inside)

@@ -256,8 +256,6 @@ def _tma_tiles(
         ahead = _after(ahead, num_rows, SHAPE)
     if PDL:
         _wait_for_inputs()
-        if PDL == 2:
-            _let_next_start()
     ahead = begin
     for i in gl.static_range(STAGES - 1):
         _copy_rows(x_desc, xs.index(i), arrived.index(i), ahead, ahead[0] < all_work)
@@ -293,7 +291,7 @@ def _tma_tiles(
                 gl.store(parts_ptr + s * stride + place, acc, mask=inside)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         total = acc if APART or SLICES == 1 else total + acc
-        if work + programs >= all_work and PDL == 1:
+        if work + programs >= all_work and PDL:
             _let_next_start()
         extras = (bias_ptr, scale_ptr, out_ptr, own_row, num_rows)
         if APART:

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from fledge.bench.loops import is_looping, loop_start
+from fledge.files import hash_files
 from fledge.tokenizer import Tokenizer
 from fledge.training.data.chat_files import (
     Block,
@@ -392,13 +393,10 @@ def _samples_of(workers: Processes, block: Block, first_index: Future, next_inde
 def data_hash(paths: str | Path | Sequence[str | Path]) -> str:
     """SHA-256 over the contents of the files, in order."""
     paths = [paths] if isinstance(paths, str | Path) else paths
-    digest = hashlib.sha256()
     for path in paths:
         if not Path(path).is_file():
             raise DataError(f"{path}: there is no such file")
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hash_files(paths)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -60,7 +60,7 @@ def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> Loade
         else:
             decoder = load_decoder(folder, dtype, device)
             if device.type == "cuda":
-                stack_experts(decoder)
+                stack_experts(decoder, dtype)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
         stop_ids, weights = known.eos_token_ids, last_layer(decoder)
     else:
