@@ -99,6 +99,9 @@ class Rewriter:
             raise refusal(at, "a schema must be an object, true or false")
         if "$id" in node and at != "#":
             raise refusal(f"{at}/$id", "only the whole schema may have an id")
+        for name in ("$defs", "definitions"):
+            if not isinstance(node.get(name, {}), dict):
+                raise refusal(f"{at}/{name}", "must be an object")
         given = {name: value for name, value in node.items() if name in KNOWN}
         for name in UNSUPPORTED:
             if name in given:
