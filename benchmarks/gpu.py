@@ -346,7 +346,7 @@ def settings(bench: Bench) -> dict[str, object]:
     changes = {
         "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
         "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
-        "every layer holds": (few_rows, decoder_module, "HOLDING_LAYERS", len(bench.decoder.layers)),
+        "every layer holds": (few_rows, decoder_module, "PDL_BARRIER_LAYERS", len(bench.decoder.layers)),
         "no overlap": (few_rows, triton_support, "OVERLAP", False),
     }
     rows = bench.batch(64)

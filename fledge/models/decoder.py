@@ -20,7 +20,7 @@ from fledge.ops.torch_ops import AttendOps
 
 # The layers that let their attention start only after everything before them (a PDL barrier). One is enough: what attention
 # reads early (the settled keys, where sequences stand) was complete before the first. Benchmarks change it.
-HOLDING_LAYERS = 1
+PDL_BARRIER_LAYERS = 1
 
 
 class DecoderOutput(NamedTuple):
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The layers, from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
-        return ops.layers(self.layers, x_ND, meta, taps, num_holding=HOLDING_LAYERS)
+        return ops.layers(self.layers, x_ND, meta, taps, num_pdl_barriers=PDL_BARRIER_LAYERS)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.scaled(self.embed_tokens(tokens).to(self.dtype))

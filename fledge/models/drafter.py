@@ -141,7 +141,7 @@ class EagleDrafter(nn.Module):
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
         """The layers, to the states before the final norm."""
-        return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_holding=len(self.layers))[0]
+        return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_pdl_barriers=len(self.layers))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary."""

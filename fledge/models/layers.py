@@ -204,10 +204,10 @@ class Attention(nn.Module):
         ops: Ops,
         norm: RMSNorm | None = None,
         *,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """[N, H * E]: what `o_proj` reads."""
-        return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, before_attention=before_attention), meta)
+        return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, pdl_barrier=pdl_barrier), meta)
 
 
 class MLP(nn.Module):
@@ -255,15 +255,15 @@ class Layer(nn.Module):
         ops: Ops,
         attention_input: Tensor | None = None,
         *,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """Called by `Ops.layer`.
 
         `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
-        `before_attention`: see `Ops.linear`.
+        `pdl_barrier`: see `Ops.linear`.
         """
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
-        attended = self.self_attn(*inputs, before_attention=before_attention)
+        attended = self.self_attn(*inputs, pdl_barrier=pdl_barrier)
         if self.attention_output_norm is None:
             x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND)
         else:

@@ -57,7 +57,7 @@ class LayerModule(LayerLike, Protocol):
         ops: Ops,
         attention_input: Tensor | None = None,
         *,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor: ...
 
 
@@ -168,9 +168,9 @@ class Ops(ABC):
         norm: NormModule | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
-        """[residual +] [swiglu] ( module( [norm] x ) ). `before_attention`: see `kernels.linear.dispatch`."""
+        """[residual +] [swiglu] ( module( [norm] x ) ). `pdl_barrier`: see `kernels.linear.dispatch`."""
 
     @abstractmethod
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
@@ -245,13 +245,13 @@ class Ops(ABC):
         attention_input: Tensor | None = None,
         *,
         in_place: bool = False,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call.
 
         `in_place`: the residual stream that came in is not read again.
         """
-        return layer(x_ND, meta, self, attention_input, before_attention=before_attention)
+        return layer(x_ND, meta, self, attention_input, pdl_barrier=pdl_barrier)
 
     def layers(
         self,
@@ -261,20 +261,20 @@ class Ops(ABC):
         taps: Sequence[int] = (),
         attention_input: Tensor | None = None,
         *,
-        num_holding: int,
+        num_pdl_barriers: int,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """All layers of a network: from embeddings (they may be overwritten) to the states before the final norm, and taps.
 
         Tap i is the residual stream after i layers. `attention_input`: of the first layer.
 
-        `num_holding`: the layers that let their attention start only after everything before them (a PDL barrier).
+        `num_pdl_barriers`: the layers that let their attention start only after everything before them (a PDL barrier).
         """
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(layers):
             if index in taps:
                 captured[index] = x_ND
             read = None if index else attention_input
-            x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, before_attention=index < num_holding)
+            x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, pdl_barrier=index < num_pdl_barriers)
         captured[len(layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
 

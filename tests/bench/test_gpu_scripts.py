@@ -54,10 +54,10 @@ def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = sys.modules["gpu"]
     bench.args.depths = [4]
     monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
-    before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS
+    before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS
     found = gpu.settings(bench)
     assert {"as it is", "every layer holds", "no overlap"} <= set(found)
-    assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS) == before
+    assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS) == before
 
 
 def test_identity_of_answers(bench) -> None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fledge.kernels.linear import register_mma, register_stream, staged_mma, tma_tiles
+from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.staged_mma import Form
 from fledge.kernels.linear.summation import Summation
 from tests.kernels.gluon_in_torch import Count, Descriptor, run
 from tests.kernels.test_linear import SURROUNDINGS, plain, some_case
 
-NOT_ASSEMBLY = {"_times": lambda x, y: x * y, "_let_next_start": lambda: None, "_wait_for_inputs": lambda: None}
+NOT_ASSEMBLY = {"times": lambda x, y: x * y, "let_next_start": lambda: None, "wait_for_inputs": lambda: None}
 SIZE, OUTPUTS = 328, 40  # a last slice that is short, outputs that no program divides
 
 
@@ -19,12 +20,16 @@ def tensors(surroundings: str, rows: int):
     torch.manual_seed(0)
     x, weight, bias, norm, gated, residual = some_case(SIZE, OUTPUTS, rows, surroundings, "cpu")
     out = torch.full((rows, OUTPUTS), float("nan"))
-    constants = {"SLICES": 4, "CHUNKS": 2, "SIZE": SIZE, "OUTPUTS": OUTPUTS, "HAS_BIAS": bias is not None, "PDL": 0}
-    constants |= {"HAS_NORM": norm is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated, "HOLD": False}
-    constants |= {"W_LAYOUT": None, "X_LAYOUT": None, "replaced": NOT_ASSEMBLY}
+    constants = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "PDL": False, "replaced": NOT_ASSEMBLY}
     parts = [x if part is None else part for part in (bias, None if norm is None else norm.weight, residual)]
     wanted = plain(x, weight, bias, norm, gated, residual)
     return x, weight, parts, norm.eps if norm is not None else 0.0, out, constants, wanted
+
+
+def mma_constants(surroundings: str, weight: torch.Tensor, rows: int, columns: int):
+    shape = Shape(rows, columns, len(weight) > OUTPUTS, 4, 128, 64, SIZE, OUTPUTS)
+    has_norm = surroundings not in ("nothing", "residual")
+    return {"SHAPE": shape, "HAS_NORM": has_norm, "PDL_BARRIER": False, "W_LAYOUT": None, "X_LAYOUT": None}
 
 
 @pytest.mark.parametrize("form", [Form(16, 16), Form(32, 16), Form(64, 32, 2)])
@@ -32,7 +37,7 @@ def tensors(surroundings: str, rows: int):
 def test_staged_mma(surroundings, form):
     rows = 75
     x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
-    constants |= {"ROWS": form.rows, "COLUMNS": form.columns, "GROUPS": form.groups}
+    constants |= mma_constants(surroundings, weight, form.rows, form.columns) | {"GROUPS": form.groups}
     grid = (-(-rows // form.rows), -(-OUTPUTS // form.columns))
     run(staged_mma._staged_mma, grid, x, weight, *parts, out, rows, eps, **constants)
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
@@ -42,7 +47,7 @@ def test_staged_mma(surroundings, form):
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_register_mma(surroundings, rows):
     x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
-    constants |= {"ROWS": 8, "COLUMNS": 16, "BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
+    constants |= mma_constants(surroundings, weight, 8, 16)
     grid = (-(-rows // 8), -(-OUTPUTS // 16))
     run(register_mma._register_mma, grid, x, weight, x, x, *parts, out, rows, eps, **constants)
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
@@ -139,10 +144,10 @@ def test_tma_tiles(surroundings, sums, slice_inputs, stages, programs):
     """Programs with more work than one tile and with none; more stages than a slice has steps; nothing read too late."""
     rows, slices = 75, -(-SIZE // slice_inputs)
     x, weight, (bias, _, residual), _, out, constants, _ = tensors(surroundings, rows)
-    gated = constants["GATED"]
+    gated = len(weight) > OUTPUTS
     scale = torch.rand(rows) if "norm" in surroundings else None
     parts = torch.full((slices, rows, len(weight)), float("nan"))
-    constants = {name: constants[name] for name in ("SIZE", "OUTPUTS", "HAS_BIAS", "HAS_RESIDUAL", "GATED", "PDL", "replaced")}
+    constants |= {"SIZE": SIZE, "OUTPUTS": OUTPUTS, "GATED": gated}
     constants |= {"SLICES": slices, "SLICE_STEPS": slice_inputs // 64, "SUMS_IN": sums, "HAS_SCALE": scale is not None}
     constants |= {"ROWS": 16, "COLUMNS": 16, "STAGES": stages, "GROUP": 3}
     constants |= dict.fromkeys(("SUMS", "QUARTER", "STORED", "STAGED"))

@@ -265,10 +265,10 @@ def test_a_form_reaches_the_stream_and_its_norm_comes_before(monkeypatch):
     ran = []
     monkeypatch.setattr(dispatch.streams, "register_stream", lambda x, *_, **options: ran.append((x, options)))
     x, norm = torch.randn(2, 64).bfloat16(), Norm(torch.randn(64).bfloat16(), 1e-5)
-    linear(x, torch.zeros(40, 64).bfloat16(), norm=norm, before_attention=True)
+    linear(x, torch.zeros(40, 64).bfloat16(), norm=norm, pdl_barrier=True)
     ((given, options),) = ran
     assert options["form"] == StreamForm(16, 48, 1)
-    assert options["before_attention"]
+    assert options["pdl_barrier"]
     torch.testing.assert_close(given, torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps))
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from fledge.kernels.linear import register_stream as module
 from fledge.kernels.linear import stream_codes
+from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.register_stream import AFTER_LOOP, AFTER_WAITING, AT_ONCE, Form
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import INT4_ZERO
@@ -56,18 +56,8 @@ def test_it_compiles_for_hopper(format, size, outputs, slices, gated):
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
     step, (codes, scales, group) = module.step_of(order), FORMATS[format]
     bits = 4 if format == "int4" else 8
-    constants = {"ROWS": 8, "COLUMNS": 16, "SLICES": slices, "STEP": step, "STEPS": order.slice_inputs // step, "STAGES": 4}
-    constants |= {
-        "SLICE": order.slice_inputs,
-        "START": AFTER_LOOP,
-        "SIZE": size,
-        "OUTPUTS": outputs,
-        "BITS": bits,
-        "GROUP": group,
-        "PART": math.gcd(group, step),
-        "PDL": 1,
-    }
-    constants |= {"HAS_OFFSETS": False, "HAS_BIAS": False, "HAS_RESIDUAL": False, "GATED": gated}
+    shape = Shape(8, 16, gated, slices, order.slice_inputs, step, size, outputs, bits, group)
+    constants = {"SHAPE": shape, "STAGES": 4, "START": AFTER_LOOP, "HAS_BIAS": False, "HAS_RESIDUAL": False, "PDL": True}
     types = {"codes_ptr": codes, "scales_ptr": scales, "offsets_ptr": scales}
     constants |= module.layouts(slices, gated, bits, step)
     assembly = compiled_for_hopper(module._register_stream, constants, types, warps=slices)
@@ -84,10 +74,9 @@ PLAIN = [(1536, 8960, 1, True), (8960, 1536, 4, False), (4096, 6144, 1, False), 
 def plain_constants(size, outputs, slices, gated, form, start):
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
     step, stages = module.steps_of(form, order, gated, 16)
-    constants = {"ROWS": form.rows, "COLUMNS": 16, "SLICES": slices, "SLICE": order.slice_inputs, "STEP": step}
-    constants |= {"STEPS": -(-order.slice_inputs // step), "STAGES": stages, "SIZE": size, "OUTPUTS": outputs, "BITS": 16}
-    constants |= {"GROUP": 1, "PART": 1, "HAS_OFFSETS": 0, "HAS_BIAS": True, "HAS_RESIDUAL": True, "GATED": gated}
-    return constants | {"PDL": 1, "START": start} | module.layouts(slices, gated, 16, step, form.rows)
+    shape = Shape(form.rows, 16, gated, slices, order.slice_inputs, step, size, outputs)
+    constants = {"SHAPE": shape, "STAGES": stages, "START": start, "HAS_BIAS": True, "HAS_RESIDUAL": True, "PDL": True}
+    return constants | module.layouts(slices, gated, 16, step, form.rows)
 
 
 @compiles
@@ -99,7 +88,8 @@ def test_plain_weights_compile_for_hopper(size, outputs, slices, gated, form, st
     """A thread reads 8 bytes of the ring at once and multiplies what it read; nothing spills."""
     constants = plain_constants(size, outputs, slices, gated, form, start)
     assembly = compiled_for_hopper(module._register_stream, constants, {"x_ptr": "*i32"}, slices)
-    products = constants["STEP"] // 16 * (2 if gated else 1)
+    step = constants["SHAPE"].step
+    products = step // 16 * (2 if gated else 1)
     assert assembly.count("mma.sync.aligned.m16n8k16") == products * form.rows // 8
     loop = assembly[assembly.index("cp.async.wait_group") : assembly.rindex("cp.async.wait_group")]
     assert "st.shared" not in loop
@@ -107,7 +97,7 @@ def test_plain_weights_compile_for_hopper(size, outputs, slices, gated, form, st
     assert loop.count("bar.sync") == 2
     assert loop.count("ld.shared") == loop.count("ld.shared.v2.b32") == 2 * products
     assert loop.count("cp.async.cg.shared.global") == products, "16 bytes each"
-    assert loop.count("ld.global") == loop.count("ld.global.v2.b32") == constants["STEP"] // 16 * form.rows // 8
+    assert loop.count("ld.global") == loop.count("ld.global.v2.b32") == step // 16 * form.rows // 8
     let_start, wait = assembly.index("griddepcontrol.launch"), assembly.index("griddepcontrol.wait")
     assert assembly.count("griddepcontrol") == 2
     assert assembly.index("cp.async") < wait < assembly.index("ld.global")

@@ -7,6 +7,7 @@ import torch
 
 from fledge.kernels.linear import measured, register_mma, summation
 from fledge.kernels.linear import staged_mma as module
+from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.staged_mma import FORMS, Form, choose_form, layouts, programs_at_once
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY
@@ -21,10 +22,10 @@ CARD = (132, MEASURED_SHARED_MEMORY)  # an H200
 @pytest.mark.parametrize("form", [Form(16, 16), Form(16, 32, 2), Form(32, 16), Form(64, 16), Form(32, 32, 2)])
 def test_it_compiles_for_hopper_with_a_barrier_a_tile(form, gated):
     """Weights are loaded before the wait, rows are copied after it, all at once; what a thread loads it multiplies."""
-    constants = {"ROWS": form.rows, "COLUMNS": form.columns, "SLICES": 4, "GROUPS": form.groups, "CHUNKS": 3, "SIZE": 576}
-    constants |= {"OUTPUTS": 1536, "HAS_BIAS": False, "HAS_NORM": True, "HAS_RESIDUAL": False, "GATED": gated, "HOLD": False}
-    products = form.columns * (2 if gated else 1)
-    constants |= layouts(products, form.groups) | {"PDL": 1}
+    shape = Shape(form.rows, form.columns, gated, 4, 192, 64, 576, 1536)
+    constants = {"SHAPE": shape, "GROUPS": form.groups, "HAS_BIAS": False, "HAS_NORM": True, "HAS_RESIDUAL": False}
+    products = shape.products
+    constants |= layouts(products, form.groups) | {"PDL_BARRIER": False, "PDL": True}
     assembly = compiled_for_hopper(module._staged_mma, constants, warps=4 * form.groups)
     tiles = form.rows // 16
     assert assembly.count("bar.sync") == tiles + 1

@@ -11,7 +11,7 @@ from this pass, side by side in one tile. A program takes a sequence, a key/valu
 contexts are one split. With several programs the one that finishes last adds up the splits.
 
 Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
-this one reads was complete: see `before_attention` of `linear.dispatch`. (Kernels of libraries never let anything start
+this one reads was complete: see `pdl_barrier` of `linear.dispatch`. (Kernels of libraries never let anything start
 early.)
 """
 

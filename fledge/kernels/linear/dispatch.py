@@ -144,11 +144,11 @@ def linear(
     norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
 ) -> Tensor:
-    """`before_attention`: a barrier for programmatic dependent launch (PDL), by which a kernel starts while the one before it
-    still runs (see `triton_support`). Kernels take it as HOLD: the next one, attention, starts only when this one has waited
-    for all kernels before it. So it may read what those wrote (settled keys, lengths) without waiting itself.
+    """`pdl_barrier`: for programmatic dependent launch (PDL), by which a kernel starts while the one before it still runs (see
+    `triton_support`). The next kernel, attention, starts only when this one has waited for all kernels before it. So it may
+    read what those wrote (settled keys, lengths) without waiting itself.
     """
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
@@ -158,7 +158,7 @@ def linear(
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
     if norm is not None and (not order.scales_sums or norm.weight.dtype != x_MK.dtype):
         x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
-    fused = options | {"norm": norm, "before_attention": before_attention}
+    fused = options | {"norm": norm, "pdl_barrier": pdl_barrier}
     if kernel == "register_mma":
         rows, wide = form or (None, 0)
         return register_mma(x_MK, weight, bias_O, rows=rows, wide=bool(wide), **fused)
@@ -170,18 +170,18 @@ def linear(
     if kernel == "register_stream":
         assert norm is None, "other kernels serve weights whose sums a norm scales"
         stream = streams.Form(*form)
-        return streams.register_stream(x_MK, weight, bias_O, form=stream, before_attention=before_attention, **options)
+        return streams.register_stream(x_MK, weight, bias_O, form=stream, pdl_barrier=pdl_barrier, **options)
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
     if kernel == "cublas" and isinstance(weight, Tensor) and cublas_is_exact(len(x_MK), weight, order, bias_O):
         return cublas_linear(x_MK, weight, bias_O, **options)
     if kernel == "tma_tiles" and isinstance(weight, Tensor) and tma.serves(x_MK, weight):
-        options |= {"scale_M": scale_M, "before_attention": before_attention}
+        options |= {"scale_M": scale_M, "pdl_barrier": pdl_barrier}
         return tma.tma_tiles(x_MK, weight, bias_O, form=tma.Form(*form), **options)
     if form and kernel == "tiles":
         options |= tile_options(form) | {"split": bool(form[5])}
-    return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, before_attention=before_attention, **options)
+    return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, pdl_barrier=pdl_barrier, **options)
 
 
 def tile_options(form: tuple[int, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ ahead of the product, also across slices and tiles: nothing drains between two. 
 next step. Where a tile's sums of slices are kept until the last one is there:
 
     REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
-    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `tiles.finish`
+    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `slice_sums.finish`
     MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
 
 No form in `measured.FORMS` uses this kernel yet: it is tested without a card and still to be measured on one.
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gluon_support import TensorDescriptor, gl, gluon, hopper, jit
-from fledge.kernels.linear.register_mma import _let_next_start, _wait_for_inputs
+from fledge.kernels.linear.mma_fragments import let_next_start, wait_for_inputs
+from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.stored_tile import load_residual, places, store_finished
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tiles import finish
 from fledge.kernels.triton_support import multiprocessors, overlap
 
 REGISTERS, PROGRAMS, MEMORY = range(3)
@@ -78,7 +78,7 @@ def tma_tiles(
     gated: bool = False,
     residual_MO: Tensor | None = None,
     scale_M: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
 ) -> Tensor:
     """As `tiles.tiled_linear`."""
     (num_rows, size), lines = x_MK.shape, len(weight_OK)
@@ -125,7 +125,7 @@ def tma_tiles(
         **overlap(x_MK),
     )
     if sums == PROGRAMS:
-        extras = {"gated": gated, "residual_MO": residual_MO, "scale_M": scale_M, "hold": before_attention}
+        extras = {"gated": gated, "residual_MO": residual_MO, "scale_M": scale_M, "pdl_barrier": pdl_barrier}
         finish(parts, out.dtype, bias_O, out=out, **extras)
     return out
 
@@ -255,7 +255,7 @@ def _tma_tiles(
         _copy_weights(w_desc, ws.index(i), arrived.index(i), ahead, ahead[0] < all_work, SHAPE)
         ahead = _after(ahead, num_rows, SHAPE)
     if PDL:
-        _wait_for_inputs()
+        wait_for_inputs()
     ahead = begin
     for i in gl.static_range(STAGES - 1):
         _copy_rows(x_desc, xs.index(i), arrived.index(i), ahead, ahead[0] < all_work)
@@ -292,7 +292,7 @@ def _tma_tiles(
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         total = acc if APART or SLICES == 1 else total + acc
         if work + programs >= all_work and PDL:
-            _let_next_start()
+            let_next_start()
         extras = (bias_ptr, scale_ptr, out_ptr, own_row, num_rows)
         if APART:
             place, inside = places(own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, LINES, SUMS)
