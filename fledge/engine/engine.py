@@ -62,6 +62,10 @@ class EngineHook(Protocol):
         """Figures for metrics, fit for JSON. Called from any thread."""
         ...
 
+    def history(self) -> dict[str, Any]:
+        """What it did so far, fit for JSON. Called from the engine's thread."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -94,8 +94,10 @@ def judge(
         if len(mine) < LEAST_TEXTS:
             continue
         part = length_ratio([after[i] for i in mine], [before[i] for i in mine])
-        if part.error is not None and 1 - part.value > max(MAX_DOMAIN_LOSS, config.standard_errors * part.error):
-            return Decision(False, f"loses {1 - part.value:.1%} {name}", is_worse=True, **figures)
+        lost, noise = 1 - part.value, config.standard_errors * (part.error or 0.0)
+        if lost > max(MAX_DOMAIN_LOSS, noise):
+            is_worse = lost > MAX_DOMAIN_LOSS + noise
+            return Decision(False, f"loses {lost:.1%} {name}", is_worse=is_worse, **figures)
     gain = ratio.value - 1
     if gain < max(config.min_gain, config.standard_errors * error):
         return Decision(

@@ -118,13 +118,12 @@ class Generations:
         with self.history.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
-    def last_event(self) -> dict[str, Any]:
-        """Of the history; empty: there is none that can be read."""
+    def events(self) -> list[dict[str, Any]]:
+        """Of the history; none: it cannot be read."""
         try:
-            found = json.loads(self.history.read_text(encoding="utf-8").splitlines()[-1])
-        except (OSError, ValueError, IndexError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            return [one for one in read_history(self.folder) if isinstance(one, dict) and "event" in one]
+        except (UserError, UnicodeDecodeError):
+            return []
 
 
 def _sync(path: Path) -> None:

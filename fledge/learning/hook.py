@@ -303,6 +303,9 @@ class Learning:
             running_bytes=MAX_REQUESTS * self.states_limit * self.target.num_channels * self.target.decoder.dtype.itemsize,
         )
 
+    def history(self) -> dict[str, Any]:
+        return self.journal.history()
+
     def stats(self) -> dict[str, Any]:
         """Plain numbers, for metrics and the page."""
         spent, counts, collector, served = self.budget.spent, self.learner.counts, self.collector, self.served

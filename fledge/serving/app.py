@@ -160,6 +160,13 @@ def create_app(service: Service) -> FastAPI:
         text = await service.engine.figures() if service.engine.state == "ready" else Metrics(flags.names[0]).render()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.get("/learning", response_class=Response, responses={404: {"description": "The server does not learn."}})
+    async def learning() -> Response:
+        history = await service.engine.learning_history() if service.engine.state == "ready" else b""
+        if not history:
+            raise ApiError("this server does not learn; start it with --learn", 404)
+        return Response(history, media_type="application/json")
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": fledge.__version__}

@@ -242,6 +242,11 @@ class AsyncEngine:
         number = next(self._numbers)
         return await self._answer(AskFigures(number), number)
 
+    async def learning_history(self) -> bytes:
+        """For /learning; empty: the server does not learn."""
+        number = next(self._numbers)
+        return await self._answer(AskFigures(number, of_learning=True), number)
+
     async def _answer(self, message: object, number: int) -> Any:
         self._waiting[number] = self.event_loop.create_future()
         try:

@@ -10,6 +10,7 @@ ends that call. An engine that cannot be trusted any more ends the loop: every H
 
 from __future__ import annotations
 
+import json
 import logging
 import select
 import socket
@@ -245,13 +246,17 @@ class EngineLoop:
                 self._grammars.pop((api_server, number), None)
             case Observe(lags, rejected):
                 self.metrics.observed(lags, rejected)
-            case AskFigures(number):
-                self._send(api_server, Figures(number, self.metrics.render()))
+            case AskFigures(number, of_learning):
+                self._send(api_server, Figures(number, self._learning_history() if of_learning else self.metrics.render()))
             case Prepared():
                 api_server.is_prepared = True
                 if all(other.is_prepared for other in self.api_servers):
                     for other in list(self.api_servers):
                         self._send(other, Open())
+
+    def _learning_history(self) -> bytes:
+        hook = self.engine.hook
+        return b"" if hook is None else json.dumps(hook.history()).encode()
 
     def _take_grammars(self) -> None:
         for (api_server, number), result in self.grammars.finished():

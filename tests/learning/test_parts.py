@@ -423,6 +423,11 @@ def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
     assert [event["requests"] for event in events] == [32, 32, 64, 64, 96, 96]
     assert [event["steps"] for event in events] == [16, 16, 32, 32, 48, 48]
     assert [event["generation"] for event in events] == [1, 5] * 3
+    # The page shows what was before the restart, and a last point of what came since.
+    journal = Journal(Generations(tmp_path, keep=2).lock(), lambda: {**own, "requests": 4})
+    journal.add_request(steps=10, accepted=15)
+    assert journal.history() == {"points": [[32, 2.0], [64, 2.0], [96, 2.0], [100, 2.5]], "swaps": [32, 64, 96]}
+    journal.close()
     seconds = [event["seconds"] for event in events]
     assert seconds == sorted(seconds)
     assert "96 requests, 48 training steps" in summarize([{"recent_before": 1, "recent_after": 2} | event for event in events])

@@ -46,6 +46,19 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
             assert float(figures[f"fledge:learn_stopped{{{labels}}}"]) == 0
             assert f"fledge:learn_generation{{{labels}}}" in figures
             assert float(figures[f"fledge:learn_clients{{{labels}}}"]) == len(hook.ring.by_client)
+            history = (await client.get("/learning")).json()
+            assert history["swaps"] == []
+            assert all(requests <= 8 and length >= 1 for requests, length in history["points"])
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_learn_has_no_history(in_process):
+    async def main() -> None:
+        async with in_process() as (client, _):
+            answer = await client.get("/learning")
+            assert answer.status_code == 404
+            assert "--learn" in answer.json()["error"]["message"]
 
     asyncio.run(main())
 
