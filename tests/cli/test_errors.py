@@ -158,9 +158,12 @@ def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
 
     report = LoadReport(1, 1.0, [Sample(error=EVIL)], Acceptance())
     monkeypatch.setattr(load_report, "run_levels", lambda *_: [("server", [report])])
-    code, out, _ = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
+    code, out, _ = fledge(monkeypatch, capsys, "bench-serve", "http://x/", "--data", "builtin")
     assert code == 3
-    check_shown(out, 2)
+    check_shown(out, 1)
+    code, _, err = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
+    assert code == 1
+    check_shown(err, 1)
 
 
 def test_bench_prints_names_as_they_are(capsys):
@@ -210,7 +213,7 @@ def test_a_servers_words_are_no_markup_in_a_report():
     report = ConformReport("http://x", evil, evil, evil, {}, [Row("chat, greedy", VALID, FAIL, evil)])
     written = markdown(report)
     assert "\n# heading" not in written
-    assert written.count("`'<script>alert(1)</script>'\\n# heading`") == 4
+    assert written.count("`'<script>alert(1)</script>' # heading`") == 4
     assert "<script>" not in html(report)
 
 

@@ -229,7 +229,7 @@ def test_a_method_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -
 
 def test_help_tells_every_default_that_is_not_off() -> None:
     text = " ".join(flag_parser().format_help().split())
-    for words in ("(default 127.0.0.1)", "(default 8000)", "(default 256)", "(default 16; 128 on a GPU)", "(default 10.0)"):
+    for words in ("(default 127.0.0.1)", "(default 8000)", "(default 256)", "0: 16 on CPU, 128 on GPU", "(default 10.0)"):
         assert words in text
     groups = [group.title for group in flag_parser()._action_groups if group._group_actions]
     assert groups[:4] == ["options", "Model", "Speculation", "Engine"]
