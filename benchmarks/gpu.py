@@ -79,7 +79,7 @@ from fledge.engine.executors.batch_state import GREEDY
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
-from fledge.kernels.attention import rope_attention
+from fledge.kernels.attention import launch_config
 from fledge.models import decoder as decoder_module
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -345,7 +345,7 @@ def settings(bench: Bench) -> dict[str, object]:
     few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
         "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
-        "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
+        "attention begins with 256 keys": (few_rows + many_rows, launch_config, "few_programs", lambda device: 0),
         "every layer holds": (few_rows, decoder_module, "PDL_BARRIER_LAYERS", len(bench.decoder.layers)),
         "no overlap": (few_rows, triton_support, "OVERLAP", False),
     }

@@ -5,7 +5,7 @@
     python benchmarks/gpu_linears.py --fill linears.json            # writes fledge/kernels/linear/measured.py; needs no GPU
 
 Times are medians of graphs of 20 launches over 20 weights, with the L2 cache flushed before each graph. `before` is what
-dispatch chooses without `staged_mma` and without `measured.FORMS`; `rules` is what it chooses for a shape that is not in FORMS;
+dispatch chooses without `staged_mma` and without `measured.CONFIGS`; `rules` is what it chooses for a shape that is not in it;
 `cuBLAS` sums in any order and has elementwise kernels around it. Forms whose bits differ from `before` are listed and never
 chosen. Last come all linears of several layers, one after the other, as in a step. There each form is chosen again, by the
 time of the layer: how well a kernel starts beside the one before it counts for more than its own time (64 rows of 135M: 25.1 µs
@@ -92,7 +92,7 @@ class Inputs:
 def ways(table: bool = True, forms: dict | None = None, cublas: bool = False) -> Iterator[None]:
     """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or cuBLAS for all."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(dispatch, "FORMS", forms or {}))
+        stack.enter_context(patch.object(dispatch, "CONFIGS", forms or {}))
         if not table:
             rules = tuple(rule for rule in dispatch.TABLE if rule.kernel != "staged_mma")
             stack.enter_context(patch.object(dispatch, "TABLE", rules))
@@ -318,7 +318,7 @@ class Chain:
 
 def choose_by_rules(kind: Kind, rows: int) -> tuple[str, tuple[int, ...]]:
     with ways():
-        return dispatch.choose_form(Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, CARD, kind.gated))
+        return dispatch.choose_kernel(Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, CARD, kind.gated))
 
 
 def same_for_all_rows(model: str, lines: list[dict[str, Any]]) -> dict[str, int]:

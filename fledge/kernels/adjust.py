@@ -113,7 +113,7 @@ def adjust_triton(
         enable_fp_fusion=False,  # a fused multiply-add rounds once where the reference rounds twice
         **shared,
     )
-    _end_where_nothing_is_left[(num_rows,)](
+    _allow_stop_tokens_if_all_banned[(num_rows,)](
         out, largest, rows, state.stop_bits, BLOCK=BLOCK, BLOCKS=blocks, PADDED=next_power_of_2(blocks), num_warps=4, **shared
     )
     return out
@@ -220,7 +220,7 @@ def _adjust(
 
 
 @jit
-def _end_where_nothing_is_left(
+def _allow_stop_tokens_if_all_banned(
     out_ptr,
     largest_ptr,
     rows_ptr,

@@ -125,18 +125,18 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
     return values.flatten(1).to(dtype)
 
 
-def held(weight_OI: Tensor) -> QuantizedWeight:
+def smallest_exact_format(weight_OI: Tensor) -> QuantizedWeight:
     """The smallest format that holds the weight as it is (a dequantised Q4_0, Q4_1 or Q8_0 of GGUF); 8 bits where none does."""
-    few = weight_OI[::29]  # tell soon what does not hold
+    few = weight_OI[::29]  # tell soon what is not exact
     for offsets in (False, True):
-        if holds(quantize(few, 4, offsets=offsets), few):
+        if is_exact(quantize(few, 4, offsets=offsets), few):
             weight = quantize(weight_OI, 4, offsets=offsets)
-            if holds(weight, weight_OI):
+            if is_exact(weight, weight_OI):
                 return weight
     return quantize(weight_OI, 8)
 
 
-def holds(weight: QuantizedWeight, original_OI: Tensor) -> bool:
+def is_exact(weight: QuantizedWeight, original_OI: Tensor) -> bool:
     """Exactly, or up to the rounding of fp16, in which large GGUF files are unpacked: far less than half a step of 4 bits."""
     groups = original_OI.detach().float().unflatten(1, (-1, weight.group_size))
     return bool(((dequantize(weight).view_as(groups) - groups).abs() <= groups.abs().amax(-1, keepdim=True) * 2**-9).all())
@@ -221,5 +221,5 @@ def quantized_linear(
         quantized = kept_fp8(quantize_fp8(weight))
         assert quantized is not None
     else:
-        quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
+        quantized = smallest_exact_format(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
     return QuantizedLinear(quantized, None if linear.bias is None else linear.bias.to(device))

@@ -121,7 +121,7 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @jit
-def loaded(x):
+def load_fence(x):
     """x itself. The compiler moves what is done with a load up to it, and has a barrier wait for it there; it does not move
     that above this. So with several loads and then this for each, they are all under way together."""
     if COMPILED:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fledge.config import DrafterConfig
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
+from fledge.kernels.draft_inputs import DraftInputs
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.step_inputs import DraftInputs
 from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
 from fledge.models.mla import LatentAttention
 from fledge.ops.base import Ops

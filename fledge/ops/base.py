@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.draft_inputs import DraftInputs
 from fledge.kernels.linear.reference import NormModule as NormModule
 from fledge.kernels.moe import experts_reference, experts_triton
 from fledge.kernels.native_layers import LayerLike
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax, SamplingState
-from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
 
 
@@ -234,7 +234,7 @@ class Ops(ABC):
     ) -> DraftInputs:
         """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
 
-        `drafting`: see `kernels.step_inputs.draft_inputs`.
+        `drafting`: see `kernels.draft_inputs.draft_inputs`.
         """
 
     def layer(

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.kv_store import store_kv
-from fledge.kernels.attention.metadata import AttentionMetadata, Form, given
+from fledge.kernels.attention.launch_config import arrival_counts
+from fledge.kernels.attention.metadata import AttentionForm, AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.prefill_attention import prefill_attention
-from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
+from fledge.kernels.attention.rope_attention import Norms, rope_attention
 from fledge.kernels.attention.rope_cache import rope_cache
+from fledge.kernels.draft_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.linear.dispatch import linear
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
 
@@ -44,9 +45,9 @@ class CudaOps(Ops):
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         assert meta is not None
-        if meta.form is Form.HOST:
+        if meta.form is AttentionForm.HOST:
             meta = meta.as_packed(self.cache.page_size)
-        if meta.form is Form.DECODE:
+        if meta.form is AttentionForm.DECODE:
             return rope_attention(
                 qkv_NX,
                 self.rope_tables[module.rope],
@@ -117,16 +118,16 @@ class CudaOps(Ops):
 
     def _attend_stored(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
         """[N, H, E]; the new keys are in the cache already."""
-        if meta.form is Form.PREFILL:
+        if meta.form is AttentionForm.PREFILL:
             keys, values = self._cache_of(module)
             where = (given(meta.page_table_BP), given(meta.offsets_C), given(meta.starts_B), self.cache.page_size)
             return prefill_attention(q_NHE, keys, values, *where, window=module.window)
         positions, lengths, bits, tail = meta.positions_N, meta.lengths_B, meta.tail_bits_BT, meta.tail
-        if meta.form is Form.DECODE:
+        if meta.form is AttentionForm.DECODE:
             positions, _ = meta.tokens(len(q_NHE), self.cache.page_size)
             lengths, bits, tail = meta.chain_as_tree(len(q_NHE))
         else:
-            assert meta.form is Form.TREE, f"{meta.form} has no kernel here"
+            assert meta.form is AttentionForm.TREE, f"{meta.form} has no kernel here"
         batch = len(given(lengths))
         attended = decode_attention(
             q_NHE.unflatten(0, (batch, -1)),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample import TruncationParams, sample_cpu
+from fledge.kernels.sample import sample_cpu
+from fledge.kernels.truncation import TruncationParams
 from fledge.sampling import SamplingParams
 
 

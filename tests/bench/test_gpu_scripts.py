@@ -54,10 +54,10 @@ def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = sys.modules["gpu"]
     bench.args.depths = [4]
     monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
-    before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS
+    before = gpu.triton_support.OVERLAP, gpu.launch_config.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS
     found = gpu.settings(bench)
     assert {"as it is", "every layer holds", "no overlap"} <= set(found)
-    assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS) == before
+    assert (gpu.triton_support.OVERLAP, gpu.launch_config.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS) == before
 
 
 def test_identity_of_answers(bench) -> None:
@@ -287,10 +287,10 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     forms.fill(report["lines"], table)
     filled = {}
     exec(table.read_text(), filled)
-    monkeypatch.setattr(dispatch, "FORMS", filled["FORMS"])
+    monkeypatch.setattr(dispatch, "CONFIGS", filled["CONFIGS"])
     for line in report["lines"]:
         shape = (line["rows"], line["K"], line["N"], "plain", torch.bfloat16, torch.device("cuda", 0))
-        chosen = dispatch.choose_form(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
+        chosen = dispatch.choose_kernel(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
         assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
 
 
@@ -349,6 +349,6 @@ def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     form = ["tma_tiles", list(found("1.5b", "down", 4096)[0])]
     lines = [{"K": 8960, "N": 1536, "linear": "down", "rows": rows, "form": form} for rows in (1024, 4096)]
-    monkeypatch.setattr(dispatch, "FORMS", forms.filled(lines))
+    monkeypatch.setattr(dispatch, "CONFIGS", forms.filled(lines))
     case = dispatch.Case(8192, 8960, 1536, "plain", torch.bfloat16, torch.device("cuda", 0))
-    assert list(dispatch.choose_form(case)) == ["tma_tiles", tuple(form[1])]
+    assert list(dispatch.choose_kernel(case)) == ["tma_tiles", tuple(form[1])]

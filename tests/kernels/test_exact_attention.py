@@ -13,8 +13,9 @@ import torch
 from fledge.config import RopeConfig
 from fledge.kernels.attention import prefill_attention as prefill_module
 from fledge.kernels.attention import rope_attention as decode_module
+from fledge.kernels.attention.launch_config import FEW, SOME, choose_programs
 from fledge.kernels.attention.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from fledge.kernels.attention.rope_attention import FEW, SOME, choose_programs, rope_attention_reference, rope_attention_triton
+from fledge.kernels.attention.rope_attention import rope_attention_reference, rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache_triton
 from fledge.models.layers import Rotary
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
@@ -140,7 +141,7 @@ def test_a_rows_attention_does_not_depend_on_how_it_comes(kernel, dtype, heads, 
     starts, counts = [0, 62, 128, 203, 77], [5, 4, 0, 5, 1]
     ways: list[dict] = [{}]
     if kernel == "triton":
-        ways += [{"programs": 1, "streamed": True}, {"programs": 2, "form": SOME}, {"programs": 3, "form": FEW}]
+        ways += [{"programs": 1, "streamed": True}, {"programs": 2, "config": SOME}, {"programs": 3, "config": FEW}]
     for way in ways:
         found = text.decoded(starts, counts, 5, **way)
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):

@@ -13,11 +13,8 @@ from fledge.kernels.quantization import dequantize, quantize
 from fledge.kernels.rms_norm import rms_norm_triton
 from fledge.kernels.sample import (
     SamplingState,
-    TruncationParams,
     choose_reference,
     choose_triton,
-    floor_reference,
-    floor_triton,
     gumbel_noise,
     philox,
     picked,
@@ -25,6 +22,7 @@ from fledge.kernels.sample import (
     sample_reference,
 )
 from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, lowest_kept
+from fledge.kernels.truncation import TruncationParams, floor_reference, floor_triton
 from fledge.sampling import SamplingParams
 from tests.kernels.support import device_of_kernels, runs_triton
 from tests.oracle import probabilities

@@ -41,13 +41,13 @@ from fledge.kernels import compile_ahead
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust
 from fledge.kernels.adjustments import count_tokens
+from fledge.kernels.attention.launch_config import FEW_KEYS
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
-from fledge.kernels.step_inputs import verify_inputs
+from fledge.kernels.verify_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps

@@ -197,8 +197,8 @@ def _decode_attention(
     begin = 0
     if WINDOW > 0:
         # No new token sees keys before this one.
-        REACH: tl.constexpr = WINDOW + (TAIL if TAIL > NEW else NEW)
-        begin = tl.maximum(kv_len - REACH, 0) // BLOCK_KEYS * BLOCK_KEYS
+        SEEN_KEYS: tl.constexpr = WINDOW + (TAIL if TAIL > NEW else NEW)
+        begin = tl.maximum(kv_len - SEEN_KEYS, 0) // BLOCK_KEYS * BLOCK_KEYS
         position = tl.load(positions_ptr + sequence * NEW + token, mask=row_inside, other=0).to(tl.int32)
     if TAIL > 0:
         bits = tl.load(tail_bits_ptr + sequence * NEW + token, mask=row_inside, other=0)

@@ -29,7 +29,7 @@ MAX_CHAIN = 62  # new tokens of a sequence whose causal mask fits the bits of a 
 T = TypeVar("T")
 
 
-class Form(Enum):
+class AttentionForm(Enum):
     DECODE = auto()
     TREE = auto()
     PREFILL = auto()
@@ -40,7 +40,7 @@ class Form(Enum):
 class AttentionMetadata:
     """Made by one of the constructors below, for one pass."""
 
-    form: Form
+    form: AttentionForm
     page_table_BP: Tensor | None = None  # int32
     starts_B: Tensor | None = None  # int32: position of a sequence's first new token
     counts_B: Tensor | None = None  # DECODE, int32: how many of its T tokens are real; 0: an empty row
@@ -57,7 +57,7 @@ class AttentionMetadata:
     @classmethod
     def decode(cls, page_table_BP: Tensor, starts_B: Tensor, counts_B: Tensor) -> AttentionMetadata:
         """A chain of T new tokens of each of B sequences, from position `starts` on; the last T - count are padding."""
-        return cls(Form.DECODE, page_table_BP, starts_B, counts_B)
+        return cls(AttentionForm.DECODE, page_table_BP, starts_B, counts_B)
 
     @classmethod
     def tree(
@@ -65,7 +65,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """`lengths`: keys of each sequence, its nodes included. `positions`: a node's place on its own path."""
         where = {"lengths_B": lengths_B, "positions_N": positions_N, "slots_N": slots_N}
-        return cls(Form.TREE, page_table_BP, **where, tail_bits_BT=tail_bits_BT, tail=tail)
+        return cls(AttentionForm.TREE, page_table_BP, **where, tail_bits_BT=tail_bits_BT, tail=tail)
 
     @classmethod
     def packed(
@@ -74,7 +74,7 @@ class AttentionMetadata:
         """New tokens of B sequences, one sequence after the other, `offsets[b]` to `offsets[b + 1]`, from position `starts[b]`
         on: whole prompts, ends of prompts and chunks alike. What lies behind them belongs to none."""
         where = {"positions_N": positions_N, "slots_N": slots_N}
-        return cls(Form.PREFILL, page_table_BP, starts_B, **where, offsets_C=offsets_C)
+        return cls(AttentionForm.PREFILL, page_table_BP, starts_B, **where, offsets_C=offsets_C)
 
     @classmethod
     def chunk(cls, positions_N: Tensor, slots_N: Tensor, page_table_P: Tensor, length: Tensor) -> AttentionMetadata:
@@ -88,7 +88,7 @@ class AttentionMetadata:
         cls, layouts: Sequence[SequenceLayout], positions_N: Tensor, page_size: int, highest_position: int | None = None
     ) -> AttentionMetadata:
         host = HostLayouts(layouts, page_size, positions_N.device)
-        return cls(Form.HOST, positions_N=positions_N, host=host, highest_position=highest_position)
+        return cls(AttentionForm.HOST, positions_N=positions_N, host=host, highest_position=highest_position)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What all layers of a pass share: made when the first of them asks."""
@@ -98,7 +98,7 @@ class AttentionMetadata:
 
     def tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
         """Position and slot of every new token."""
-        if self.form is not Form.DECODE:
+        if self.form is not AttentionForm.DECODE:
             return self.positions_N, self.slots_N
         starts, counts, pages = given(self.starts_B), given(self.counts_B), given(self.page_table_BP)
         num_new = num_tokens // len(starts)

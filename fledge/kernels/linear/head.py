@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.dispatch import case_of, choose_form, linear, tile_options
+from fledge.kernels.linear.dispatch import case_of, choose_kernel, linear, tile_options
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import QuantizedWeight
@@ -33,7 +33,7 @@ def head_choice(
     if draws is None and len(x_ND) <= FUSED_ROWS:
         case = case_of(hidden, weight_VD)
         if case.order.slices == 1:  # a vocabulary of 3,840 or more
-            kernel, form = choose_form(case)
-            options = tile_options(form) if kernel == "tiles" else {}
+            kernel, config = choose_kernel(case)
+            options = tile_options(config) if kernel == "tiles" else {}
             return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
     return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)

@@ -40,7 +40,7 @@ COLUMNS, ROWS = 16, 8  # of a program
 AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # when the next kernel may start: START below
 
 
-class Form(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Of a program; nothing of it changes a result."""
 
     rows: int = ROWS  # or 16: then so many rows read the weight once
@@ -52,10 +52,10 @@ def step_of(order: Summation) -> int:
     return 128 if order.slice_inputs % 128 == 0 else 64
 
 
-def steps_of(form: Form, order: Summation, gated: bool, bits: int) -> tuple[int, int]:
+def steps_of(config: LaunchConfig, order: Summation, gated: bool, bits: int) -> tuple[int, int]:
     """Inputs of a step, and how many steps the ring has. The last step of a plain weight's slice may be shorter."""
     lines = order.slices * COLUMNS * (2 if gated else 1)
-    step, ring = step_of(order), form.ring << 10
+    step, ring = step_of(order), config.ring << 10
     if bits < 16:
         return step, min(max(ring // (lines * step * bits // 8), 4), 8)
     step = 128 if ring >= 4 * lines * 256 else 64
@@ -114,10 +114,10 @@ def register_stream(
     gated: bool = False,
     residual_MO: Tensor | None = None,
     pdl_barrier: bool = False,
-    form: Form | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
     """As `dispatch.linear`, without a norm."""
-    (num_rows, size), form = x_MK.shape, form or Form()
+    (num_rows, size), config = x_MK.shape, config or LaunchConfig()
     codes, scales, offsets, bits, group = weight_parts(weight)
     outputs = codes.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
@@ -128,12 +128,12 @@ def register_stream(
     else:
         assert not order.scales_sums, "other kernels serve plain weights whose sums a norm scales"
         assert codes.dtype == x_MK.dtype == torch.bfloat16
-    step, stages = steps_of(form, order, gated, bits)
-    start = AFTER_LOOP if not form.early else AFTER_WAITING if pdl_barrier else AT_ONCE
+    step, stages = steps_of(config, order, gated, bits)
+    start = AFTER_LOOP if not config.early else AFTER_WAITING if pdl_barrier else AT_ONCE
     slices = (order.slices, order.slice_inputs, step)
-    shape = Shape(form.rows, COLUMNS, gated, *slices, size, outputs, bits, group, kind_of_offsets(weight))
+    shape = Shape(config.rows, COLUMNS, gated, *slices, size, outputs, bits, group, kind_of_offsets(weight))
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _register_stream[(-(-num_rows // form.rows), -(-outputs // COLUMNS))](
+    _register_stream[(-(-num_rows // config.rows), -(-outputs // COLUMNS))](
         x_MK if bits < 16 else x_MK.view(torch.int32),
         codes if bits >= 8 else codes.view(torch.int16),  # a unit: what a thread has of a group
         scales if scales is not None else x_MK,
@@ -147,7 +147,7 @@ def register_stream(
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
         START=start,
-        **layouts(order.slices, gated, bits, step, form.rows),
+        **layouts(order.slices, gated, bits, step, config.rows),
         num_warps=order.slices,
         enable_fp_fusion=False,
         **overlap(x_MK),

@@ -40,7 +40,7 @@ from fledge.kernels.triton_support import overlap
 TILE = 16  # rows that are multiplied at once
 
 
-class Form(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Of a program; nothing of it changes a result."""
 
     rows: int
@@ -50,29 +50,29 @@ class Form(NamedTuple):
 
 # In order of size. On an H200 a program of four warps with 96 registers of weights a thread shares a multiprocessor with one
 # more, one with 48 with two more.
-FORMS = (Form(32, 16), Form(32, 32), Form(64, 16), Form(64, 32), Form(64, 32, 2))
+CONFIGS = (LaunchConfig(32, 16), LaunchConfig(32, 32), LaunchConfig(64, 16), LaunchConfig(64, 32), LaunchConfig(64, 32, 2))
 WEIGHT_REGISTERS = 96  # a thread's, at most
 
 
-def choose_form(
+def choose_config(
     num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int, shared_bytes: int
-) -> Form | None:
+) -> LaunchConfig | None:
     """The smallest programs that all run at once; None: there are none. `outputs`: of one half of a gated weight."""
-    for form in FORMS:
-        programs = -(-num_rows // form.rows) * -(-outputs // form.columns)
-        if 0 < programs <= programs_at_once(form, order, gated, shared_bytes) * num_multiprocessors:
-            return form
+    for config in CONFIGS:
+        programs = -(-num_rows // config.rows) * -(-outputs // config.columns)
+        if 0 < programs <= programs_at_once(config, order, gated, shared_bytes) * num_multiprocessors:
+            return config
     return None
 
 
-def programs_at_once(form: Form, order: Summation, gated: bool, shared_bytes: int) -> int:
+def programs_at_once(config: LaunchConfig, order: Summation, gated: bool, shared_bytes: int) -> int:
     """On a multiprocessor with `shared_bytes` of shared memory, of which the system takes 1 KB for each program."""
-    products = form.columns * (2 if gated else 1)
-    registers = products // form.groups * order.slice_inputs // CHUNK
+    products = config.columns * (2 if gated else 1)
+    registers = products // config.groups * order.slice_inputs // CHUNK
     if registers > WEIGHT_REGISTERS:
         return 0
-    memory = form.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
-    by_registers = (2 if registers > 48 else 3) // form.groups
+    memory = config.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
+    by_registers = (2 if registers > 48 else 3) // config.groups
     return min(shared_bytes // (memory + 1024), by_registers)
 
 
@@ -104,7 +104,7 @@ def staged_mma(
     bias_O: Tensor | None = None,
     *,
     order: Summation,
-    form: Form,
+    config: LaunchConfig,
     norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
@@ -118,9 +118,9 @@ def staged_mma(
     assert order.scales_sums
     assert order.slices == SLICES
     outputs = weight_OK.shape[0] // (2 if gated else 1)
-    shape = Shape(form.rows, form.columns, gated, SLICES, order.slice_inputs, CHUNK, size, outputs)
+    shape = Shape(config.rows, config.columns, gated, SLICES, order.slice_inputs, CHUNK, size, outputs)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _staged_mma[(-(-num_rows // form.rows), -(-outputs // form.columns))](
+    _staged_mma[(-(-num_rows // config.rows), -(-outputs // config.columns))](
         x_MK,
         weight_OK,
         bias_O if bias_O is not None else x_MK,
@@ -130,13 +130,13 @@ def staged_mma(
         num_rows,
         norm.eps if norm is not None else 0.0,
         SHAPE=shape,
-        GROUPS=form.groups,
+        GROUPS=config.groups,
         HAS_BIAS=bias_O is not None,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual_MO is not None,
         PDL_BARRIER=pdl_barrier,
-        **layouts(shape.products, form.groups),
-        num_warps=SLICES * form.groups,
+        **layouts(shape.products, config.groups),
+        num_warps=SLICES * config.groups,
         enable_fp_fusion=False,
         **overlap(x_MK),
     )

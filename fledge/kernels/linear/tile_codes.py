@@ -2,8 +2,8 @@
 
 Two rules keep the order of `summation`, whatever the tile; both were read off the code that Triton 3.6 makes for sm_90:
 
-- Weights pass an assembly block that the compiler does not look behind (`held`). Else it gives each thread of a tile of fewer
-  than 64 outputs four neighbouring codes, and the 16 inputs of a product are no neighbours.
+- Weights pass an assembly block that the compiler does not look behind (`layout_fence`). Else it gives each thread of a tile of
+  fewer than 64 outputs four neighbouring codes, and the 16 inputs of a product are no neighbours.
 - A product is complete before the next step (`finished_step`). Else wgmma, which reads weights from registers while the program
   goes on, has up to seven products under way when the next step writes to those registers.
 """
@@ -160,11 +160,11 @@ def read_weights(
         even = scaled(codes & 15, scale, offset, not HAS_OFFSETS, HAS_OFFSETS, dtype)
         odd = scaled(codes >> 4, scale, offset, not HAS_OFFSETS, HAS_OFFSETS, dtype)
         w = tl.join(even, odd)
-    return held(tl.reshape(w, (LINES, STEP)))
+    return layout_fence(tl.reshape(w, (LINES, STEP)))
 
 
 @jit
-def held(w):
+def layout_fence(w):
     """The weights themselves. The compiler moves no change of layout above this."""
     if COMPILED:
         if w.dtype.primitive_bitwidth == 16:

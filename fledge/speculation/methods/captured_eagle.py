@@ -16,8 +16,8 @@ from fledge.errors import UserError
 from fledge.kernels.accept import Accepted
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.draft_inputs import DraftInputs, keep_last
 from fledge.kernels.sample import PartialArgmax, SamplingState
-from fledge.kernels.step_inputs import DraftInputs, keep_last
 from fledge.models.drafter import EagleDrafter
 from fledge.ops.base import Ops
 from fledge.ops.cuda_ops import CudaOps

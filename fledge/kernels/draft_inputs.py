@@ -1,6 +1,5 @@
-"""What the networks of a captured step read: tokens become rows of the target's or of the drafter's input.
+"""What the drafter of a captured step reads and keeps.
 
-`verify_inputs`: the pending token and the draft of each sequence, embedded.
 `draft_inputs`: a token with the state it is paired with, [input_layernorm(embedding) ; hidden_norm(state)].
 `fuse_inputs`: the tapped target states side by side, each with its own norm.
 `keep_last`: of a sequence's rows, the last that counts becomes its state.
@@ -31,76 +30,11 @@ from fledge.kernels.triton_support import (
 MAX_TAPS = 4  # states that the kernel takes; with more the reference runs
 
 
-class VerifyInputs(NamedTuple):
-    x_ND: Tensor
-    starts_B: Tensor  # int32: position of the first row
-    counts_B: Tensor  # int32: rows of the sequence; 0: it is empty
-
-
 class DraftInputs(NamedTuple):
     x_N2D: Tensor
     residual_ND: Tensor
     starts_B: Tensor | None  # of captured passes alone, where the host does not know them
     counts_B: Tensor | None
-
-
-def verify_inputs_reference(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
-    if last_draft is not None:
-        drafts_RD[:batch, depth - 1] = picked(last_draft, len(embedding_VD))
-    tokens = torch.cat([token_R[:batch, None], drafts_RD[:batch, :depth]], 1)
-    return VerifyInputs(embedding_VD[tokens.flatten()], length_R[:batch] - 1, active_R[:batch] * (depth + 1))
-
-
-def verify_inputs_triton(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    (vocab_size, size), device = embedding_VD.shape, embedding_VD.device
-    x = torch.empty((batch * (depth + 1), size), dtype=embedding_VD.dtype, device=device)
-    starts, counts = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
-    num_blocks = last_draft.ids_NC.shape[1] if last_draft is not None else 1
-    _verify_inputs[(batch, depth + 1)](
-        token_R,
-        drafts_RD,
-        length_R,
-        active_R,
-        embedding_VD,
-        last_draft.best_NC if last_draft is not None else x,
-        last_draft.ids_NC if last_draft is not None else starts,
-        x,
-        starts,
-        counts,
-        DEPTH=depth,
-        DRAFT=drafts_RD.shape[1],
-        SIZE=size,
-        SIZE_BLOCK=next_power_of_2(size),
-        VOCAB=vocab_size,
-        BLOCKS=num_blocks,
-        PADDED=next_power_of_2(num_blocks),
-        HAS_CHOICE=last_draft is not None,
-        num_warps=4,
-        **overlap(x),
-    )
-    return VerifyInputs(x, starts, counts)
-
-
-verify_inputs = by_device(verify_inputs_triton, verify_inputs_reference)
 
 
 def draft_inputs_reference(
@@ -247,46 +181,6 @@ def keep_last_triton(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
 
 
 keep_last = by_device(keep_last_triton, keep_last_reference)
-
-
-@jit
-def _verify_inputs(
-    token_ptr,
-    drafts_ptr,
-    length_ptr,
-    active_ptr,
-    embedding_ptr,
-    best_ptr,
-    ids_ptr,
-    x_ptr,
-    starts_ptr,
-    counts_ptr,
-    DEPTH: tl.constexpr,
-    DRAFT: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_CHOICE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    sequence = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    column = tl.arange(0, SIZE_BLOCK)
-    wait_for_inputs(PDL)
-    token = tl.load(token_ptr + sequence)
-    if place == 0:
-        tl.store(starts_ptr + sequence, tl.load(length_ptr + sequence) - 1)
-        tl.store(counts_ptr + sequence, tl.load(active_ptr + sequence) * (DEPTH + 1))
-    elif HAS_CHOICE and place == DEPTH:
-        token = pick(best_ptr, ids_ptr, sequence, VOCAB, BLOCKS, PADDED).to(tl.int64)
-        tl.store(drafts_ptr + sequence * DRAFT + DEPTH - 1, token)
-    else:
-        token = tl.load(drafts_ptr + sequence * DRAFT + place - 1)
-    x = tl.load(embedding_ptr + token * SIZE + column, mask=column < SIZE, other=0.0)
-    tl.store(x_ptr + (sequence * (DEPTH + 1) + place) * SIZE + column, x, mask=column < SIZE)
 
 
 @jit
