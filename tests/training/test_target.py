@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fledge.checkpoints.hf import save_decoder
 from fledge.errors import ModelError
-from fledge.kernels.gate import swiglu
+from fledge.kernels.gate import apply_gate
 from fledge.kernels.moe import experts_reference
 from fledge.models.decoder import causal_attend
 from fledge.models.moe import stack_experts
@@ -68,7 +68,7 @@ def test_stacked_experts_are_read_by_the_grouped_kernel(monkeypatch):
 
     def grouped(gate_up, down, x, weights, experts, residual):
         calls.append(len(x))
-        run = [lambda rows, e=e: swiglu(rows @ gate_up[e].t()) @ down[e].t() for e in range(len(down))]
+        run = [lambda rows, e=e: apply_gate(rows @ gate_up[e].t()) @ down[e].t() for e in range(len(down))]
         return experts_reference(run, x, weights, experts, residual)
 
     monkeypatch.setattr(base, "use_triton", lambda x: True)
