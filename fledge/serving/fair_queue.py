@@ -49,7 +49,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def pop_for(self, may: Callable[[str], bool]) -> Item | None:
-        """Of the next caller that `may`; None: nobody may."""
+        """Of the next caller that `may`; None: no caller may."""
         caller = next(filter(may, self._turns), None)
         if caller is None:
             return None

@@ -181,7 +181,7 @@ class StatesClient:
         return f"{self.storage}/{name}"
 
     def _discard(self, content: dict[str, Any]) -> None:
-        """Deletes a file of states that nobody wants, without reading it: now, or when it is there.
+        """Deletes a file of states that is not needed, without reading it: now, or when it is there.
 
         Over HTTP nothing can be deleted. Until a first file was found where the user says, each is waited for: better no
         answers than a full disk.
