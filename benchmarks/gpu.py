@@ -2,9 +2,11 @@
 
     python benchmarks/gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json results.json
     python benchmarks/gpu.py --shape 1.5b,8b --vllm-site FOLDER --json results.json
+    python benchmarks/gpu.py --shape 30b-a3b,8b,8b-fp8,8b-int4 --concurrency 1,4,16,64 --vllm-site FOLDER --json results.json
 
-The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b) with random weights on the device, and
-has stages of its own (`gpu_sizes.py`); those of the first form that need no text can be named too:
+The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b; 30b-a3b: Qwen3's experts; 8b-fp8 and 8b-int4:
+layers as of an FP8 and of an AWQ checkpoint) with random weights on the device, and has stages of its own (`gpu_sizes.py`);
+those of the first form that need no text can be named too:
   steps      plain steps and cycles by rows, beside the same on cuBLAS and the least time that the device could take
   prefill    16 prompts of 1,900 tokens: tokens/s
   loop       closed loop of plain decoding
@@ -71,10 +73,10 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift.live import EVERY_LAUNCHES, watch_drafts
 from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
 from fledge.kernels.attention import launch_config

@@ -1,20 +1,23 @@
 """What `fledge serve --learn` is worth and costs, on one device.
 
-    python benchmarks/learn.py stream --data DIR/stream/code.jsonl.gz --old DIR/eval --replay DIR/train --output learn-code.json
-    python benchmarks/learn.py stream --kinds german spanish french …    the self-made stream of `learn_stream.py`
+    python benchmarks/learn.py all --data DIR --output learn.json        all of these, in one process; 25 minutes on an H200
+    python benchmarks/learn.py stream --data DIR                         code in other programming languages
+    python benchmarks/learn.py stream --kinds german spanish french      the self-made stream of `learn_stream.py`
+    python benchmarks/learn.py day0 --data DIR                           no drafter at first, against the shipped one
     python benchmarks/learn.py cost                                      tokens/s and inter-token latency, with and without
-    python benchmarks/learn.py day0 --data DIR/train/prompts.jsonl.gz    no drafter at first, against the shipped one
     python benchmarks/learn.py probe --kinds german json                 the shipped drafter's acceptance, kind by kind
 
-`stream`: acceptance length at depth 5 on held-out prompts of the stream and on old sets, before and after some thousands of
-requests, against the frozen drafter and against one trained offline on the same answers. Held-out prompts are served with
-learning switched off. `--toy`: a toy target on a CPU, to try the script.
+`--data`: a folder with stream/code.jsonl.gz, eval/*.jsonl and train/prompts.jsonl.gz. `stream`: acceptance length at depth 5 on
+held-out prompts of the stream and on old sets, before and after some thousands of requests, against the frozen drafter and
+against one trained offline on the same answers. Held-out prompts are served with learning switched off. Requests arrive by
+chance, `--rate` a second: how much is learnt from one depends on the time between two. `--toy`: a toy target on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import gzip
 import itertools
 import json
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from learn_curve import draw
 from learn_stream import KINDS, prompts
 
 from fledge import sources
@@ -35,6 +39,7 @@ from fledge.bench.provenance import provenance, write_json
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_decoder
 from fledge.drafters import default_drafter
+from fledge.drift.metrics import Count, acceptance_length, length_ratio
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -47,10 +52,11 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
-from fledge.training.optimizers import learning_rate_factor
+from fledge.training.arm import learning_rate_factor
+from fledge.training.targets import toy
 
 MODEL = "smollm2-135m"
+REACHED_IN_A_ROW = 2  # measurements of day 0 above the aim: the first alone may be luck
 
 
 class Setting:
@@ -102,6 +108,8 @@ class Setting:
         )
         for line in engine.warm_up():
             print(line, flush=True)
+        if self.args.toy:
+            engine.drafter.fallback = None  # the drafter alone
         return engine
 
     def plain(self, drafter: EagleDrafter | None, *, fixed: bool = True) -> Engine:
@@ -111,7 +119,9 @@ class Setting:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """First turns of a JSONL file, packed or not."""
+    """First turns of a JSONL file, packed or not, or of all in a folder."""
+    if path.is_dir():
+        return [text for file in sorted(path.glob("*.jsonl*")) for text in read_prompts(file)]
     content = path.read_bytes()
     lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()  # of bytes: texts hold U+2028
     return [json.loads(line)["turns"][0] for line in lines]
@@ -127,28 +137,28 @@ def apart(path: Path, count: int) -> tuple[list[str], list[str]]:
 
 
 def toy_prompts(kind: str, count: int, seed: int) -> list[list[int]]:
-    draw, found = random.Random(seed), []
+    draw_one, found = random.Random(seed), []
     while len(found) < count:
-        prompt, _ = toy.conversation(draw)
+        prompt, _ = toy.conversation(draw_one)
         if toy.WORDS[prompt[1]] == kind:
             found.append(prompt)
     return found
 
 
 def serve(
-    engine: Engine, prompts: Iterable[Sequence[int]], users: int, max_tokens: int, *, rate: float = 0.0, learn: bool = True
+    engine: Engine, waiting: Iterator[Sequence[int]], users: int, max_tokens: int, *, rate: float = 0.0, learn: bool = True
 ) -> list[Request]:
-    """A closed loop of users; with a `rate`, requests arrive by chance, so many a second, whatever runs."""
+    """A closed loop of users; with a `rate`, requests arrive by chance, so many a second, up to `users` at a time."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    waiting, done = iter(prompts), []
-    draw, due, is_left = random.Random(0), time.perf_counter(), True
+    done: list[Request] = []
+    chance, due, is_left = random.Random(0), time.perf_counter(), True
     while is_left or engine.has_unfinished():
         while is_left and len(engine.requests) < users and (not rate or time.perf_counter() >= due):
             if (prompt := next(waiting, None)) is None:
                 is_left = False
                 break
             done.append(engine.add_request(prompt, params, learn=learn))
-            due += draw.expovariate(rate) if rate else 0.0
+            due += chance.expovariate(rate) if rate else 0.0
         if engine.has_unfinished():
             engine.step()
         elif is_left and not engine.idle():
@@ -156,143 +166,134 @@ def serve(
     return done
 
 
-def acceptance(requests: Sequence[Request]) -> float:
-    return 1 + sum(r.stats.accepted for r in requests) / max(1, sum(r.stats.steps for r in requests))
+def counts_of(requests: Sequence[Request]) -> list[Count]:
+    return [Count(request.stats.accepted, request.stats.steps) for request in requests]
 
 
 class Measured:
-    """Acceptance length on held-out prompts and on old sets, with learning switched off."""
+    """Acceptance on held-out prompts and on old sets, with learning switched off: counts by prompt, so that errors are
+    paired."""
 
-    def __init__(self, setting: Setting, held_out: Sequence[Sequence[int]], old: dict[str, list[list[int]]]) -> None:
-        self.sets = {"stream": held_out, **old}
-        self.users, self.tokens = setting.args.users, setting.args.tokens
+    def __init__(self, setting: Setting, sets: dict[str, Sequence[Sequence[int]]]) -> None:
+        self.sets, self.users, self.tokens = sets, setting.args.users, setting.args.tokens
 
-    def __call__(self, engine: Engine) -> dict[str, float]:
+    def __call__(self, engine: Engine) -> dict[str, list[Count]]:
         hook, engine.hook = engine.hook, None
         found = {
-            name: acceptance(serve(engine, some, self.users, self.tokens, learn=False)) for name, some in self.sets.items()
+            name: counts_of(serve(engine, iter(some), self.users, self.tokens, learn=False)) for name, some in self.sets.items()
         }
         engine.hook = hook
-        old = [value for name, value in found.items() if name != "stream"]
-        return found | ({"old": statistics.mean(old)} if old else {})
+        return found
 
 
-def stream(setting: Setting) -> dict[str, Any]:
+def figures(now: dict[str, list[Count]], first: dict[str, list[Count]]) -> dict[str, Any]:
+    """Acceptance length by set, and its ratio to the first one's with a standard error; `old`: all sets but the stream."""
+    pooled = [
+        {**one, "old": [count for name, some in one.items() if name != "stream" for count in some]} for one in (now, first)
+    ]
+    found: dict[str, Any] = {}
+    for name, counts in pooled[0].items():
+        if counts:
+            found[name] = acceptance_length(counts).value
+            ratio = length_ratio(counts, pooled[1][name])
+            found[f"{name}_ratio"] = {"value": ratio.value, "error": ratio.error}
+    return found
+
+
+def stream(setting: Setting, *, kinds: Sequence[str] | None, deadline: float) -> dict[str, Any]:
+    """`kinds`: of the self-made stream; None: that of `--data`."""
     args = setting.args
     fixed: list[list[int]] = []
-    old: dict[str, list[list[int]]] = {}
+    sets: dict[str, Sequence[Sequence[int]]] = {}
     if args.toy:
         all_prompts = list(dict.fromkeys(map(tuple, toy_prompts("tell", 4 * args.held_out, 1))))
         held_out, served = all_prompts[: args.held_out], all_prompts[args.held_out :]
-        fixed, old = toy_prompts("count", 12, 2), {"count": toy_prompts("count", 8, 3)}
+        fixed, sets = toy_prompts("count", 12, 2), {"count": toy_prompts("count", 8, 3)}
     else:
-        if args.data:
-            first, others = apart(args.data, args.held_out)
+        if kinds is None:
+            first_texts, others = apart(args.data / "stream" / "code.jsonl.gz", args.held_out)
         else:
-            texts = list(itertools.islice(prompts(args.kinds, args.seed), args.unique))
-            first, others = texts[: args.held_out], texts[args.held_out :]
-        held_out, served = list(setting.encode(first)), list(setting.encode(others))
-        if args.replay:
-            fixed = list(itertools.islice(setting.encode(read_prompts(args.replay)[:: args.replay_step]), args.fixed))
-        if args.old:
-            old = {path.stem: list(setting.encode(read_prompts(path))) for path in sorted(args.old.glob("*.jsonl"))}
-    measured = Measured(setting, held_out, old)
+            texts = list(itertools.islice(prompts(list(kinds), args.seed), args.unique))
+            first_texts, others = texts[: args.held_out], texts[args.held_out :]
+        held_out, served = list(setting.encode(first_texts)), list(setting.encode(others))
+        if args.data:
+            replayed = read_prompts(args.data / "train")[:: args.replay_step]
+            fixed = list(itertools.islice(setting.encode(replayed), args.fixed))
+            sets = {
+                path.stem: list(setting.encode(read_prompts(path))) for path in sorted((args.data / "eval").glob("*.jsonl"))
+            }
+    measured = Measured(setting, {"stream": held_out, **sets})
     engine = setting.learning(setting.drafter, fixed)
     hook = engine.hook
     assert isinstance(hook, Learning)
-    if args.toy:
-        engine.drafter.fallback = None
-    results: dict[str, Any] = {"at": {"0": measured(engine)}}
+    first_counts, first_weights = measured(engine), hook.served.weights
+    results: dict[str, Any] = {"rate": args.rate, "at": {"0": figures(first_counts, first_counts)}}
     print("0 requests:", results["at"]["0"], flush=True)
-    first = hook.learner.serving
     answers: dict[tuple[int, ...], Sample] = {}
     endless, count, began = itertools.cycle(served), 0, time.perf_counter()
     for mark in args.marks:
-        done = serve(engine, itertools.islice(endless, mark - count), args.users, args.tokens, rate=args.rate)
-        count = mark
+        done = serve(engine, until(deadline, endless, mark - count), args.users, args.tokens, rate=args.rate)
+        count += len(done)
         answers |= {tuple(r.prompt): Sample(list(r.tokens), len(r.prompt)) for r in done if r.num_answer > 1}
-        results["at"][str(mark)] = measured(engine)
-        results.setdefault("stats", {})[str(mark)] = hook.stats() | {"seconds": time.perf_counter() - began}
+        last = results["at"][str(count)] = figures(measured(engine), first_counts)
+        results.setdefault("stats", {})[str(count)] = hook.stats() | {"seconds": time.perf_counter() - began}
         counts, spent = hook.learner.counts, hook.budget.spent
         print(
-            f"{mark} requests:", results["at"][str(mark)], f"generation {hook.learner.generation} of {counts.candidates}, "
-            f"{counts.steps} steps, {spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
+            f"{count} requests:", last, f"generation {hook.served.generation} of {counts.candidates}, {counts.steps} steps, "
+            f"{spent.learning:.1f} s of {spent.serving:.0f} s and {spent.idle:.1f} idle", flush=True,
         )  # fmt: skip
-        if args.output:
-            write_json(args.output.with_suffix(".partial"), results | {"events": list(hook.journal.events)})
-    results |= {"curve": list(hook.journal.curve), "events": list(hook.journal.events)}
-    before, after = results["at"]["0"], results["at"][str(args.marks[-1])]
-    results["gain"] = after["stream"] / before["stream"] - 1
-    if "old" in before:
-        results["old_change"] = after["old"] / before["old"] - 1
+        if count < mark:
+            results["stopped_at_deadline"] = True
+            break
+    results |= {"curve": list(hook.journal.curve), "events": list(hook.journal.events), "gain": last["stream_ratio"]}
+    if "old_ratio" in last:
+        results["old_change"] = last["old_ratio"]
     if args.offline_epochs:
         began = time.perf_counter()
-        trained = offline(hook, first, list(answers.values()), args)
-        offline_engine = setting.plain(trained)
-        results["offline"] = measured(offline_engine) | {"seconds": time.perf_counter() - began}
+        trained = offline(hook, first_weights, list(answers.values()), args)
+        results["offline"] = figures(measured(setting.plain(trained)), first_counts) | {"seconds": time.perf_counter() - began}
         print("offline:", results["offline"], flush=True)
     hook.close()
-    draw(results, args.output.with_suffix(".png"))
     return results
+
+
+def until(deadline: float, endless: Iterator[Sequence[int]], count: int) -> Iterator[Sequence[int]]:
+    for prompt in itertools.islice(endless, count):
+        if time.perf_counter() > deadline:
+            return
+        yield prompt
 
 
 def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample], args: argparse.Namespace) -> EagleDrafter:
     """The first weights trained by the learner's steps on all answers of the stream, for epochs: what there was to gain."""
-    learner = hook.learner
-    learner._start_over(args.offline_rate)
-    learner.load(first)
+    learner, candidate = hook.learner, hook.learner.candidate
+    candidate.start_over(first, args.offline_rate)
     room = learner.config.batch_tokens
     batches: list[list[Sample]] = []
+    for sample in samples:
+        sample.max_states = learner.config.sample_tokens
     for epoch in range(args.offline_epochs):
         mixed = random.Random(epoch).sample(samples, len(samples))
         batch: list[Sample] = []
         for one in [*mixed, *learner.fixed.replay]:
-            one.tokens = one.tokens[:room]
-            if sum(len(other.tokens) for other in batch) + len(one.tokens) > room:
+            if sum(other.num_states for other in batch) + one.num_states > room:
                 batches.append(batch)
                 batch = []
             batch.append(one)
         batches.append(batch)
+    is_too_much = len(samples) * 200 > hook.ring.max_tokens  # memory is meant for less: read again in the next epoch
     for number, batch in enumerate(batches):
-        list(learner._read_missing(batch))
-        learner.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
-        learner._train(batch)
-        if len(samples) * 200 > hook.ring.max_tokens:  # more than memory is meant for: read again in the next epoch
+        for _ in learner._read_missing(batch):
+            pass
+        candidate.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
+        for _ in candidate.train([one for one in batch if one.text is not None]):
+            pass
+        if is_too_much:
             for one in batch:
                 one.text = None
-    trained = EagleDrafter(learner.master.config)
-    trained.load_state_dict({name: value.detach().cpu() for name, value in learner.master.state_dict().items()})
+    trained = EagleDrafter(candidate.master.config)
+    trained.load_state_dict({name: value.detach().cpu() for name, value in candidate.master.state_dict().items()})
     return trained
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    marks = sorted(int(mark) for mark in results["at"])
-    figure, axis = plt.subplots(figsize=(8, 4))
-    curve = results["curve"]
-    live = [point["acceptance_length"] for point in curve]
-    axis.plot([point["requests"] for point in curve], live, color="#b9d8c6", linewidth=1, label="live")
-    held_out = [results["at"][str(mark)]["stream"] for mark in marks]
-    axis.plot(marks, held_out, color="#1f7a4d", marker="o", label="held-out requests")
-    if all("old" in results["at"][str(mark)] for mark in marks):
-        old = [results["at"][str(mark)]["old"] for mark in marks]
-        axis.plot(marks, old, color="#5a6fa8", marker="s", label="old sets")
-    axis.axhline(held_out[0], color="#8a94a0", linestyle="--", label="frozen drafter")
-    if "offline" in results:
-        axis.axhline(results["offline"]["stream"], color="#b3261e", linestyle=":", label="trained offline on the stream")
-    for event in results["events"]:
-        if event["event"] == "swap":
-            axis.axvline(event["requests"], color="#dcdfd8", linewidth=0.7, zorder=0)
-    axis.set_xlabel("requests served (grey lines: swaps)")
-    axis.set_ylabel("acceptance length")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def cost(setting: Setting) -> dict[str, Any]:
@@ -301,33 +302,43 @@ def cost(setting: Setting) -> dict[str, Any]:
     if args.toy:
         served = toy_prompts("tell", 64, 1)
     else:
-        texts = read_prompts(args.data) if args.data else itertools.islice(prompts(args.kinds, args.seed), 512)
-        served = list(setting.encode(texts))
-    engines = {
-        "without": setting.plain(setting.drafter, fixed=False),
-        "with": setting.learning(setting.drafter, served[:8], fixed=False, memory_mb=512 if not args.toy else None),
-    }
-    device = torch.device(engines["with"].config.device)
+        served = list(setting.encode(itertools.islice(prompts(args.kinds, args.seed), 512)))
+    begin = allocated()
+    engines = {"without": setting.plain(setting.drafter, fixed=False)}
+    plain_bytes = allocated() - begin
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    engines["with"] = setting.learning(setting.drafter, served[:8], fixed=False)
+    hook = engines["with"].hook
+    assert isinstance(hook, Learning)
     for users in args.cost_users:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         for number in range(args.rounds):
-            order = list(engines) if number % 2 else list(engines)[::-1]
-            for name in order:
+            for name in list(engines) if number % 2 else list(engines)[::-1]:
                 runs[name].append(timed_loop(engines[name], served, users, args))
+                hook.budget.rest()  # the other engine's turn is not this one's serving time
         found = {name: {key: statistics.median(run[key] for run in some) for key in some[0]} for name, some in runs.items()}
         found["tokens_per_s_ratio"] = found["with"]["tokens_per_s"] / found["without"]["tokens_per_s"]
         found["p99_ratio"] = found["with"]["p99_ms"] / max(found["without"]["p99_ms"], 1e-9)
+        found["runs"] = runs
         results[str(users)] = found
-        print(users, "users:", json.dumps(found), flush=True)
-    hook = engines["with"].hook
-    assert isinstance(hook, Learning)
+        print(users, "users:", json.dumps({name: found[name] for name in found if name != "runs"}), flush=True)
     spent = hook.budget.spent
     results["share_of_time"] = spent.learning / max(spent.serving, 1e-9)
     results["announced_bytes"] = hook.num_bytes
-    if device.type == "cuda":
-        results["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    if torch.cuda.is_available():
+        # Beyond two engines that do not learn; with what a training step works with, which is not announced.
+        results["measured_bytes"] = torch.cuda.max_memory_allocated() - begin - 2 * plain_bytes
     results["stats"] = hook.stats()
     return results
+
+
+def allocated() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def timed_loop(engine: Engine, served: Sequence[Sequence[int]], users: int, args: argparse.Namespace) -> dict[str, float]:
@@ -354,34 +365,38 @@ def timed_loop(engine: Engine, served: Sequence[Sequence[int]], users: int, args
     return {"tokens_per_s": tokens / seconds, **at, "max_ms": gaps[-1] * 1e3}
 
 
-def day_zero(setting: Setting) -> dict[str, Any]:
+def day_zero(setting: Setting, *, deadline: float) -> dict[str, Any]:
     """From the target's last layer until 80 % of the shipped drafter's acceptance on the same held-out prompts."""
     args = setting.args
     if args.toy:
         all_prompts = toy_prompts("tell", 256, 1)
         held_out, served, aim = all_prompts[:16], all_prompts[16:], 1.5
     else:
-        tokens = list(itertools.islice(setting.encode(read_prompts(args.data)), args.unique))
+        texts = read_prompts(args.data / "train")
+        random.Random(args.seed).shuffle(texts)  # its sources come one after the other
+        tokens = list(itertools.islice(setting.encode(texts), args.unique))
         held_out, served = tokens[: args.held_out], tokens[args.held_out :]
-        reference = setting.plain(setting.drafter)
-        aim = 0.8 * acceptance(serve(reference, held_out, args.users, args.tokens))
-        del reference
+        aim = 0.8 * acceptance_length(Measured(setting, {"stream": held_out})(setting.plain(setting.drafter))["stream"]).value
     engine = setting.learning(None, [])
     hook = engine.hook
     assert isinstance(hook, Learning)
-    measured = Measured(setting, held_out, {})
-    results: dict[str, Any] = {"aim": aim, "at": {"0": measured(engine)}, "reached": None}
-    endless, count, began, aside = itertools.cycle(served), 0, time.perf_counter(), 0.0
-    while count < args.marks[-1] and time.perf_counter() - began < args.max_seconds:
-        serve(engine, itertools.islice(endless, args.day0_every), args.users, args.tokens, rate=args.rate)
-        count += args.day0_every
+    measured = Measured(setting, {"stream": held_out})
+    results: dict[str, Any] = {"aim": aim, "rate": args.rate, "at": {}, "reached": None}
+    endless, count, began, aside, in_a_row = itertools.cycle(served), 0, time.perf_counter(), 0.0, []
+    while True:
         paused = time.perf_counter()
-        found = results["at"][str(count)] = measured(engine)
+        found = acceptance_length(measured(engine)["stream"])
+        results["at"][str(count)] = {"stream": found.value, "error": found.error}
         aside += time.perf_counter() - paused
-        print(f"{count} requests: {found['stream']:.3f} of {aim:.3f}, generation {hook.learner.generation}", flush=True)
-        if found["stream"] >= aim and results["reached"] is None:
-            results["reached"] = {"requests": count, "seconds": time.perf_counter() - began - aside}
+        print(f"{count} requests: {found.value:.3f} of {aim:.3f}, generation {hook.served.generation}", flush=True)
+        point = {"requests": count, "seconds": time.perf_counter() - began - aside}
+        in_a_row = [*in_a_row, point] if found.value >= aim else []
+        if len(in_a_row) == REACHED_IN_A_ROW:
+            results["reached"] = in_a_row[0]
             break
+        if count >= args.marks[-1] or time.perf_counter() > deadline:
+            break
+        count += len(serve(engine, until(deadline, endless, args.day0_every), args.users, args.tokens, rate=args.rate))
     results["stats"] = hook.stats()
     hook.close()
     return results
@@ -393,27 +408,51 @@ def probe(setting: Setting) -> dict[str, Any]:
     engine = setting.plain(setting.drafter)
     found = {}
     for kind in args.kinds:
-        some = list(setting.encode(itertools.islice(prompts([kind], args.seed), args.held_out)))
-        found[kind] = acceptance(serve(engine, some, args.users, args.tokens))
+        if args.toy:
+            some = toy_prompts("tell", args.held_out, 1)
+        else:
+            some = list(setting.encode(itertools.islice(prompts([kind], args.seed), args.held_out)))
+        found[kind] = acceptance_length(counts_of(serve(engine, iter(some), args.users, args.tokens))).value
         print(kind, f"{found[kind]:.3f}", flush=True)
     return found
 
 
+def everything(setting: Setting, write: Any) -> dict[str, Any]:
+    """Each part has its share of `--max-seconds`; what it has found by then is written when it ends."""
+    args, results = setting.args, {}
+    parts = {
+        "stream_data": (0.3, lambda deadline: stream(setting, kinds=None, deadline=deadline)),
+        "stream_made": (0.3, lambda deadline: stream(setting, kinds=args.kinds, deadline=deadline)),
+        "day0": (0.2, lambda deadline: day_zero(setting, deadline=deadline)),
+        "cost": (0.2, lambda _: cost(setting)),
+    }
+    for name, (share, run) in parts.items():
+        began = time.perf_counter()
+        # A part's start and its offline run come on top of what it serves.
+        results[name] = run(began + 0.6 * share * args.max_seconds)
+        results[name]["part_seconds"] = time.perf_counter() - began
+        if "curve" in results[name]:
+            draw(results[name], args.output.with_name(f"{args.output.stem}-{name}.png"))
+        write(results)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return results
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("stream", "cost", "day0", "probe"))
+    parser.add_argument("what", choices=("all", "stream", "cost", "day0", "probe"))
     parser.add_argument("--output", type=Path, default=Path("learn.json"))
-    parser.add_argument("--data", type=Path, help="JSONL prompts of the stream; without it: --kinds")
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["german", "spanish", "french"])
-    parser.add_argument("--unique", type=int, default=6000, help="prompts of a self-made stream before it repeats")
-    parser.add_argument("--old", type=Path, help="folder of JSONL sets that must not get worse")
-    parser.add_argument("--replay", type=Path, help="JSONL prompts of the fixed set")
-    parser.add_argument("--replay-step", type=int, default=97, help="every n-th of them")
+    parser.add_argument("--data", type=Path, help="folder of prompts; without it a stream is made of --kinds")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="of the self-made stream")
+    parser.add_argument("--unique", type=int, default=6000, help="prompts of a stream before it repeats")
+    parser.add_argument("--replay-step", type=int, default=97, help="every n-th of the training prompts may be replayed")
     parser.add_argument("--fixed", type=int, default=256, help="prompts of the fixed set")
     parser.add_argument("--marks", type=int, nargs="+", default=[1000, 5000, 20000])
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--users", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=0.0, help="requests a second; 0: a closed loop of users")
+    parser.add_argument("--rate", type=float, default=80.0, help="requests a second; 0: a closed loop of users")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--budget", type=float, default=5.0)
@@ -426,16 +465,33 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--cost-seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--day0-every", type=int, default=500)
-    parser.add_argument("--max-seconds", type=float, default=480.0, help="of day0")
+    parser.add_argument("--max-seconds", type=float, default=1400.0, help="for all parts together")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args(arguments)
-    work = {"stream": stream, "cost": cost, "day0": day_zero, "probe": probe}[args.what]
-    results = work(Setting(args))
+    if args.what in ("all", "day0") and not args.toy and args.data is None:
+        parser.error(f"{args.what} needs --data")
+    is_made = args.kinds is not None or args.data is None
+    args.kinds = args.kinds or ["german", "spanish", "french"]
     named = {name: str(value) for name, value in vars(args).items()}
-    write_json(args.output, {"provenance": provenance([named]), "arguments": named, **results})
+    about = {"provenance": provenance([named]), "arguments": named}
+
+    def write(results: dict[str, Any]) -> None:
+        write_json(args.output, {**about, **results})
+
+    setting, deadline = Setting(args), time.perf_counter() + args.max_seconds
+    if args.what == "all":
+        return everything(setting, write)
+    if args.what == "stream":
+        results = stream(setting, kinds=args.kinds if is_made else None, deadline=deadline)
+        draw(results, args.output.with_suffix(".png"))
+    elif args.what == "day0":
+        results = day_zero(setting, deadline=deadline)
+    else:
+        results = {"cost": cost, "probe": probe}[args.what](setting)
+    write(results)
     return results
 
 

@@ -8,6 +8,7 @@ outputs = executor.collect()     eager: of this step; captured: of the steps bef
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ from fledge.speculation.methods.base import Drafter
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer, bad_word_token_ids
 
+log = logging.getLogger("fledge.engine")
+
 
 class EngineHook(Protocol):
     """Work beside the steps, on the engine's thread; it changes no text. See `fledge.learning.hook`."""
@@ -46,8 +49,9 @@ class EngineHook(Protocol):
         """Sees what a step emitted. Short: the output waits for it."""
         ...
 
-    def idle(self) -> bool:
-        """Nothing runs: works for a moment. False: there is nothing to do before more requests were served."""
+    def idle(self, *, is_quiet: bool = True) -> bool:
+        """Nothing runs: works for a moment, longer if it `is_quiet`. False: there is nothing to do before more requests were
+        served, or it is quiet."""
         ...
 
     def due_in(self) -> float | None:
@@ -56,6 +60,10 @@ class EngineHook(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Figures for metrics, fit for JSON. Called from any thread."""
+        ...
+
+    def history(self) -> dict[str, Any]:
+        """What it did so far, fit for JSON. Called from the engine's thread."""
         ...
 
     def close(self) -> None: ...
@@ -133,7 +141,9 @@ class Engine:
         return request
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with bad words as tokens; refuses what this executor cannot serve."""
+        """The parameters with bad words as tokens; refuses what this engine cannot serve."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids")
         if params.bad_words and not params.bad_word_ids:
             if self.tokenizer is None:
                 raise RequestError("bad_words needs a tokenizer; give bad_word_ids")
@@ -172,10 +182,10 @@ class Engine:
 
     def idle(self, *, is_quiet: bool = True) -> bool:
         """While nothing runs: lets the hook work for a moment, and the executor once it `is_quiet`: requests would wait longer
-        for it. False: neither has anything to do before more requests come."""
+        for it. False: neither has anything to do before more requests come, or before it is quiet."""
         if self.requests:
             return False
-        return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle())
+        return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle(is_quiet=is_quiet))
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
         """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""
@@ -189,6 +199,7 @@ class Engine:
                     raise output.failure
                 delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
             except Exception as failure:  # its logits processor, its decoder or its stop strings
+                log.warning("request %s ended with an error: %.300r", request.id, failure)
                 request.fail(failure)
                 deltas.append(Delta(request, [], [], "", True, []))
                 continue

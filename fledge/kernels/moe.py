@@ -9,6 +9,9 @@
 A row's result does not depend on where its neighbours go: weights are the dot's first operand and rows the second, so other
 rows change other columns alone. Inputs are summed in one order; a row's pairs are added in the row's own order.
 
+Quantised experts are a `QuantizedWeight` with one dimension more, [E, O, …]; they become what `dequantize` gives in the
+activations' type, tile by tile (`linear.tile_codes`).
+
 Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts a row, P = N K pairs.
 """
 
@@ -20,11 +23,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
 MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
+GROUP_INPUTS = 32  # quantised groups are multiples of it
+if tl is not None:
+    GROUP_PART = tl.constexpr(GROUP_INPUTS)
 
 
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -71,16 +79,22 @@ route = by_device(route_triton, route_reference)
 
 
 def experts_triton(
-    gate_up_EOD: Tensor, down_EDI: Tensor, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
+    gate_up_EOD: Tensor | QuantizedWeight,
+    down_EDI: Tensor | QuantizedWeight,
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    experts_NK: Tensor,
+    residual_ND: Tensor,
 ) -> Tensor:
     """`gate_up`: [E, 2I, D]."""
-    (num_rows, size), num_experts, inner = x_ND.shape, len(down_EDI), down_EDI.shape[2]
+    gate_up_codes = gate_up_EOD.codes if isinstance(gate_up_EOD, QuantizedWeight) else gate_up_EOD
+    (num_rows, size), num_experts, inner = x_ND.shape, len(gate_up_codes), gate_up_codes.shape[1] // 2
     per_row = experts_NK.shape[1]
     pairs = num_rows * per_row
     out = torch.empty_like(residual_ND)
     if not pairs:
         return out
-    assert all(x.is_contiguous() for x in (gate_up_EOD, down_EDI, x_ND, weights_NK, experts_NK, residual_ND))
+    assert all(x.is_contiguous() for x in (x_ND, weights_NK, experts_NK, residual_ND))
     groups = group_pairs(experts_NK.flatten(), num_experts)
     gated = x_ND.new_empty(pairs, inner)
     added = torch.empty(pairs, size, dtype=torch.float32, device=x_ND.device)
@@ -88,11 +102,15 @@ def experts_triton(
     slots = min(pairs, num_experts)
     for weight, x, y, is_gated in ((gate_up_EOD, x_ND, gated, True), (down_EDI, gated, added, False)):
         outputs, inputs = y.shape[1], x.shape[1]
+        codes, scales, offsets, how = _operands(weight)
         _expert_linear[(-(-outputs // TILE_OUTPUTS), slots)](
             x,
-            weight,
+            codes,
+            scales,
+            offsets,
             y,
             *groups,
+            **how,
             INPUTS=inputs,
             OUTPUTS=outputs,
             PER_ROW=per_row if is_gated else 1,
@@ -108,6 +126,17 @@ def experts_triton(
         added, weights_NK, residual_ND, out, SIZE=size, PER_ROW=per_row, BLOCK=block, num_warps=max(block // 256, 1)
     )
     return out
+
+
+def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
+    """Codes, scales and offsets (any tensor where there are none), and the constants that say how to read them."""
+    if isinstance(weight, Tensor):
+        assert weight.is_contiguous()
+        return weight, weight, weight, {"BITS": 16, "GROUP": 1, "HAS_OFFSETS": 0}
+    parts = (weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets)
+    assert all(part.is_contiguous() for part in parts)
+    assert weight.group_size % GROUP_INPUTS == 0
+    return *parts, {"BITS": weight.bits, "GROUP": weight.group_size, "HAS_OFFSETS": kind_of_offsets(weight)}
 
 
 class Groups(NamedTuple):
@@ -216,6 +245,8 @@ def _group(
 def _expert_linear(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    offsets_ptr,
     out_ptr,
     order_ptr,
     slot_experts_ptr,
@@ -226,6 +257,9 @@ def _expert_linear(
     OUTPUTS: tl.constexpr,
     PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -239,9 +273,10 @@ def _expert_linear(
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     is_output = output < OUTPUTS
     step = tl.arange(0, BLOCK_I)
-    rows_of_weight = OUTPUTS * 2 if GATED else OUTPUTS
-    weight_ptr += expert * rows_of_weight * INPUTS
-    weights_ptr = weight_ptr + output.to(tl.int64)[:, None] * INPUTS + step[None, :]
+    # All experts' outputs lie below each other.
+    line = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + output
+    weights_ptr = weight_ptr + line[:, None] * INPUTS + step[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     for first in range(0, count, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)
         is_row = place < count
@@ -253,19 +288,53 @@ def _expert_linear(
             is_input = k + step < INPUTS
             x = tl.load(rows_ptr + k, mask=is_input[:, None] & is_row[None, :], other=0.0)
             mask = is_output[:, None] & is_input[None, :]
-            weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
-            sums = tl.dot(weight, x, sums, input_precision="ieee")
-            if GATED:
-                up = tl.load(weights_ptr + OUTPUTS * INPUTS + k, mask=mask, other=0.0)
-                ups = tl.dot(up, x, ups, input_precision="ieee")
+            if BITS < 16:
+                weight = _quantised(
+                    weight_ptr, scales_ptr, offsets_ptr, line, is_output, k,
+                    INPUTS, GROUP, BITS, HAS_OFFSETS, BLOCK_O, BLOCK_I, dtype,
+                )  # fmt: skip
+                sums = finished_step(tl.dot(weight, x, sums, input_precision="ieee"))
+                if GATED:
+                    up = _quantised(
+                        weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k,
+                        INPUTS, GROUP, BITS, HAS_OFFSETS, BLOCK_O, BLOCK_I, dtype,
+                    )  # fmt: skip
+                    ups = finished_step(tl.dot(up, x, ups, input_precision="ieee"))
+            else:
+                weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
+                if GATED:
+                    up = tl.load(weights_ptr + OUTPUTS * INPUTS + k, mask=mask, other=0.0)
+                    ups = tl.dot(up, x, ups, input_precision="ieee")
         to = out_ptr + pair[None, :] * OUTPUTS + output[:, None]
         if GATED:
             # Rounded where the unfused network rounds.
-            dtype = out_ptr.dtype.element_ty
             gate = sums.to(dtype).to(tl.float32)
             silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
             sums = silu * ups.to(dtype).to(tl.float32)
         tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@jit
+def _quantised(
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    line,
+    inside,
+    start,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    LINES: tl.constexpr,
+    STEP: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[LINES, STEP] of the weight, from input `start` on."""
+    PART: tl.constexpr = STEP if GROUP % STEP == 0 else GROUP_PART
+    scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, SIZE, GROUP, PART, HAS_OFFSETS, STEP)
+    return read_weights(codes_ptr, scale, offset, line, inside, start, SIZE, BITS, PART, HAS_OFFSETS, LINES, STEP, dtype)
 
 
 @jit

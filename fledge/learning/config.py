@@ -26,34 +26,38 @@ class LearnConfig:
     max_grad_norm: float = 0.5
     ttt_steps: int = 0  # draft steps unrolled in training; 0: 3 on a CPU, 5 on a GPU
     batch_tokens: int = 0  # tokens of a training step; 0: 512 on a CPU, 8192 on a GPU, where launches take most of a step
+    micro_batch_tokens: int = 0  # tokens that are trained on at once; 0: 256 on a CPU, all of a step's on a GPU
     steps_per_candidate: int = 0  # training steps between two gates; 0: 16 on a CPU, 32 on a GPU
     held_out_texts: int = 0  # recent texts kept for the gate; 0: 32 on a CPU, 96 on a GPU
     min_held_out: int = 8  # no gate before there are so many
-    fixed_texts: int = 0  # of the fixed set, half for replay and half for the gate; 0: 24 on a CPU, 256 on a GPU
-    fixed_tokens: int = 96  # longest answer of the fixed set
+    fixed_texts: int = 0  # of the fixed set, half for replay and half for the gate; 0: 96 on a CPU, 256 on a GPU
+    fixed_tokens: int = 0  # longest answer of the fixed set; 0: 48 on a CPU, where they are computed at each start, 96 on a GPU
     fixed_share: float = 0.2  # of a batch: replay of the fixed set
     samples_per_second: float = 30.0  # requests looked at; the others are served and forgotten
     min_gain: float = 0.005  # least relative gain in acceptance length on recent traffic that the gate accepts
     standard_errors: float = 2.0  # the gain must exceed so many of its standard errors, too
-    max_fixed_loss: float = 0.015  # acceptance length that may be lost on the fixed set since the first generation
+    max_fixed_loss: float = 0.015  # acceptance length that may be lost on the fixed set, if so much can be told from noise
     keep_generations: int = 8
     seed: int = 0
 
     @property
     def sample_tokens(self) -> int:
-        """Of the longest sample."""
-        return min(self.batch_tokens, LONGEST_SAMPLE)
+        """Of the longest sample: of a longer text the first token and the last ones are kept."""
+        return min(self.micro_batch_tokens, LONGEST_SAMPLE)
 
     def resolve(self, device: torch.device) -> LearnConfig:
         if not 0 < self.budget <= 100:
             raise UserError(f"--learn-budget is a percentage above 0 and up to 100, not {self.budget}")
         is_cpu = device.type == "cpu"
+        batch_tokens = self.batch_tokens or (512 if is_cpu else 8192)
         return replace(
             self,
             memory_mb=self.memory_mb or (256 if is_cpu else 2048),
             ttt_steps=self.ttt_steps or (3 if is_cpu else 5),
-            batch_tokens=self.batch_tokens or (512 if is_cpu else 8192),
+            batch_tokens=batch_tokens,
+            micro_batch_tokens=min(self.micro_batch_tokens or (256 if is_cpu else batch_tokens), batch_tokens),
             steps_per_candidate=self.steps_per_candidate or (16 if is_cpu else 32),
             held_out_texts=self.held_out_texts or (32 if is_cpu else 96),
-            fixed_texts=self.fixed_texts or (24 if is_cpu else 256),
+            fixed_texts=self.fixed_texts or (96 if is_cpu else 256),
+            fixed_tokens=self.fixed_tokens or (48 if is_cpu else 96),
         )

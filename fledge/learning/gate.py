@@ -22,8 +22,9 @@ from fledge.models.drafter import EagleDrafter
 LEAST_TEXTS = 4  # of a domain, to judge it apart
 # A domain may not lose this share of its acceptance length, beyond noise, whatever the others gain.
 MAX_DOMAIN_LOSS = 0.02
-# Roll-back: requests since the swap that are needed, and how clear the fall must be.
-LEAST_REQUESTS, CLEAR_FALL, FALL_ERRORS = 24, 0.03, 3.0
+# Roll-back: requests since the swap that are needed, how clear the fall must be, and requests after which it is not looked for
+# any more: traffic changes too.
+LEAST_REQUESTS, CLEAR_FALL, FALL_ERRORS, COMPARED_REQUESTS = 24, 0.03, 3.0, 400
 MAX_CLIENTS = 64  # told apart in live figures; all others count as one
 
 
@@ -45,7 +46,7 @@ class Decision:
     recent_before: float = 0.0  # acceptance lengths
     recent_after: float = 0.0
     recent_error: float = 0.0  # standard error of after / before
-    fixed_first: float | None = None  # of the first generation
+    fixed_before: float | None = None  # of the first generation or the serving one, whichever is better
     fixed_after: float | None = None
     num_texts: int = 0
     is_worse: bool = False  # beyond noise, somewhere
@@ -59,7 +60,7 @@ def judge(
     before: Sequence[Count],
     after: Sequence[Count],
     domains: Sequence[int],
-    fixed_first: Sequence[Count] = (),
+    fixed_before: Sequence[Count] = (),
     fixed_after: Sequence[Count] = (),
     clients: Sequence[str] = (),
 ) -> Decision:
@@ -72,17 +73,19 @@ def judge(
         "recent_error": error,
         "num_texts": len(before),
     }
-    if fixed_first:
+    if fixed_before:
         figures |= {
-            "fixed_first": acceptance_length(fixed_first).value,
+            "fixed_before": acceptance_length(fixed_before).value,
             "fixed_after": acceptance_length(fixed_after).value,
         }
     if not math.isfinite(ratio.value):
         return Decision(False, "not finite", is_worse=True, **figures)
-    if fixed_first:
-        kept = length_ratio(fixed_after, fixed_first)
-        if kept.value < 1 - config.max_fixed_loss:
-            return Decision(False, f"loses {1 - kept.value:.1%} on the fixed set", is_worse=True, **figures)
+    if fixed_before:
+        kept = length_ratio(fixed_after, fixed_before)
+        lost, noise = 1 - kept.value, config.standard_errors * (kept.error or 0.0)
+        if lost > max(config.max_fixed_loss, noise):
+            is_worse = lost > config.max_fixed_loss + noise
+            return Decision(False, f"loses {lost:.1%} on the fixed set", is_worse=is_worse, **figures)
     groups = {f"in domain {domain}": [i for i, one in enumerate(domains) if one == domain] for domain in sorted(set(domains))}
     if clients:  # a flood's gain must not hide what all others lose
         most = max(sorted(set(clients)), key=clients.count)
@@ -91,11 +94,18 @@ def judge(
         if len(mine) < LEAST_TEXTS:
             continue
         part = length_ratio([after[i] for i in mine], [before[i] for i in mine])
-        if part.error is not None and 1 - part.value > max(MAX_DOMAIN_LOSS, config.standard_errors * part.error):
-            return Decision(False, f"loses {1 - part.value:.1%} {name}", is_worse=True, **figures)
+        lost, noise = 1 - part.value, config.standard_errors * (part.error or 0.0)
+        if lost > max(MAX_DOMAIN_LOSS, noise):
+            is_worse = lost > MAX_DOMAIN_LOSS + noise
+            return Decision(False, f"loses {lost:.1%} {name}", is_worse=is_worse, **figures)
     gain = ratio.value - 1
     if gain < max(config.min_gain, config.standard_errors * error):
-        return Decision(False, f"gains {gain:+.1%} on recent traffic: within noise", is_worse=gain < -error, **figures)
+        return Decision(
+            False,
+            f"gains {gain:+.1%} on recent traffic: within noise",
+            is_worse=gain < -config.standard_errors * error,
+            **figures,
+        )
     return Decision(True, f"gains {gain:+.1%} on recent traffic", **figures)
 
 
@@ -112,13 +122,13 @@ class Live:
     by_domain: dict[int, list[float]] = field(default_factory=dict)
     by_client: dict[str, dict[int, list[float]]] = field(default_factory=dict)  # and domain
 
-    def add(self, domain: int, client: str, steps: int, accepted: int, tried: int) -> None:
-        """`tried`: drafted tokens that were judged: the accepted ones and the first rejected one of each step. Their share
-        that was accepted does not depend on the depth, which follows the load."""
+    def add(self, domain: int, client: str, steps: int, accepted: int, first_accepted: int) -> None:
+        """`first_accepted`: steps whose first draft token was accepted. Their share is what is compared: later positions are
+        harder, and how many there are follows the load."""
         self.requests += 1
         self.steps += steps
         self.accepted += accepted
-        rate = accepted / tried
+        rate = first_accepted / steps
         if client not in self.by_client and len(self.by_client) >= MAX_CLIENTS:
             client = "others"
         for sums in (self.by_domain, self.by_client.setdefault(client, {})):

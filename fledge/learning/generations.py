@@ -7,13 +7,14 @@ DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -28,18 +29,34 @@ _NAME = re.compile(r"generation-(\d+)")
 class Generations:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = Path(folder), keep
+        self._lock: IO[str] | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
-        # What a server that was killed during a save left.
+        self.history = self.folder / "history.jsonl"
+
+    def lock(self) -> Generations:
+        """Until `close`, or until the process ends: two servers would overwrite each other's generations. Removes what one that
+        was killed left."""
+        self._lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise UserError(f"--learn-dir {self.folder}: another server learns there; give another folder") from None
         for left in self.folder.glob(".generation-*"):
             shutil.rmtree(left, ignore_errors=True)
         for left in self.folder.glob(".current.json.*"):
             left.unlink(missing_ok=True)
-        self.history = self.folder / "history.jsonl"
         if self.history.is_file() and not (content := self.history.read_bytes()).endswith(b"\n"):  # by one killed in a line
             os.truncate(self.history, content.rfind(b"\n") + 1)
+        return self
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def path(self, number: int) -> Path:
         return self.folder / f"generation-{number:04d}"
@@ -53,7 +70,7 @@ class Generations:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / 'current.json'}: cannot be read ({error}); delete it to start anew") from None
-        if not self._has(number):
+        if not self.has(number):
             raise UserError(f"{self.path(number)}: is missing, and current.json names it; delete current.json to start anew")
         return number
 
@@ -70,7 +87,7 @@ class Generations:
         """The highest number that was given, served or not."""
         return max(self._numbers(), default=0)
 
-    def _has(self, number: int) -> bool:
+    def has(self, number: int) -> bool:
         return (self.path(number) / "config.json").is_file()
 
     def _numbers(self) -> list[int]:
@@ -83,14 +100,14 @@ class Generations:
         for path in (*folder.iterdir(), folder, self.folder):  # after a power cut current.json must not name half a drafter
             _sync(path)
         self.choose(number)
-        kept = {0, number, *needed}  # the first is the measure of all
+        kept = {0, number, *needed}  # the first is a baseline of all
         for old in [one for one in self._numbers() if one != number][: -self.keep]:
             if old not in kept:
                 shutil.rmtree(self.path(old), ignore_errors=True)
 
     def choose(self, number: int) -> int:
         """A restart goes on with this generation or, if its save failed, with the last one saved before it; which one."""
-        saved = [one for one in self._numbers() if one <= number and self._has(one)]
+        saved = [one for one in self._numbers() if one <= number and self.has(one)]
         if not saved:
             raise FileNotFoundError(f"{self.path(number)} is missing, and all before it")
         content = json.dumps({"generation": saved[-1]}).encode() + b"\n"
@@ -101,13 +118,12 @@ class Generations:
         with self.history.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
-    def last_event(self) -> dict[str, Any]:
-        """Of the history; empty: there is none that can be read."""
+    def events(self) -> list[dict[str, Any]]:
+        """Of the history; none: it cannot be read."""
         try:
-            found = json.loads(self.history.read_text(encoding="utf-8").splitlines()[-1])
-        except (OSError, ValueError, IndexError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            return [one for one in read_history(self.folder) if isinstance(one, dict) and "event" in one]
+        except (UserError, UnicodeDecodeError):
+            return []
 
 
 def _sync(path: Path) -> None:

@@ -25,10 +25,13 @@ class Journal:
     def __init__(self, generations: Generations | None, counts: Callable[[], dict[str, int]]) -> None:
         """`generations`: None: nothing is written to disk. `counts`: requests, steps and generation, which every line bears."""
         self.generations, self.counts = generations, counts
-        last = generations.last_event() if generations is not None else {}
+        past = generations.events() if generations is not None else []
+        last = past[-1] if past else {}
         self._before = {name: last.get(name, 0) for name in ("seconds", "requests", "steps")}  # a restart counts on from them
         self.curve: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        for event in past:
+            (self.curve if event["event"] == "point" else self.events).append(event)
         self._window = [0, 0, 0]  # steps, accepted tokens and requests of the next point
         self._began = time.monotonic()
         self._disk = ThreadPoolExecutor(1, "learn-disk")
@@ -49,6 +52,15 @@ class Journal:
         if (generations := self.generations) is not None:
             self._write(lambda: generations.record(event))
 
+    def history(self) -> dict[str, Any]:
+        """For the page: points of the curve as [requests, acceptance length], the last of fewer requests than the others, and
+        after how many requests other weights were served."""
+        points = [[one["requests"], one["acceptance_length"]] for one in self.curve]
+        steps, accepted, _ = self._window
+        if steps:
+            points.append([self.counts()["requests"] + self._before["requests"], 1 + accepted / steps])
+        return {"points": points, "swaps": [one["requests"] for one in self.events if one["event"] in ("swap", "rollback")]}
+
     def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
         """As `Generations.save`. `drafter` must not change any more: it is written later."""
         if (generations := self.generations) is not None:
@@ -68,6 +80,8 @@ class Journal:
     def close(self) -> None:
         """Waits for what is being written."""
         self._disk.shutdown()
+        if self.generations is not None:
+            self.generations.close()
 
     def _write(self, write: Callable[[], None]) -> None:
         def guarded() -> None:

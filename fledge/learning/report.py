@@ -23,7 +23,7 @@ def summarize(events: list[dict[str, Any]]) -> str:
     ]
     for event in events:
         if event["event"] == "swap":
-            fixed = f", fixed set {event['fixed_first']:.2f} → {event['fixed_after']:.2f}" if event.get("fixed_first") else ""
+            fixed = f", fixed set {event['fixed_before']:.2f} → {event['fixed_after']:.2f}" if event.get("fixed_before") else ""
             lines.append(
                 f"  at {event['requests']:,} requests generation {event['generation']}: held-out traffic "
                 f"{event['recent_before']:.2f} → {event['recent_after']:.2f}{fixed}"

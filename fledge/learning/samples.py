@@ -1,6 +1,6 @@
-"""Samples of served traffic in memory: bounded by bytes, by age and by each client's share; the most needed stay longest.
+"""Samples of served traffic in memory: bounded by bytes, by age and by each client's share; high priority stays longest.
 
-finished request ──▶ admit ──▶ ring        drawn for training: clients take turns, the neediest sample of a few first
+finished request ──▶ admit ──▶ ring        drawn for training: clients take turns, of a few samples the highest priority first
                           └──▶ held out    one prompt in eight, by its hash: never trained on, however often it comes
 """
 
@@ -13,7 +13,7 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from fledge.drift.texts import TargetText
 
 HELD_OUT_EVERY = 8
 CANDIDATES = 8  # samples that an eviction or a draw looks at
-USE_DECAY = 0.7  # of a sample's need, each time it was trained on
+USE_DECAY = 0.7  # of a sample's priority, each time it was trained on
 MAX_USES = 8  # after which a sample is not drawn any more: idle time must not be spent on learning a few texts by heart
 LEAST_ANSWER = 8  # tokens; a shorter answer has nothing to learn from
 # A client may hold this share of the ring and of the held-out texts once others are there too.
@@ -37,33 +37,40 @@ class Sample:
     answer_start: int
     client: str = ""
     domain: int = 0
-    need: float = 0.5  # share of drafts that were rejected, more for novel texts and for those the drift guard shortened
+    priority: float = 0.5  # share of drafts that were rejected, more for novel texts and for those the drift guard shortened
     arrival: float = field(default_factory=time.monotonic)
     text: TargetText | None = None  # with the target's hidden states; None: to be computed when it is first used
-    max_states: int | None = None  # held out: hidden states are kept for so many tokens, the first one and the last ones
+    max_states: int | None = None  # hidden states are kept for so many tokens, the first one and the last ones
+    num_skipped: int = 0  # tokens after the first one that were left out
+    key: int = 0  # of the whole text
     uses: int = 0
     counts: dict[int, Count] = field(default_factory=dict)  # held out: what each generation's drafter accepts
 
     @property
-    def current_need(self) -> float:
-        return self.need * USE_DECAY**self.uses
+    def current_priority(self) -> float:
+        return self.priority * USE_DECAY**self.uses
 
     @property
     def num_states(self) -> int:
         """Tokens whose hidden states are kept."""
         return len(self.tokens) if self.max_states is None else min(len(self.tokens), self.max_states)
 
-    def keep(self, text: TargetText) -> None:
-        """Keeps the hidden states of `text`, which has all tokens."""
-        if cut := len(self.tokens) - self.num_states:
+    def keep(self, text: TargetText, num_skipped: int = 0) -> None:
+        """Keeps the hidden states of `text`: all tokens, or all but so many after the first. What does not fit is left out."""
+        cut = max(0, len(text.tokens_T) - (self.max_states or len(text.tokens_T)))
+        if cut:
             # Without the first token, the attention sink, a drafter would not draft as it does when it is served.
-            tokens_T, *taps = (torch.cat([part[:1], part[1 + cut :]]) for part in (text.tokens_T, *text.taps))
-            text = TargetText(tokens_T, text.answer_start - cut, taps)
-        self.text = text
+            parts = [text.tokens_T, *text.taps, *([] if text.hidden_TD is None else [text.hidden_TD])]
+            tokens_T, *states = (torch.cat([part[:1], part[1 + cut :]]) for part in parts)
+            taps, hidden = states[: len(text.taps)], states[len(text.taps) :]
+            text = TargetText(tokens_T, max(1, text.answer_start - cut), taps, hidden[0] if hidden else None)
+        self.num_skipped = num_skipped + cut
+        self.tokens, self.answer_start, self.text = text.tokens_T.tolist(), text.answer_start, text
 
 
 class SampleRing:
-    """`max_tokens` bounds all of it. `min_held_out`: so many held-out texts must fit, however long they are."""
+    """`max_tokens` bounds all of it. `min_held_out`: so many held-out texts must fit, however long they are. Of a text longer
+    than `sample_tokens` the first token and the last ones are kept."""
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class SampleRing:
         max_held_out: int,
         *,
         min_held_out: int = 1,
+        sample_tokens: int = 1 << 30,
         max_age: float = 1e9,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +86,8 @@ class SampleRing:
         # A quarter of the memory is for held-out texts.
         self.max_tokens, self.max_held_out_tokens = 3 * max_tokens // 4, max_tokens // 4
         self.max_held_out, self.max_age, self.clock = max_held_out, max_age, clock
-        self.max_held_out_states = self.max_held_out_tokens // min_held_out  # of one text
+        self.sample_tokens = sample_tokens  # of one text
+        self.max_held_out_states = min(self.max_held_out_tokens // min_held_out, sample_tokens)
         self.by_client: dict[str, list[Sample]] = {}
         self.tokens_of: Counter[str] = Counter()
         self.held_out: list[Sample] = []
@@ -109,23 +118,23 @@ class SampleRing:
         if len(sample.tokens) - sample.answer_start < LEAST_ANSWER:
             self.dropped["loop" if loop is not None else "short"] += 1
             return False
-        key = hash(tuple(sample.tokens))
+        sample.key, sample.max_states = hash(tuple(sample.tokens)), self.sample_tokens
         if is_held_out(sample.tokens[: sample.answer_start]):
-            self._cut_held_out(sample)
-            self.held_out = [one for one in self.held_out if one.tokens != sample.tokens]
+            sample.max_states = self.max_held_out_states
+            self.held_out = [one for one in self.held_out if one.key != sample.key]
             self.held_out.append(sample)
             self._shrink_held_out()
             self.expires_at = min(self.expires_at, sample.arrival + self.max_age)
             return True
-        if key in self.keys:
+        if sample.key in self.keys:
             self.dropped["repeated"] += 1
             return False
-        if len(sample.tokens) > self.max_tokens:
+        if sample.num_states > self.max_tokens:
             self.dropped["long"] += 1
             return False
-        self.keys.add(key)
+        self.keys.add(sample.key)
         self.by_client.setdefault(sample.client, []).append(sample)
-        self.tokens_of[sample.client] += len(sample.tokens)
+        self.tokens_of[sample.client] += sample.num_states
         self.num_admitted += 1
         self.expires_at = min(self.expires_at, sample.arrival + self.max_age)
         while self.num_tokens > self.max_tokens:
@@ -135,19 +144,41 @@ class SampleRing:
     def draw(self, room: int) -> list[Sample]:
         """Samples of at most `room` tokens together, for one training step: clients take turns."""
         drawn: list[Sample] = []
-        for _ in range(64):  # texts that do not fit are passed over
-            if not self.by_client:
-                break
-            client = self._random.choice(sorted(self.by_client))
-            few = [self._random.choice(self.by_client[client]) for _ in range(CANDIDATES)]
-            fitting = [one for one in few if len(one.tokens) <= room and one.uses < MAX_USES and one not in drawn]
-            if not fitting:
+        left = {client: [one for one in some if one.uses < MAX_USES] for client, some in sorted(self.by_client.items())}
+        while left:
+            client = self._random.choice(list(left))
+            few = self._random.sample(left[client], min(CANDIDATES, len(left[client])))
+            fitting = [one for one in few if one.num_states <= room]
+            if not fitting:  # look at all: texts are passed over only if none of the client's fits
+                left[client] = [one for one in left[client] if one.num_states <= room]
+                if not left[client]:
+                    del left[client]
                 continue
-            chosen = max(fitting, key=lambda one: one.current_need)
+            chosen = max(fitting, key=lambda one: one.current_priority)
+            left[client].remove(chosen)
             chosen.uses += 1
             drawn.append(chosen)
-            room -= len(chosen.tokens)
+            room -= chosen.num_states
         return drawn
+
+    def give_back(self, samples: Iterable[Sample]) -> None:
+        """They were drawn and not trained on, or what was learnt from them is dropped."""
+        for one in samples:
+            one.uses = max(0, one.uses - 1)
+
+    def drop_long(self, sample: Sample) -> None:
+        """Its hidden states were not collected, and it is too long to compute them."""
+        self.dropped["long"] += 1
+        if sample in self.held_out:
+            self.held_out.remove(sample)
+        elif sample in self.by_client.get(sample.client, ()):
+            self._drop(sample)
+
+    def check_integrity(self) -> None:
+        samples = [one for some in self.by_client.values() for one in some]
+        assert self.keys == {one.key for one in samples}
+        for client, some in self.by_client.items():
+            assert self.tokens_of[client] == sum(one.num_states for one in some), "a sample has changed its length"
 
     def forget_all(self) -> None:
         self.by_client.clear()
@@ -157,27 +188,22 @@ class SampleRing:
         self.expires_at = math.inf
 
     def _evict(self) -> None:
-        """The least needed of a few: of the client with most tokens if it has more than its share, else of any."""
+        """The lowest priority of a few: of the client with most tokens if it has more than its share, else of any."""
         heaviest, tokens = self.tokens_of.most_common(1)[0]
         over = len(self.by_client) > 1 and tokens > CLIENT_SHARE * self.max_tokens
         client = heaviest if over else self._random.choices(list(self.tokens_of), list(self.tokens_of.values()))[0]
         few = [self._random.choice(self.by_client[client]) for _ in range(CANDIDATES)]
         now = self.clock()
-        # Age lowers need by 0.1 per max_age; ties drop the older sample.
-        self._drop(min(few, key=lambda one: one.current_need - 0.1 * (now - one.arrival) / max(self.max_age, 1.0)))
+        # Age lowers priority by 0.1 per max_age; ties drop the older sample.
+        self._drop(min(few, key=lambda one: one.current_priority - 0.1 * (now - one.arrival) / max(self.max_age, 1.0)))
 
     def _drop(self, sample: Sample) -> None:
         of_client = self.by_client[sample.client]
         of_client.remove(sample)
-        self.tokens_of[sample.client] -= len(sample.tokens)
-        self.keys.discard(hash(tuple(sample.tokens)))
+        self.tokens_of[sample.client] -= sample.num_states
+        self.keys.discard(sample.key)
         if not of_client:
             del self.by_client[sample.client], self.tokens_of[sample.client]
-
-    def _cut_held_out(self, sample: Sample) -> None:
-        """A long text: half of its states are for the answer, so that a long prompt leaves something to measure."""
-        sample.max_states = self.max_held_out_states
-        sample.tokens = sample.tokens[: max(sample.max_states, sample.answer_start + sample.max_states // 2)]
 
     def _shrink_held_out(self) -> None:
         """The oldest go: of a client with more than its share of the texts or of their tokens first."""

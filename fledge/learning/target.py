@@ -16,14 +16,23 @@ from fledge.drift.texts import TargetText, read_texts
 from fledge.kernels.linear.packed import GgufLinear, PackedLinear
 from fledge.kernels.quantization import QuantizedLinear, dequantize
 from fledge.models.decoder import Decoder
-from fledge.training.losses import Head
-from fledge.training.targets.target import Target, TargetStates
+from fledge.training.targets.target import Head, Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 # Of kept hidden states. bf16 has fp32's range, which massive activations of first tokens need, in half of the bytes.
 KEPT_DTYPE = torch.bfloat16
 # Beginnings that many prompts share, a system prompt say.
 PREFIX_TOKENS, MAX_PREFIXES = 128, 16
+# Of a long text whose beginning the cache had: hidden states know what was before, but some of the text must be left.
+LEAST_CUT_TOKENS = 16
+# Tokens of a text that are worth computing again, if its hidden states were not collected. On a CPU as many as a sample may
+# have take 0.1 s; a GPU reads 8,192 in less.
+MOST_READ_TOKENS = {"cpu": 256, "cuda": 8192}
+
+
+def training_dtype(device: torch.device) -> torch.dtype:
+    """Of a training step's matrix products, whatever the target is served in."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 class ServedTarget(Target):
@@ -34,7 +43,7 @@ class ServedTarget(Target):
         self.device = decoder.norm.weight.device
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.embedding = decoder.embed_tokens
-        weight = linear_weight(decoder.lm_head, torch.float32 if self.device.type == "cpu" else decoder.dtype)
+        weight = linear_weight(decoder.lm_head, training_dtype(self.device))
         # Prefix to (time of the last request with it, its hidden states by layer); the most recently used comes last.
         self.prefixes: dict[tuple[int, ...], tuple[float, list[Tensor]]] = {}
         self.unknown: dict[tuple[int, ...], float] = {}  # no states yet: `read` adds those of texts with the prefix
@@ -58,30 +67,57 @@ class ServedTarget(Target):
         return found
 
     @torch.no_grad()
-    def collected(self, tokens: Sequence[int], answer_start: int, start: int, states: Sequence[Tensor]) -> TargetText | None:
+    def collected(
+        self, tokens: Sequence[int], answer_start: int, start: int, states: Sequence[Tensor], max_states: int
+    ) -> tuple[TargetText, int] | None:
         """From states of serving passes, from position `start` on: the taps and, last, the residual stream before the final
-        norm. None: they are too few, or what lies before `start`, which the cache had, is not known yet. Never waits for
-        the device: requests run meanwhile."""
+        norm. With the number of tokens after the first that are left out of it, because `max_states` are kept.
+
+        None: they are too few, or what lies before `start`, which the cache had, is not known yet. Never waits for the
+        device: requests run meanwhile.
+        """
         states = [state[: len(tokens) - start] for state in states]
-        layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.dtype))]
-        if start:
-            prefix = tuple(tokens[:start])
-            if (known := self.prefixes.pop(prefix, None)) is None:
-                if start <= PREFIX_TOKENS:
-                    self.unknown.pop(prefix, None)
-                    while len(self.unknown) >= MAX_PREFIXES:  # no text with the oldest was read
-                        del self.unknown[next(iter(self.unknown))]
-                    self.unknown[prefix] = self.clock()
-                return None
-            _, before = known
-            self.prefixes[prefix] = (self.clock(), before)
-            layers = [torch.cat([kept.to(layer), layer]) for kept, layer in zip(before, layers, strict=True)]
-        missing = len(tokens) - len(layers[0])
-        if missing > 1:
+        if len(tokens) - start - len(states[0]) > 1 or not len(states[0]):
             return None
-        if missing:  # the last token's states are not computed when it ends the answer, and nothing reads them
+        layers = [*states[:-1], self.decoder.norm(states[-1].to(self.decoder.dtype))]
+        before = self._prefix(tuple(tokens[:start])) if 0 < start <= PREFIX_TOKENS else None
+        num_skipped = 0
+        if start and before is None and len(tokens) > max_states:
+            # A long text is cut anyway. A first token's states depend on nothing but the token.
+            before, num_skipped = self._prefix((tokens[0],)), start - 1
+            if before is None:
+                self._ask_for((tokens[0],))
+            elif len(tokens) - start < LEAST_CUT_TOKENS:
+                before = None
+        if start and before is None:
+            if start <= PREFIX_TOKENS:
+                self._ask_for(tuple(tokens[:start]))
+            return None
+        if before is not None:
+            layers = [torch.cat([kept.to(layer), layer]) for kept, layer in zip(before, layers, strict=True)]
+        if len(tokens) - num_skipped > len(layers[0]):
+            # The last token's states are not computed when it ends the answer, and nothing reads them.
             layers = [torch.cat([layer, layer.new_zeros(1, layer.shape[1])]) for layer in layers]
-        return _kept(TargetText(torch.tensor(tokens), answer_start, layers[:-1], layers[-1]))
+        shown = torch.tensor([tokens[0], *tokens[1 + num_skipped :]])
+        return _kept(TargetText(shown, max(1, answer_start - num_skipped), layers[:-1], layers[-1])), num_skipped
+
+    @property
+    def unknown_first_tokens(self) -> list[int]:
+        """Of long texts: their states are to be computed."""
+        return [prefix[0] for prefix in self.unknown if len(prefix) == 1]
+
+    def _prefix(self, prefix: tuple[int, ...]) -> list[Tensor] | None:
+        """Its states, if they are known; it is the most recently used one then."""
+        if (known := self.prefixes.pop(prefix, None)) is None:
+            return None
+        self.prefixes[prefix] = (self.clock(), known[1])
+        return known[1]
+
+    def _ask_for(self, prefix: tuple[int, ...]) -> None:
+        self.unknown.pop(prefix, None)
+        while len(self.unknown) >= MAX_PREFIXES:  # no text with the oldest was read
+            del self.unknown[next(iter(self.unknown))]
+        self.unknown[prefix] = self.clock()
 
     def _keep_prefix(self, prefix: tuple[int, ...], layers: list[Tensor]) -> None:
         asked_at = self.unknown.pop(prefix)
@@ -113,12 +149,11 @@ class ServedTarget(Target):
         return self.num_channels * KEPT_DTYPE.itemsize + 8
 
     @property
-    def num_bytes(self) -> int:
-        """Of beginnings at most, and of the head if it is not the engine's own."""
+    def head_bytes(self) -> int:
+        """Of the head, if it is not the engine's own."""
         own = dict(self.decoder.lm_head.named_parameters(recurse=False)).get("weight")
         is_shared = own is not None and own.data_ptr() == self.head.weight.data_ptr()
-        beginnings = MAX_PREFIXES * PREFIX_TOKENS * self.num_channels * KEPT_DTYPE.itemsize
-        return beginnings + (0 if is_shared else self.head.weight.untyped_storage().nbytes())
+        return 0 if is_shared else self.head.weight.untyped_storage().nbytes()
 
 
 def _kept(text: TargetText) -> TargetText:

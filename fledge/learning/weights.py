@@ -43,7 +43,7 @@ class StagedWeights:
         """Casts and packs module by module; pauses after each."""
         for name, module in self.network.named_modules():
             if isinstance(module, PackedLinear):
-                fresh = PackedLinear(_plain(weights[f"{name}.weight"], weights.get(f"{name}.bias")), round(module.bits))
+                fresh = PackedLinear(_plain(weights[f"{name}.weight"], weights.get(f"{name}.bias")), module.asked_bits)
                 self._stage_packed(module, fresh)
             else:
                 for own, place in module.named_parameters(recurse=False):
@@ -57,10 +57,6 @@ class StagedWeights:
             place.copy_(value)
         for module, fresh in self.packed:
             module.packed, module.bias = fresh.packed, fresh.bias
-        # Kernels may keep a weight in a layout of their own beside it.
-        for part in self.network.modules():
-            if (refresh := getattr(part, "refresh_prepared_weights", None)) is not None:
-                refresh()
 
     def _stage_packed(self, module: PackedLinear, fresh: PackedLinear) -> None:
         if module.native is None:

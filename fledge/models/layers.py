@@ -121,6 +121,8 @@ class Rotary(nn.Module):
 
 
 def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) -> tuple[Tensor, float]:
+    if rope.kind == "none":  # angles of zero: numbers times one, plus others times zero
+        return torch.zeros(head_dim // 2), 1.0
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inverse = 1.0 / rope.theta**exponents
     original = rope.original_max_positions or max_positions

@@ -18,6 +18,7 @@ from fledge.kernels.draft_inputs import DraftInputs
 from fledge.kernels.linear.reference import NormModule as NormModule
 from fledge.kernels.moe import experts_reference, experts_triton
 from fledge.kernels.native_layers import LayerLike
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax, SamplingState
 from fledge.kernels.triton_support import use_triton
 
@@ -101,7 +102,7 @@ class ExpertsModule(Protocol):
     @property
     def experts(self) -> Sequence[ExpertModule]: ...
 
-    stacked: tuple[Tensor, Tensor] | None
+    stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None
 
 
 class NetworkModule(Protocol):

@@ -25,6 +25,7 @@ GAUGES = {
     "generation": "Number of the weights that are served; 0: those of the start.",
     "samples": "Texts kept in memory to learn from.",
     "sample_tokens": "Their tokens.",
+    "clients": "Callers that they are of.",
     "held_out": "Recent texts kept to judge candidates by.",
     "memory_bytes": "Memory that learning takes at most, apart from a step's activations.",
     "loss": "Loss of the last training step.",

@@ -19,6 +19,10 @@ class VocabularyCoverage:
     def __init__(self, ids: Collection[int] | None, coverage: float | None = None) -> None:
         """`ids`: the target ids that can be drafted; None: all of them. `coverage`: of the training answers, if recorded."""
         self.ids = None if ids is None else frozenset(ids)
+        self.start_from(coverage)
+
+    def start_from(self, coverage: float | None) -> None:
+        """Forgets what was measured."""
         prior = 0.0
         if self.ids is not None:
             prior = PRIOR_SHARE if coverage is None else min(max(1 - coverage, 0.0), 1.0)

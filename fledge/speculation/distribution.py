@@ -64,25 +64,3 @@ def sampling_tensors(
         top_p, min_p = (torch.tensor([x], device=device) for x in (max(params.top_p, LEAST_TOP_P), params.min_p))
         truncation = TruncationParams(top_p, torch.tensor([max(params.top_k, 0)], device=device), min_p)
     return temperature, numbers[0], numbers[1], truncation
-
-
-def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, min-p, top-k and top-p over the last dimension. Not for temperature 0."""
-    probs = torch.softmax(logits.float() / params.temperature, -1)
-    keep = None
-    if params.min_p > 0:
-        keep = probs >= params.min_p * probs.amax(-1, keepdim=True)
-    if 0 < params.top_k < probs.shape[-1]:
-        kth = probs.topk(params.top_k, -1).values[..., -1:]
-        keep = probs >= kth if keep is None else keep & (probs >= kth)
-    if keep is not None:
-        probs = probs * keep
-        probs = probs / probs.sum(-1, keepdim=True)
-    if params.top_p < 1:
-        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the mass ahead of each token
-        cut[..., 0] = False  # the likeliest always stays: in fp32 the smallest top_p are 0
-        ordered = ordered.masked_fill(cut, 0)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.kernels.quantization import quantize
+from fledge.kernels.quantization import QuantizedLinear, quantize
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_model_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -150,6 +150,8 @@ def test_steps_prefill_and_loop_of_a_shape(shape_bench, capsys) -> None:
         ("8b", 8.03, False),
         ("14b", 14.77, False),
         ("32b", 32.76, False),
+        ("30b-a3b", 30.53, False),
+        ("8b-int4", 8.03, False),
     ],
 )
 def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bool) -> None:
@@ -157,6 +159,36 @@ def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bo
     config = shapes.SHAPES[name]
     assert shapes.num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.004)
     assert config.tie_embeddings == head_is_tied
+
+
+@pytest.mark.parametrize("kind", ["experts", "8b-fp8", "8b-int4"])
+def test_steps_of_experts_and_of_quantised_shapes(kind: str, shape_bench) -> None:
+    """As a card would run them, with references for kernels."""
+    sizes = sys.modules["gpu_sizes"]
+    small = {"num_layers": 6, "max_positions": 2048, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    if kind == "experts":
+        shape_bench.config = tiny_model_config("Qwen3MoeForCausalLM", num_layers=6, max_positions=2048)
+    else:
+        shape_bench.name, shape_bench.config = kind, tiny_model_config(**small)
+    shape_bench.args.cublas = False
+    found = sizes.steps(shape_bench)
+    assert all(found[f"2 rows, {what}"]["us"] > 0 for what in ("plain", "depth 3"))
+    formats = {m.quantized.format for m in shape_bench.decoder.modules() if isinstance(m, QuantizedLinear)}
+    assert formats == {"experts": set(), "8b-fp8": {"fp8"}, "8b-int4": {"int4"}}[kind]
+
+
+def test_least_times_of_experts_and_of_quantised_weights() -> None:
+    """At one row, bandwidth alone: the experts of one token, and the bits of a weight."""
+    shapes = importlib.import_module("gpu_shapes")
+    moe, dense = shapes.Work(shapes.SHAPES["30b-a3b"], None), shapes.Work(shapes.SHAPES["8b"], None)
+    assert moe.all_weights == pytest.approx(61.06e9, rel=0.01)
+    assert moe.cycle_us(1, 0, 0) == pytest.approx(
+        1e6 * 2 * (3.35e9 - 0.311e9) / 4.8e12, rel=0.02
+    )  # of 3.3B active, no embedding
+    assert moe.cycle_us(64, 0, 0) > 8 * moe.cycle_us(1, 0, 0)
+    fp8, int4 = (shapes.Work(shapes.SHAPES["8b"], None, layer_bits=bits) for bits in (8.0, 4 + 48 / 128))
+    assert 1.7 < dense.cycle_us(1, 0, 0) / fp8.cycle_us(1, 0, 0) < 2
+    assert 2.6 < dense.cycle_us(1, 0, 0) / int4.cycle_us(1, 0, 0) < 3.7
 
 
 def test_random_networks_have_the_type_and_draft_vocabulary_asked_for() -> None:

@@ -40,3 +40,12 @@ def test_it_settles_where_the_host_just_keeps_up():
         launches.append(pace.cycles)
         pace.record(device_was_idle=pace.cycles < 3)
     assert sum(launches[50:]) / len(launches[50:]) > 2.9
+
+
+def test_other_work_on_the_device_is_not_taken_for_a_slow_host():
+    """Learning runs between two launches: the device has finished everything at the second one, however fast the host is."""
+    pace = LaunchAhead()
+    for launch in range(20 * CALM_LAUNCHES):
+        pace.skips_next = learns = launch % 16 == 0
+        pace.record(device_was_idle=learns)
+    assert pace.cycles == 1

@@ -216,7 +216,7 @@ def test_drafts_equal_a_computation_from_scratch(inner_settings):
     inner = build_engine(decoder, Speculation(network, 4), config).drafter
     oracle = OracleSpeculator(answers, 5, reach=lambda length: length % 6, inner=inner)
     engine = engine_with(decoder, oracle, config)
-    assert inner.cache.keys.shape[2] == engine.pool.num_pages * 8
+    assert inner.cache.keys.shape[2] >= engine.pool.num_pages * 8  # a page number names the same slots in both
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts] == plain
     assert engine.pool.num_found > 0
     assert run(engine, prompts, GREEDY) == plain

@@ -50,14 +50,14 @@ def test_states_training_and_swaps_under_graphs(engine):
             assert float(off.median()) < 0.03
     while not hook.learner.counts.steps:
         assert engine.idle()
-    address = hook.network.fc.weight.data_ptr()
+    address = hook.served.network.fc.weight.data_ptr()
     noisy = {
         name: value + 0.5 * value.std() * torch.randn_like(value)
-        for name, value in hook.learner.serving.items()
+        for name, value in hook.served.weights.items()
         if value.numel()
     }
     before = serve(engine, learn=False)
-    list(hook._swap(noisy, Decision(True, "a test")))
+    list(hook.served.swap(noisy, Decision(True, "a test")))
     after = serve(engine, learn=False)
     assert [request.tokens for request in after] == expected
     assert sum(r.stats.accepted for r in after) < 0.8 * sum(r.stats.accepted for r in before)  # the graphs read the new weights
@@ -65,5 +65,5 @@ def test_states_training_and_swaps_under_graphs(engine):
     again = serve(engine, learn=False)
     assert [request.tokens for request in again] == expected
     assert sum(r.stats.accepted for r in again) > 0.95 * sum(r.stats.accepted for r in before)
-    assert hook.network.fc.weight.data_ptr() == address
+    assert hook.served.network.fc.weight.data_ptr() == address
     engine.check_integrity()

@@ -24,8 +24,8 @@ from fledge.kernels.sample import (
 from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, lowest_kept
 from fledge.kernels.truncation import TruncationParams, floor_reference, floor_triton
 from fledge.sampling import SamplingParams
-from fledge.speculation.distribution import probabilities
 from tests.kernels.support import device_of_kernels, runs_triton
+from tests.oracle import probabilities
 
 KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 SAMPLERS = ["cpu", *KERNELS]

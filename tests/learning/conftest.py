@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from fledge.learning.target import linear_weight
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
-from fledge.training import toy
+from fledge.training.targets import toy
 
 DEPTH = 4
 GREEDY = SamplingParams(max_tokens=48, temperature=0)
@@ -73,13 +73,15 @@ def learning_engine(target: Decoder) -> Callable[..., Engine]:
         capture: bool | None = None,
         engine: dict | None = None,
         drift_guard: bool = False,
+        slice_seconds: float = 0.0,
+        model: Decoder | None = None,
         **learn: Any,
     ) -> Engine:
-        """`drafter`: None: day 0."""
+        """`drafter`: None: day 0. `slice_seconds`: 0: one micro-step at a time."""
         torch.manual_seed(0)
         speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=drift_guard)
         built = build_learning_engine(
-            copy.deepcopy(target),
+            copy.deepcopy(model or target),
             speculation,
             EngineConfig(**{**ENGINE, **(engine or {})}),
             LearnConfig(**{**LEARN, **learn}),
@@ -87,6 +89,8 @@ def learning_engine(target: Decoder) -> Callable[..., Engine]:
             capture=capture,
             clock=Ticks(),
         )
+        if built.hook is not None:  # memory may have run out
+            built.hook.slice_seconds = slice_seconds
         built.warm_up()
         return built
 
@@ -106,25 +110,34 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], concurrency: int = 8
 
 @pytest.fixture(scope="session")
 def learnt(target: Decoder, learning_engine: Callable[..., Engine]) -> tuple[Engine, list, list]:
-    """Day 0, a stream of stories: the engine afterwards, its first requests and its last ones."""
-    engine = learning_engine()
+    """Day 0, a stream of stories: the engine afterwards, all its requests, and more that it did not learn from."""
+    engine = learning_engine(slice_seconds=0.01)
     engine.drafter.fallback = None  # the drafter alone, from the start
     # 240 requests; those after them are measured and not learnt from.
     requests = serve(engine, toy_prompts(240, seed=1))
     for _ in range(200):
         if not engine.idle():
             break
-    return engine, requests[:32], serve(engine, toy_prompts(32, seed=2), learn=False)
+    return engine, requests, serve(engine, toy_prompts(32, seed=2), learn=False)
 
 
 @pytest.fixture(scope="session")
 def drafter(learnt: tuple[Engine, list, list]) -> EagleDrafter:
     hook = learnt[0].hook
-    copied = copy.deepcopy(hook.learner.master).requires_grad_(False)
+    copied = copy.deepcopy(hook.learner.candidate.master).requires_grad_(False)
     with torch.no_grad():
         for name, parameter in copied.named_parameters():
-            parameter.copy_(hook.learner.serving[name])
+            parameter.copy_(hook.served.weights[name])
     return copied
+
+
+def finished(work: Generator[Any, None, Any]) -> Any:
+    """Does all of it; what it returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def served_weights(network: EagleDrafter) -> dict[str, Tensor]:

@@ -12,16 +12,16 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.learning.generations import Generations, read_history
-from fledge.learning.setup import day_zero_config
+from fledge.learning.setup import initial_drafter_config
 from fledge.models.drafter import EagleDrafter
-from fledge.training import toy
+from fledge.training.targets import toy
 
 KEEP = 1
 
 
 def saved(folder: Path, number: int) -> None:
     """A generation whose weights all are its number, and its line in the history."""
-    drafter = EagleDrafter(day_zero_config(toy.TARGET)).requires_grad_(False)
+    drafter = EagleDrafter(initial_drafter_config(toy.TARGET)).requires_grad_(False)
     for parameter in drafter.parameters():
         parameter.fill_(float(number))
     generations = Generations(folder, KEEP)
@@ -54,7 +54,7 @@ def test_a_kill_in_a_save_leaves_a_whole_generation(tmp_path):
     assert len(folders) > 12
     seen = []
     for folder in folders:
-        generations = Generations(folder, KEEP)
+        generations = Generations(folder, KEEP).lock()
         number = generations.current
         seen.append(number)
         drafter = load_drafter(generations.path(number), toy.TARGET)
@@ -63,6 +63,7 @@ def test_a_kill_in_a_save_leaves_a_whole_generation(tmp_path):
         assert [event["requests"] for event in read_history(folder)][:3] == [1, 2, 3]
         assert not list(folder.glob(".generation-*"))
         assert generations.newest >= number
+        generations.close()
         saved(folder, generations.newest + 1)  # a restart goes on
         assert generations.current == generations.newest
     assert seen == sorted(seen)

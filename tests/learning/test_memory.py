@@ -10,10 +10,12 @@ import torch
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision
-from fledge.learning.setup import day_zero_config, reserved_bytes
+from fledge.learning.memory import reserved_bytes
+from fledge.learning.served import Before
+from fledge.learning.setup import initial_drafter_config
 from fledge.learning.weights import StagedWeights, weights_of
-from fledge.training import toy
-from tests.learning.conftest import GREEDY, serve, toy_prompts
+from fledge.training.targets import toy
+from tests.learning.conftest import GREEDY, finished, serve, toy_prompts
 
 
 def tensors() -> list[torch.Tensor]:
@@ -35,11 +37,11 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
     engine = learning_engine(budget=1e-6, engine={"dtype": dtype}, memory_mb=1)
     hook, learner = engine.hook, engine.hook.learner
     serve(engine, toy_prompts(80, seed=31))
-    list(learner._read_fixed())
+    list(learner._measure_fixed())
     batch = learner._draw()
     list(learner._read_missing(batch))
-    assert learner._train(batch)  # there are moments now
-    hook.before = (weights_of(learner.master), 0, hook.live)
+    assert finished(learner._train(batch))  # there are moments now
+    hook.served.before = Before(weights_of(learner.candidate.master), 0, hook.served.live)
     list(learner._read_missing(hook.ring.held_out))
     del batch
     seen, apply = [], StagedWeights.apply
@@ -49,9 +51,9 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
         apply(staged)
 
     monkeypatch.setattr(StagedWeights, "apply", measured)
-    list(learner._accept(weights_of(learner.master), Decision(True, "a test")))
+    list(learner.accept(weights_of(learner.candidate.master), Decision(True, "a test")))
     announced, target = hook.num_bytes, hook.target
-    assert target.num_bytes - 16 * 128 * target.num_channels * 2 == target.head.weight.untyped_storage().nbytes()  # its own
+    assert target.head_bytes == target.head.weight.untyped_storage().nbytes()  # its own
     states = sum(one.num_states for one in hook.ring.kept if one.text is not None) * target.bytes_per_token()
     hook._stop("a test")
     stays = tensor_bytes()
@@ -65,8 +67,8 @@ def test_the_announced_memory_is_what_a_swap_holds(learning_engine, monkeypatch,
 
 
 def test_room_for_the_head_is_reserved_where_it_is_served_quantised():
-    config, learn = day_zero_config(toy.TARGET), LearnConfig().resolve(torch.device("cpu"))
-    plain, quantised = (reserved_bytes(config, learn, copies_head=copies) for copies in (False, True))
+    config, learn = initial_drafter_config(toy.TARGET), LearnConfig().resolve(torch.device("cpu"))
+    plain, quantised = (reserved_bytes(config, learn, copies_head=copies, max_model_len=256) for copies in (False, True))
     assert quantised - plain == 2 * toy.TARGET.vocab_size * toy.TARGET.hidden_size
 
 
@@ -79,7 +81,7 @@ def test_states_of_running_requests_are_no_more_than_announced(learning_engine, 
     largest = 0
     while engine.has_unfinished():
         engine.step()
-        parts = [layer for one in engine.executor.states.kept.values() for part in one.parts for layer in part]
+        parts = [layer for one in engine.executor.states.kept.values() for layer in one.layers]
         largest = max(largest, sum(layer.nbytes for layer in parts))
     most = 8 * 64 * hook.target.num_channels * 4
     assert most / 2 < largest <= most

@@ -13,16 +13,19 @@ from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
-from fledge.learning.admission import Admission
+from fledge.learning.batch import pack
 from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget
+from fledge.learning.collector import Admission
 from fledge.learning.config import LearnConfig
 from fledge.learning.domains import RETIRE_AFTER, Domains
-from fledge.learning.gate import MAX_CLIENTS, Live, has_fallen, judge
+from fledge.learning.fixed_set import BUILT_IN, FixedSet
+from fledge.learning.gate import MAX_CLIENTS, Decision, Live, has_fallen, judge
 from fledge.learning.generations import Generations, read_history
 from fledge.learning.journal import Journal
 from fledge.learning.report import summarize
 from fledge.learning.samples import MAX_USES, Sample, SampleRing, is_held_out
 from fledge.speculation.guard import DriftGuard
+from fledge.speculation.stats import AcceptanceStats
 
 
 def texts(count: int, client: str, seed: int, length: int = 40) -> list[Sample]:
@@ -62,11 +65,11 @@ def test_loops_are_not_learnt():
 def test_the_needed_stay_and_come_first():
     ring = SampleRing(2000, 8, seed=0)
     for number, sample in enumerate(texts(100, "", 5)):
-        sample.need = 1.0 if number % 4 == 0 else 0.1
+        sample.priority = 1.0 if number % 4 == 0 else 0.1
         ring.admit(sample)
     kept = ring.by_client[""]
-    assert sum(one.need == 1.0 for one in kept) > 0.4 * len(kept)
-    assert sum(one.need == 1.0 for one in ring.draw(200)) >= 4
+    assert sum(one.priority == 1.0 for one in kept) > 0.4 * len(kept)
+    assert sum(one.priority == 1.0 for one in ring.draw(200)) >= 4
 
 
 def test_a_sample_is_not_drawn_for_ever_nor_kept_past_its_age():
@@ -120,10 +123,32 @@ def test_long_texts_leave_enough_to_judge_by(prompt):
         text = sample.text
         assert len(text.tokens_T) == len(text.taps[0]) == sample.num_states == 100
         assert text.taps[0].untyped_storage().nbytes() == 400  # not a view of the whole
-        cut = len(sample.tokens) - 100
-        assert text.tokens_T.tolist() == text.taps[0][:, 0].tolist() == [whole[0], *sample.tokens[cut + 1 :]]
-        assert text.tokens_T[text.answer_start :].tolist() == whole[prompt : prompt + text.num_rows + 1]
-        assert text.num_rows >= 49
+        assert sample.tokens == text.tokens_T.tolist() == text.taps[0][:, 0].tolist() == [whole[0], *whole[-99:]]
+        assert sample.num_skipped == len(whole) - 100
+        assert text.tokens_T[text.answer_start :].tolist() == whole[-99:]  # all that is kept is of the answer
+        ring.check_integrity()
+
+
+def test_a_long_text_keeps_its_first_token_and_its_end_at_their_positions():
+    """A prompt longer than a sample leaves the answer to learn from."""
+    ring = SampleRing(1600, 32, sample_tokens=64)
+    sample = next(one for one in texts(1, "", 4, length=200))
+    sample.answer_start = 170
+    whole = list(sample.tokens)
+    if is_held_out(whole[:170]):
+        whole[0] = sample.tokens[0] = whole[0] + 1
+    assert ring.admit(sample)
+    ring.check_integrity()
+    states = torch.arange(200.0)[:, None]
+    sample.keep(TargetText(torch.tensor(whole), 170, [states], states))
+    ring.check_integrity()
+    assert ring.num_tokens == 64
+    assert sample.tokens == [whole[0], *whole[-63:]]
+    packed, packed_states = pack([sample], 80)
+    assert packed.positions[0, :64].tolist() == [0, *range(137, 200)]
+    assert packed_states.taps[0][:64, 0].tolist() == packed_states.hidden_ND[:64, 0].tolist() == [0, *range(137, 200)]
+    assert packed.loss_mask[0].sum() == 30
+    assert packed.loss_mask[0, 34:64].all()
 
 
 def test_a_client_of_few_long_texts_gives_way_to_many_short_ones():
@@ -199,6 +224,51 @@ def test_a_refused_candidate_is_worse_only_beyond_noise():
     assert judge(LearnConfig(), counts(1.0), counts(1.4), domains, counts(2.0), counts(1.9)).is_worse
 
 
+def test_noise_on_the_fixed_set_refuses_no_candidate():
+    """A candidate that gains and loses nothing: a few texts of the fixed set may say otherwise."""
+    config, domains, draw = LearnConfig(), [0] * 24, random.Random(0)
+
+    def decisions(change: float, number: int) -> list[Decision]:
+        found = []
+        for _ in range(200):
+            before = [Count(40 * draw.uniform(0.8, 3), 40) for _ in range(number)]
+            after = [Count(((1 + c.accepted / 40) * (1 + change + draw.gauss(0, 0.045)) - 1) * 40, 40) for c in before]
+            found.append(judge(config, counts(1.0), counts(1.4), domains, before, after))
+        return found
+
+    for number in (12, 48):
+        assert sum(one.accepted for one in decisions(0.0, number)) > 180
+        assert sum(one.is_worse for one in decisions(0.0, number)) <= 2
+        assert sum(one.is_worse for one in decisions(-0.015, number)) < 12  # training goes on
+    assert sum(one.accepted for one in decisions(-0.03, 128)) < 2
+    assert sum(one.is_worse for one in decisions(-0.03, 128)) > 150
+    clear = judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(1.7))
+    assert clear.is_worse
+
+
+def test_the_fixed_set_compares_with_the_better_of_first_and_serving():
+    """Day 0: the first generation accepts next to nothing, and says nothing."""
+    samples = texts(4, "", 1)
+    fixed = FixedSet.of(samples)
+    assert fixed.baseline(0) == []
+    fixed.counts = {0: dict.fromkeys(fixed.judged, Count(3, 40))}
+    assert fixed.baseline(0) == [Count(3, 40)] * 2
+    fixed.keep(dict.fromkeys(fixed.judged, Count(60, 40)), 1)
+    assert fixed.baseline(1) == [Count(60, 40)] * 2
+    fixed.keep(dict.fromkeys(fixed.judged, Count(50, 40)), 2)
+    assert fixed.baseline(2) == [Count(50, 40)] * 2
+    assert set(fixed.counts) == {0, 2}
+    fixed.keep(dict.fromkeys(fixed.judged, Count(1, 40)), 3)
+    assert fixed.baseline(3) == [Count(3, 40)] * 2
+
+
+def test_the_built_in_fixed_set_is_large_and_diverse():
+    prompts = BUILT_IN.read_text(encoding="utf-8").splitlines()
+    assert len(set(prompts)) == len(prompts) >= 256
+    assert all(15 <= len(one) <= 160 for one in prompts)
+    assert len({one.split()[0] for one in prompts}) > 25
+
+
 def test_a_single_text_is_no_evidence():
     assert not judge(LearnConfig(), counts(1.0, 1), counts(3.0, 1), [0]).accepted
 
@@ -206,8 +276,7 @@ def test_a_single_text_is_no_evidence():
 def live(rate: float, requests: int, domain: int = 0, client: str = "a", beside: Live | None = None) -> Live:
     draw, found = random.Random(0), beside or Live()
     for _ in range(requests):
-        tried = 100
-        found.add(domain, client, 40, max(1, int(tried * rate) + draw.randrange(-5, 6)), tried)
+        found.add(domain, client, 100, 3 * 100, int(100 * rate) + draw.randrange(-5, 6))
     return found
 
 
@@ -216,6 +285,24 @@ def test_a_fall_is_seen_within_domains_only():
     assert not has_fallen(live(0.7, 50), live(0.5, 8))  # too few
     assert not has_fallen(live(0.7, 50), live(0.69, 50))
     assert not has_fallen(live(0.7, 50, domain=0), live(0.3, 50, domain=1))  # other traffic
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 5), (5, 1)])
+def test_another_depth_is_not_taken_for_a_fall(before, after):
+    """Depth follows the load, and later positions are harder."""
+    draw, rates = random.Random(0), [0.8, 0.7, 0.6, 0.5, 0.4]
+
+    def served(depth: int) -> Live:
+        found = Live()
+        for number in range(300):
+            stats = AcceptanceStats()
+            for _ in range(40):
+                accepted = next((at for at in range(depth) if draw.random() > rates[at]), depth)
+                stats.add_step(depth, depth, accepted, accepted + 1)
+            found.add(0, "abcd"[number % 4], stats.steps, stats.accepted, stats.accepted_at[0])
+        return found
+
+    assert not has_fallen(served(before), served(after))
 
 
 def test_one_client_cannot_cause_a_roll_back():
@@ -248,15 +335,15 @@ def test_a_flood_leaves_room_for_others():
     assert counts["a"] == 50
     assert counts["b"] == 20
     assert 200 < counts["flood"] <= 300 - 70 + 8
-    assert admission.crowds("flood")
-    assert not admission.crowds("a")
+    assert admission.is_over_share("flood")
+    assert not admission.is_over_share("a")
 
 
 def test_one_client_alone_has_the_whole_rate():
     now = [0.0]
     admission = Admission(30, lambda: now[0])
     assert 300 <= sum(admission.admits("only") for now[0] in [n / 1000 for n in range(10_000)]) <= 340
-    assert not admission.crowds("only")
+    assert not admission.is_over_share("only")
 
 
 def test_a_cluster_that_nobody_uses_gives_its_place_away():
@@ -301,13 +388,13 @@ def test_figures_of_retired_domains_are_dropped(learning_engine):
         stats = SimpleNamespace(steps=10, accepted=5, accepted_at=[5], drafted_at=[10])
         served = Served(id=str(number), learn=True, finish_reason="stop", num_answer=40, client=str(number % 5), stats=stats)
         served.tokens, served.prompt = tokens, tokens[:20]
-        hook._take_in([served])
-        seen |= hook.live.by_domain.keys()
+        hook.collector.take_in([served])
+        seen |= hook.served.live.by_domain.keys()
     assert len(seen) > 50
-    assert hook.live.requests == 5000
-    for figures in (hook.live.by_domain, hook.first, *hook.live.by_client.values()):
-        assert 0 < len(figures) <= hook.domains.max_clusters
-    assert len(hook.live.by_client) == 5
+    assert hook.served.live.requests == 5000
+    for figures in (hook.served.live.by_domain, hook.collector.lengths_before, *hook.served.live.by_client.values()):
+        assert 0 < len(figures) <= hook.collector.domains.max_clusters
+    assert len(hook.served.live.by_client) == 5
     assert all(one["before"] and one["after"] for one in hook.stats()["domains"].values())
 
 
@@ -326,7 +413,7 @@ def test_history_survives_a_line_cut_short(tmp_path):
 def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
     own = {"requests": 32, "generation": 1, "steps": 16}
     for _ in range(3):
-        journal = Journal(Generations(tmp_path, keep=2), lambda: own)
+        journal = Journal(Generations(tmp_path, keep=2).lock(), lambda: own)
         journal.record("point", acceptance_length=2.0)
         journal.record("swap", generation=5)
         journal.close()
@@ -336,6 +423,11 @@ def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
     assert [event["requests"] for event in events] == [32, 32, 64, 64, 96, 96]
     assert [event["steps"] for event in events] == [16, 16, 32, 32, 48, 48]
     assert [event["generation"] for event in events] == [1, 5] * 3
+    # The page shows what was before the restart, and a last point of what came since.
+    journal = Journal(Generations(tmp_path, keep=2).lock(), lambda: {**own, "requests": 4})
+    journal.add_request(steps=10, accepted=15)
+    assert journal.history() == {"points": [[32, 2.0], [64, 2.0], [96, 2.0], [100, 2.5]], "swaps": [32, 64, 96]}
+    journal.close()
     seconds = [event["seconds"] for event in events]
     assert seconds == sorted(seconds)
     assert "96 requests, 48 training steps" in summarize([{"recent_before": 1, "recent_after": 2} | event for event in events])

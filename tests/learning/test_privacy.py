@@ -72,7 +72,7 @@ def admitted(hook: Learning, prompt: list[int], *, held_out: bool = False) -> we
 
 
 def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
-    engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=2, min_held_out=1, budget=1e-6)
+    engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=3, min_held_out=1, budget=1e-6)
     hook, learner = engine.hook, engine.hook.learner
 
     def work_until(is_done: Callable[[], bool]) -> None:
@@ -85,17 +85,16 @@ def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
     hook.ring.forget_all()  # as when newer samples displace it
     second = admitted(hook, [6] * 12)
     list(learner._read_missing([second()]))
-    work_until(lambda: learner.counts.steps == 2)
-    assert learner.at_work == [second()]
+    work_until(lambda: learner.at_work == [second()])  # the first one had been drawn again
+    assert learner.counts.steps == 2
     assert first() is None
+    work_until(lambda: learner.counts.steps == 3)
+    assert not learner.at_work  # the gate waits for texts
     hook.ring.forget_all()
-    hook._has_work = True
-    engine.idle()  # the gate waits for texts
-    assert not learner.at_work
     assert second() is None
     third = admitted(hook, [7] * 12, held_out=True)
     work_until(lambda: bool(learner.counts.candidates))
-    assert learner.at_work == [third()]
+    work_until(lambda: learner.at_work == [third()])
     hook.ring.forget_all()
     work_until(lambda: learner.counts.refused + learner.counts.accepted == 1)
     hook._has_work = True
@@ -131,11 +130,11 @@ def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learnin
     tokens = [3, *range(4, 30)]
     text = target.read([(tokens, 20)])[0]
     states = [layer[16:] for layer in (*text.taps, text.hidden_TD)]
-    assert target.collected(tokens, 20, 16, states) is None
+    assert target.collected(tokens, 20, 16, states, 256) is None
     now[0] = 5.0
     target.read([(tokens, 20)])  # an old sample that has it makes it no younger
     assert target.oldest == 0.0
-    assert target.collected(tokens, 20, 16, states) is not None
+    assert target.collected(tokens, 20, 16, states, 256) is not None
     target.forget_until(4.0)
     assert target.oldest == 5.0
     target.forget_until(5.0)
@@ -161,11 +160,13 @@ def test_when_learning_stops_nothing_is_left(learning_engine, drafter):
 def test_a_captured_executor_keeps_no_states_of_finished_requests(learning_engine, drafter, stops, rate):
     engine = learning_engine(drafter, capture=False, samples_per_second=rate)
     states = engine.executor.batch.states
+    serve(engine, toy_prompts(2, seed=26), learn=False)
+    assert not any(layer.any() for layer in states.layers)
     engine.add_request(toy_prompts(1, seed=25)[0], GREEDY)
     engine.step()
     assert any(layer[:-1].any() for layer in states.layers)
     serve(engine, toy_prompts(2, seed=24))
-    assert engine.hook.counts["skipped"] == (3 if rate < 1 else 0)
+    assert engine.hook.collector.skipped == (3 if rate < 1 else 0)
     assert not states.slot_of
     if stops:
         engine.add_request(toy_prompts(1, seed=25)[0], GREEDY)
@@ -174,4 +175,4 @@ def test_a_captured_executor_keeps_no_states_of_finished_requests(learning_engin
         engine.hook._stop("a test")
         serve(engine, [])
         assert not states.slot_of
-    assert not any(layer[:-1].any() for layer in states.layers)  # the last place is of rows that are not kept
+    assert not any(layer.any() for layer in states.layers)

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import shutil
+import time
 
 import pytest
 import torch
@@ -14,24 +15,41 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
+from fledge.learning.batch import pack
 from fledge.learning.budget import FREE_SECONDS
+from fledge.learning.config import LearnConfig
+from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import LEAST_REQUESTS, Decision
 from fledge.learning.generations import Generations
-from fledge.learning.hook import MAX_PAUSE, Learning
-from fledge.learning.learner import FixedSet, Learner
-from fledge.learning.samples import is_held_out
-from fledge.learning.setup import NEW_RATE, TRAINED_RATE
+from fledge.learning.hook import MAX_PAUSE, SLICE, Learning
+from fledge.learning.learner import Learner
+from fledge.learning.micro_steps import Kind, MicroSteps
+from fledge.learning.samples import LEAST_ANSWER, is_held_out
+from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine
+from fledge.learning.target import MOST_READ_TOKENS
 from fledge.learning.weights import weights_of
 from fledge.sampling import SamplingParams
-from fledge.training import toy
-from tests.learning.conftest import ENGINE, acceptance, same, serve, served_weights, toy_prompts
+from fledge.training.targets import toy
+from tests.learning.conftest import (
+    DEPTH,
+    ENGINE,
+    GREEDY,
+    LEARN,
+    Ticks,
+    acceptance,
+    finished,
+    same,
+    serve,
+    served_weights,
+    toy_prompts,
+)
 
 ACCEPTED = Decision(True, "a test")
 
 
 def test_acceptance_rises_from_chance(learnt):
-    engine, first, last = learnt
-    assert acceptance(first) < 1.15
+    engine, requests, last = learnt
+    assert acceptance(requests[:32]) < 1.15
     assert acceptance(last) > 2.0
     stats = engine.hook.stats()
     assert stats["generation"] == stats["swaps"] >= 2
@@ -40,11 +58,70 @@ def test_acceptance_rises_from_chance(learnt):
 
 
 def test_texts_are_those_of_an_engine_that_does_not_learn(target, learnt):
-    _, first, last = learnt
+    """All of them: swaps came between and within."""
+    _, requests, last = learnt
     plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE))
-    for requests in (first, last):
-        expected = serve(plain, [request.prompt for request in requests])
-        assert [request.tokens for request in requests] == [request.tokens for request in expected]
+    assert len(requests) == 240
+    for some in (requests, last):
+        expected = serve(plain, [request.prompt for request in some])
+        assert [request.tokens for request in some] == [request.tokens for request in expected]
+
+
+@pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
+def test_sampled_texts_do_not_change_in_a_swap(learning_engine, drafter, target, capture):
+    """Requests run on through swaps from good weights to bad ones and back."""
+    prompts = toy_prompts(24, seed=51)
+    params = [SamplingParams(max_tokens=48, temperature=0.9, seed=n, top_p=0.9 if n % 2 else 1.0) for n in range(len(prompts))]
+
+    def answers(engine: Engine, every: int = 0) -> list[list[int]]:
+        requests, left, steps = [], list(zip(prompts, params, strict=True)), 0
+        while left or engine.has_unfinished():
+            while left and len(engine.requests) < 8:
+                requests.append(engine.add_request(*left.pop(0)))
+            engine.step()
+            steps += 1
+            if every and steps % every == 0:
+                list(engine.hook.served.swap(weights[steps // every % 2], ACCEPTED))
+        return [request.tokens for request in requests]
+
+    engine = learning_engine(drafter, budget=1e-6, capture=capture)
+    good = engine.hook.served.weights
+    weights = [good, {name: torch.randn_like(value) * value.std() for name, value in good.items()}]
+    plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE), capture=capture)
+    assert answers(engine, every=5) == answers(plain)
+    assert engine.hook.served.num_swaps >= 8
+
+
+def test_the_budget_is_held_by_a_real_clock(target, drafter):
+    """By what the engine's thread does, not by what it says it does."""
+    learn = LearnConfig(**{**LEARN, "budget": 20.0})
+    speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
+    engine = build_learning_engine(copy.deepcopy(target), speculation, EngineConfig(**ENGINE), learn, fixed_prompts=[])
+    engine.warm_up()
+    hook: Learning = engine.hook
+    working, work = [0.0], hook._work
+
+    def timed(goes_on):
+        began = time.perf_counter()
+        has_more = work(goes_on)
+        working[0] += time.perf_counter() - began
+        return has_more
+
+    hook._work = timed
+    prompts, began = toy_prompts(400, seed=61), time.perf_counter()
+    while time.perf_counter() - began < 4.0:
+        for prompt in prompts[:8]:
+            engine.add_request(prompt, GREEDY)
+        prompts = prompts[8:] or toy_prompts(400, seed=62)
+        while len(engine.requests) > 2:  # never idle
+            engine.step()
+    passed = time.perf_counter() - began
+    serve(engine, [])
+    spent = hook.budget.spent
+    assert spent.serving == pytest.approx(passed, rel=0.15)
+    assert 0.05 < working[0] / passed < 0.26
+    assert spent.learning - spent.collecting == pytest.approx(working[0], rel=0.1, abs=0.02)
+    assert hook.learner.counts.steps
 
 
 def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):
@@ -69,19 +146,19 @@ def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
         serve(engine, [prompt])
         hook._has_work = False
     before = [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)]
-    served = served_weights(hook.network)
-    for _ in hook.learner._read_fixed():
+    served = served_weights(hook.served.network)
+    for _ in hook.learner._measure_fixed():
         pass
     with torch.no_grad():
-        for weight in hook.learner.average:
+        for weight in hook.learner.candidate.average:
             weight.add_(torch.randn_like(weight) * weight.std() if kind == "noise" else torch.nan)
     assert len(hook.ring.held_out) >= 4
     list(hook.learner._gate())
     assert hook.learner.counts.refused == 1
-    assert hook.learner.generation == 0
+    assert hook.served.generation == 0
     assert hook.journal.events[-1]["event"] == "refused"
     assert hook.journal.events[-1]["is_worse"]
-    assert same(served_weights(hook.network), served)
+    assert same(served_weights(hook.served.network), served)
     assert [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)] == before
 
 
@@ -89,54 +166,127 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
     engine = learning_engine(drafter, budget=1e-6)
     learner = engine.hook.learner
     serve(engine, toy_prompts(24, seed=6))
-    expected, rate = [value.detach().clone() for value in learner.parameters], learner.learning_rate
+    expected, rate = [value.detach().clone() for value in learner.candidate.parameters], learner.candidate.learning_rate
     for number in range(2, 5):
         batch = learner._draw()
         list(learner._read_missing(batch))
-        assert learner._train(batch)
-        expected = [mean + (new - mean) / number for mean, new in zip(expected, learner.parameters, strict=True)]
-    for mean, wanted in zip(learner.average, expected, strict=True):
+        assert finished(learner._train(batch))
+        expected = [mean + (new - mean) / number for mean, new in zip(expected, learner.candidate.parameters, strict=True)]
+    for mean, wanted in zip(learner.candidate.average, expected, strict=True):
         torch.testing.assert_close(mean, wanted.detach())
-    learner._refuse(Decision(False, "a test"))
-    assert learner.learning_rate == rate
-    assert learner.steps_since_start == 3
-    learner._refuse(Decision(False, "a test", is_worse=True))
-    assert learner.learning_rate == rate / 2
-    assert learner.steps_since_start == 0
-    served = dict(learner.serving)
-    for (name, value), mean in zip(learner.master.named_parameters(), learner.average, strict=True):
+    learner.refuse(Decision(False, "a test"))
+    assert learner.candidate.learning_rate == rate
+    assert learner.candidate.steps_since_start == 3
+    learner.refuse(Decision(False, "a test", is_worse=True))
+    assert learner.candidate.learning_rate == rate / 2
+    assert learner.candidate.steps_since_start == 0
+    served = dict(learner.served.weights)
+    for (name, value), mean in zip(learner.candidate.master.named_parameters(), learner.candidate.average, strict=True):
         assert torch.equal(value, served[name])
         assert torch.equal(mean, served[name])
 
 
-def test_a_long_piece_of_work_waits_until_nothing_runs(learning_engine, drafter):
+def slow_down(hook: Learning, monkeypatch: pytest.MonkeyPatch, kind: Kind, seconds: float) -> list[tuple[bool, Kind]]:
+    """Micro-steps of this kind take so long, others a hundredth of a second; which ran, and whether requests did."""
+    ran, clock = [], hook.clock
+    assert isinstance(clock, Ticks)
+
+    def run(steps: MicroSteps) -> float:
+        this, began = steps.next, clock()
+        steps.next = next(steps._work, None)
+        clock.readings += round(1000 * (seconds if this == kind else 0.01)) if this is not None else 0
+        took = clock() - began
+        if this is not None:
+            ran.append((bool(hook.engine.requests), this))
+            steps._seconds[this].append(took)
+        return took
+
+    monkeypatch.setattr(MicroSteps, "run", run)
+    return ran
+
+
+def test_a_long_micro_step_waits_until_nothing_runs(learning_engine, drafter, monkeypatch):
+    """However many short ones of other kinds ran since it was measured."""
     engine = learning_engine(drafter, budget=100)
     hook: Learning = engine.hook
-    hook._piece_seconds, hook._worked_at = MAX_PAUSE + 0.1, hook.clock()
-    serve(engine, toy_prompts(16, seed=7))
-    assert hook.ring.num_admitted
-    assert not hook.budget.spent.learning - hook.budget.spent.collecting
-    while hook._piece_seconds > MAX_PAUSE:  # pieces of a toy are short
-        assert engine.idle()
-    assert hook.budget.spent.idle
-    serve(engine, toy_prompts(16, seed=8))
-    assert hook.budget.spent.learning > hook.budget.spent.collecting
+    ran = slow_down(hook, monkeypatch, Kind.BACKWARD, 3.0)
+    hook.micro_steps._seconds[Kind.BACKWARD].extend([3.0] * 5)
+    for seed in range(8):
+        serve(engine, toy_prompts(24, seed=seed))
+        assert not engine.idle(is_quiet=False) or hook.micro_steps.next != Kind.BACKWARD  # a request may be about to come
+    assert {kind for _, kind in ran} >= {Kind.READ, Kind.FORWARD, Kind.LOSS}
+    assert any(is_serving for is_serving, _ in ran)
+    assert not any(kind == Kind.BACKWARD for _, kind in ran)
+    while hook.micro_steps.next == Kind.BACKWARD:
+        assert engine.idle(is_quiet=True)
+    assert (False, Kind.BACKWARD) in ran
+
+
+def test_a_slow_moment_does_not_end_learning_under_load(learning_engine, drafter, monkeypatch):
+    engine = learning_engine(drafter, budget=100, samples_per_second=1e9)
+    hook: Learning = engine.hook
+    ran = slow_down(hook, monkeypatch, Kind.LOSS, 0.01)
+    hook.micro_steps._seconds[Kind.LOSS].extend([0.5] * 5)
+    began, prompts = hook.clock(), toy_prompts(200, seed=7)
+    while sum(kind == Kind.LOSS for _, kind in ran) < 4:
+        serve(engine, prompts)
+        hook.clock.readings += 20_000
+    assert 60 <= hook.clock() - began <= 400
+    assert all(is_serving for is_serving, _ in ran)
+
+
+def test_a_step_takes_no_longer_under_load_than_a_pause_may(learning_engine, drafter, monkeypatch):
+    """What a user waits for at most: one micro-step, or several that fit a slice; none more when idle time ends."""
+    engine = learning_engine(drafter, budget=100, slice_seconds=SLICE)
+    hook: Learning = engine.hook
+    slow_down(hook, monkeypatch, Kind.BACKWARD, 0.19)
+    waits, work = [], hook._work
+
+    def timed(goes_on):
+        began = hook.clock()
+        has_more = work(goes_on)
+        waits.append(hook.clock() - began)
+        return has_more
+
+    monkeypatch.setattr(hook, "_work", timed)
+    serve(engine, toy_prompts(96, seed=7))
+    while engine.idle(is_quiet=False) and len(waits) < 200:
+        pass
+    assert len(waits) > 20
+    assert max(waits) < MAX_PAUSE + 0.02
+    assert sum(waits) / len(waits) > SLICE / 4  # short ones run together
+    before = len(waits)
+    hook._has_work = True
+    engine.add_request(toy_prompts(1, seed=8)[0], GREEDY)
+    hook.budget.credit = 0.2
+    engine.step()
+    assert len(waits) == before  # the request has waited for idle work already
+    engine.step()
+    assert len(waits) == before + 1
+    serve(engine, [])
+
+
+def test_what_micro_steps_take_is_known_before_the_first_request(learning_engine, drafter):
+    hook = learning_engine(drafter).hook
+    assert set(hook.micro_steps._seconds) == set(Kind) - {Kind.SWAP}
+    assert hook.learner.counts.steps == 0
+    assert hook.learner.candidate.steps_since_start == 0
 
 
 def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     hook: Learning = engine.hook
-    good, served = hook.learner.serving, served_weights(hook.network)
+    good, served = hook.served.weights, served_weights(hook.served.network)
     serve(engine, toy_prompts(40, seed=4))
     bad = {name: torch.randn_like(value) * value.std() for name, value in good.items()}
     with torch.no_grad():
-        list(hook._swap(bad, ACCEPTED))  # as if the gate had been wrong
-    assert hook.learner.generation == 1
+        list(hook.served.swap(bad, ACCEPTED))  # as if the gate had been wrong
+    assert hook.served.generation == 1
     assert acceptance(serve(engine, toy_prompts(8, seed=5), learn=False)) < 1.5
     serve(engine, toy_prompts(80, seed=5))
     assert hook.stats()["rollbacks"] == 1
-    assert hook.learner.generation == 0
-    assert same(served_weights(hook.network), served)
+    assert hook.served.generation == 0
+    assert same(served_weights(hook.served.network), served)
     assert acceptance(serve(engine, toy_prompts(16, seed=5), learn=False)) > 2.0
     hook.close()
     assert hook.journal.generations.current == 0
@@ -146,12 +296,70 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
 def test_a_roll_back_does_not_use_up_the_time_for_collecting(learning_engine, drafter, monkeypatch):
     engine = learning_engine(drafter, budget=1e-6)
     hook: Learning = engine.hook
-    list(hook._swap(hook.learner.serving, ACCEPTED))
-    monkeypatch.setattr("fledge.learning.hook.has_fallen", lambda *_: True)
+    list(hook.served.swap(hook.served.weights, ACCEPTED))
+    monkeypatch.setattr("fledge.learning.served.has_fallen", lambda *_: True)
     monkeypatch.setattr(hook, "roll_back", lambda reason: [hook.clock() for _ in range(2000)])  # two seconds
     serve(engine, toy_prompts(1, seed=5))
     assert hook.budget.spent.learning > 2
     assert hook.budget.spent.collecting < FREE_SECONDS
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["", "first token unknown"])
+def test_prompts_longer_than_a_sample_are_learnt_from(learning_engine, drafter, monkeypatch, is_known):
+    """Their ends are, at their own positions, with the states of serving passes."""
+    monkeypatch.setitem(MOST_READ_TOKENS, "cpu", 64)
+    engine = learning_engine(drafter, budget=1e-6, micro_batch_tokens=64, engine={"prefix_caching": False})
+    hook: Learning = engine.hook
+    assert hook.states_limit == 64
+    prompts = [(one * 20)[:100] for one in toy_prompts(24, seed=1)]
+    if is_known:
+        hook.target.unknown[prompts[0][0],] = hook.target.clock()
+        hook.target.read([(prompts[0][:1], 1)])
+    requests = serve(engine, prompts)
+    assert min(request.num_answer for request in requests) >= LEAST_ANSWER
+    if not is_known:  # it is computed before the next step
+        assert not any(one.text is not None for one in hook.ring.kept)
+        for _ in range(100):
+            engine.idle()
+        assert not hook.target.unknown_first_tokens
+        assert hook.stats()["dropped"]["long"]
+        hook.ring.forget_all()
+        serve(engine, prompts)
+    kept = [one for one in hook.ring.kept if one.text is not None]
+    assert len(kept) > 0.8 * len({tuple(request.tokens) for request in requests})
+    for sample in kept[:4]:
+        whole = next(one.tokens for one in requests if one.tokens[-63:] == sample.tokens[1:])
+        assert sample.tokens == [whole[0], *whole[-63:]]
+        assert sample.num_skipped == len(whole) - 64
+        expected = hook.target.read([(whole, 100)])[0]
+        for mine, all_states in zip(
+            [*sample.text.taps, sample.text.hidden_TD], [*expected.taps, expected.hidden_TD], strict=True
+        ):
+            wanted = torch.cat([all_states[:1], all_states[-63:]])[:-1]
+            torch.testing.assert_close(mine[:-1].float(), wanted.float(), rtol=0.02, atol=0.05)
+    batch = [one for one in kept if not is_held_out(one.tokens)][:3]
+    assert finished(hook.learner._train(batch))
+
+
+def test_the_next_turn_of_a_long_conversation_is_learnt_from(learning_engine, drafter, monkeypatch):
+    """The cache has its beginning: what is left out is that, and no more."""
+    monkeypatch.setitem(MOST_READ_TOKENS, "cpu", 64)
+    engine = learning_engine(drafter, budget=1e-6, micro_batch_tokens=64)
+    target = engine.hook.target
+    first = serve(engine, [(toy_prompts(1, seed=1)[0] * 20)[:100]])[0]
+    target.read([([first.tokens[0]], 1)])
+    longer = SamplingParams(max_tokens=24, temperature=1, seed=0, ignore_eos=True)
+    for word in range(8):
+        engine.add_request([*first.tokens, *toy_prompts(1, seed=word)[0]], longer)
+        serve(engine, [])
+    kept = [one for one in engine.hook.ring.kept if one.text is not None]
+    assert kept
+    for sample in kept:
+        assert 16 < len(sample.tokens) < 64
+        assert sample.num_skipped >= 95  # pages of 16 tokens
+        assert len(sample.text.tokens_T) == len(sample.text.hidden_TD) == len(sample.tokens)
+    packed, _ = pack(kept[:1], 64)
+    assert packed.positions[0, 1] == kept[0].num_skipped + 1
 
 
 def test_the_gate_runs_when_all_prompts_are_long(learning_engine, drafter):
@@ -181,31 +389,33 @@ def test_too_little_memory_for_the_gate_is_refused(learning_engine, drafter):
 def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path)
     hook: Learning = engine.hook
-    better = {name: value + 0.01 for name, value in hook.learner.serving.items()}
-    list(hook._swap(better, ACCEPTED))
+    better = {name: value + 0.01 for name, value in hook.served.weights.items()}
+    list(hook.served.swap(better, ACCEPTED))
     hook.close()
     (tmp_path / ".generation-0002.killed").mkdir()  # what one that was killed in a save leaves
     (tmp_path / ".current.json.killed").touch()
     again = learning_engine(None, folder=tmp_path)
-    assert again.hook.learner.generation == 1
-    assert not list(tmp_path.glob(".*"))
-    assert same(served_weights(again.hook.network), better)
+    assert again.hook.served.generation == 1
+    assert [path.name for path in tmp_path.glob(".*")] == [".lock"]
+    assert same(served_weights(again.hook.served.network), better)
     assert again.drafter.fallback is None
     learner = again.hook.learner
-    for _ in learner._read_fixed():
+    for _ in learner._measure_fixed():
         pass
-    first = learner.fixed.first_counts
-    assert first == {one: count for counts in learner._counted(list(first), hook.before[0]) for one, count in counts.items()}
+    assert learner.served.first_weights is None  # given up once the fixed set was measured with them
+    for number, weights in {0: hook.served.before.weights, 1: better}.items():
+        assert learner.fixed.counts[number] == finished(learner._counted(learner.fixed.judged, weights))
+    again.hook.close()
 
 
 def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6, keep_generations=2)
     hook: Learning = engine.hook
     for _ in range(7):  # so fast that too few requests see each: generation 1 stays the measure
-        list(hook._swap(hook.learner.serving, ACCEPTED))
-        if hook.learner.generation == 1:
+        list(hook.served.swap(hook.served.weights, ACCEPTED))
+        if hook.served.generation == 1:
             serve(engine, toy_prompts(32, seed=4))
-    assert hook.before[1] == 1
+    assert hook.served.before.generation == 1
     hook.roll_back("a test")
     hook.close()
     assert hook.journal.generations.current == 1
@@ -224,11 +434,11 @@ def test_a_roll_back_to_a_generation_that_was_not_saved_chooses_the_one_before(l
 
     generations.save = full_disk
     for _ in range(3):
-        hook.live.requests = LEAST_REQUESTS
-        list(hook._swap(hook.learner.serving, ACCEPTED))
+        hook.served.live.requests = LEAST_REQUESTS
+        list(hook.served.swap(hook.served.weights, ACCEPTED))
     hook.roll_back("a test")
     hook.close()
-    assert hook.learner.generation == 2
+    assert hook.served.generation == 2
     assert generations.current == 1  # not 3, which fell
     assert "generation 2 was not saved; a restart goes on with generation 1" in caplog.text
     shutil.rmtree(tmp_path / "generation-0000")
@@ -240,7 +450,7 @@ def test_a_failure_after_a_swap_names_the_generation_that_is_served(learning_eng
     engine = learning_engine(drafter, budget=1e-6)
     hook: Learning = engine.hook
     monkeypatch.setattr(engine, "forget_drafts", lambda: 1 / 0)
-    hook._guarded(lambda: list(hook._swap(hook.learner.serving, ACCEPTED)))
+    hook._guarded(lambda: list(hook.served.swap(hook.served.weights, ACCEPTED)))
     assert "serving goes on with generation 1" in caplog.text
     assert hook.stats()["generation"] == 1
 
@@ -263,30 +473,61 @@ def test_weights_are_on_the_disk_before_they_are_chosen(learning_engine, drafter
     assert engine.hook.journal.generations.current == 0
 
 
+def test_a_folder_of_another_target_or_drafter_is_refused(learning_engine, drafter, target, tmp_path, caplog):
+    caplog.set_level("INFO", "fledge.learning")
+    for given, folder in ((None, tmp_path / "new"), (drafter, tmp_path / "given")):
+        engine = learning_engine(given, folder=folder, budget=1e-6)
+        list(engine.hook.served.swap(engine.hook.served.weights, ACCEPTED))
+        with pytest.raises(UserError, match="another server learns there"):
+            learning_engine(given, folder=folder, budget=1e-6)
+        engine.hook.close()
+    with pytest.raises(UserError, match="began without a drafter, and one is named now"):
+        learning_engine(drafter, folder=tmp_path / "new", budget=1e-6)
+    other = copy.deepcopy(drafter)
+    with torch.no_grad():
+        other.fc.weight.mul_(1.01)
+    with pytest.raises(UserError, match="began with another drafter"):
+        learning_engine(other, folder=tmp_path / "given", budget=1e-6)
+    with torch.no_grad():
+        changed = copy.deepcopy(target)
+        changed.layers[0].mlp.down_proj.weight.mul_(1.01)
+    with pytest.raises(UserError, match="learnt for another target"):
+        learning_engine(drafter, folder=tmp_path / "given", budget=1e-6, model=changed)
+    caplog.clear()
+    for given in (drafter, None):  # the same one, or none named
+        engine = learning_engine(given, folder=tmp_path / "given", budget=1e-6)
+        assert engine.hook.served.generation == 1
+        assert f"goes on with generation 1 of {tmp_path / 'given'}" in caplog.text
+        engine.hook.close()
+
+
 def test_no_number_is_given_twice(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
-    list(engine.hook._swap(engine.hook.learner.serving, ACCEPTED))
+    list(engine.hook.served.swap(engine.hook.served.weights, ACCEPTED))
     engine.hook.close()
     (tmp_path / "current.json").unlink()  # to start anew
     again = learning_engine(drafter, folder=tmp_path, budget=1e-6)
-    assert again.hook.learner.generation == 0
-    list(again.hook._swap(again.hook.learner.serving, ACCEPTED))
+    assert again.hook.served.generation == 0
+    list(again.hook.served.swap(again.hook.served.weights, ACCEPTED))
     again.hook.close()
-    assert again.hook.learner.generation == 2
+    assert again.hook.served.generation == 2
 
 
 def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
     engine = learning_engine(folder=tmp_path, learning_rate=0.0)
     engine.hook.close()
     again = learning_engine(folder=tmp_path, learning_rate=0.0)
-    assert same(served_weights(again.hook.network), served_weights(engine.hook.network))
+    assert same(served_weights(again.hook.served.network), served_weights(engine.hook.served.network))
     for one in (engine, again):
         assert one.hook.config.learning_rate == NEW_RATE
         assert one.drafter.fallback is not None
-    list(again.hook._swap(again.hook.learner.serving, Decision(True, "a test", recent_after=5.0)))  # better than n-grams
+    serve(again, toy_prompts(8, seed=8))
+    accepted = Decision(True, "a test", recent_after=5.0)  # better than n-grams
+    again.hook._decided(accepted)
+    list(again.hook.served.swap(again.hook.served.weights, accepted))
     again.hook.close()
     last = learning_engine(folder=tmp_path, learning_rate=0.0)
-    assert last.hook.learner.generation == 1
+    assert last.hook.served.generation == 1
     assert last.hook.config.learning_rate == NEW_RATE
     assert last.drafter.fallback is None
 
@@ -302,10 +543,10 @@ def test_a_drafter_that_was_given_is_not_taken_for_a_warm_start(learning_engine,
 def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog):
     engine = learning_engine(drafter)
 
-    def no_memory(samples):
+    def no_memory(*_):
         raise torch.OutOfMemoryError("a test")
 
-    monkeypatch.setattr(engine.hook.learner, "_train", no_memory)
+    monkeypatch.setattr(engine.hook.learner.candidate, "_accumulate", no_memory)
     requests = serve(engine, toy_prompts(24, seed=6))
     assert all(request.finish_reason in ("stop", "length") for request in requests)
     assert engine.hook.stats()["stopped"] == "out of memory"
@@ -336,28 +577,28 @@ def test_out_of_memory_at_the_start_ends_learning_alone(learning_engine, drafter
 def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine, drafter, monkeypatch, caplog):
     """As on a GPU: one shape for all batches. A compiler that fails costs speed alone."""
     learner = learning_engine(drafter, budget=1e-6).hook.learner
-    monkeypatch.setattr(learner, "is_cpu", False)
+    monkeypatch.setattr(learner.candidate, "is_cpu", False)
     compiled = []
 
     def compile_nothing(what, **_):
         compiled.append(what)
         return what
 
-    before = weights_of(learner.master)
+    before = weights_of(learner.candidate.master)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", compile_nothing)
-        learner.objective = learner._objective(compiled=True)
-    learner.warm_up()
+        learner.candidate.objective = learner.candidate.build_objective(compiled=True)
+    list(learner.warm_up())
     assert len(compiled) == 3  # unrolled drafter, loss, target's distribution
-    assert learner.objective.settings.compile
-    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.master).items())
+    assert learner.candidate.objective.settings.compile
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.candidate.master).items())
 
     def fail(*_):
         raise torch._dynamo.exc.Unsupported("a test", "a test")
 
-    monkeypatch.setattr(learner.objective, "unroll", fail)
-    learner.warm_up()
-    assert not learner.objective.settings.compile
+    monkeypatch.setattr(learner.candidate.objective, "unroll", fail)
+    list(learner.warm_up())
+    assert not learner.candidate.objective.settings.compile
     assert "torch.compile failed (a test" in caplog.text
     assert learner.counts.steps == 0  # of the warm-up
 
@@ -368,11 +609,28 @@ def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
     learner = engine.hook.learner
     batch = learner._draw()
     list(learner._read_missing(batch))
-    before = weights_of(learner.master)
+    before = weights_of(learner.candidate.master)
     batch[0].text.taps[0][3] = torch.nan
-    assert not learner._train(batch)
+    assert not finished(learner._train(batch))
     assert learner.counts.non_finite == 1
-    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.master).items())
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.candidate.master).items())
+
+
+def test_n_grams_are_measured_over_all_passes_and_compared_at_each_gate(learning_engine):
+    """Most passes have no n-gram draft: counting only those that have one overrates them."""
+    engine = learning_engine(budget=1e-6)
+    served = engine.hook.served
+    served.choose_drafts(1.01)  # nothing was served: nothing is known of n-grams
+    assert engine.drafter.fallback is not None
+    requests = serve(engine, toy_prompts(64, seed=1))
+    tokens, accepted = (sum(values) for values in zip(*((r.num_answer, r.stats.accepted) for r in requests), strict=True))
+    per_pass = tokens / (tokens - accepted)
+    assert served.ngram_tokens / served.ngram_passes == pytest.approx(per_pass)
+    assert acceptance(requests) > per_pass + 0.05
+    engine.hook._decided(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
+    assert engine.drafter.fallback is not None
+    engine.hook._decided(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
+    assert engine.drafter.fallback is None
 
 
 def test_the_first_drafts_come_from_n_grams(learning_engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from fledge.kernels.quantization import QuantizedLinear, quantize
 from fledge.learning.gate import Decision
+from fledge.learning.setup import initial_drafter_config
 from fledge.learning.target import MAX_PREFIXES, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
-from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
+from fledge.training.targets import toy
+from tests.learning.conftest import GREEDY, acceptance, finished, serve, toy_prompts
 
 
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
@@ -40,15 +43,15 @@ def test_a_cached_beginning_is_known_once_a_text_with_it_was_read(learning_engin
     tokens = [3, *range(4, 30)]
     whole = target.read([(tokens, 20)])[0]
     *taps, _ = states = [*whole.taps, torch.randn(len(tokens), target.hidden_size)]
-    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states]) is None
+    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states], 256) is None
     assert list(target.unknown) == [tuple(tokens[:16])]
     for other in range(30, 30 + MAX_PREFIXES + 3):  # the last asked for stay
-        assert target.collected([other, *tokens[1:]], 20, 16, [layer[16:] for layer in states]) is None
+        assert target.collected([other, *tokens[1:]], 20, 16, [layer[16:] for layer in states], 256) is None
     assert len(target.unknown) == MAX_PREFIXES
-    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states]) is None
+    assert target.collected(tokens, 20, 16, [layer[16:] for layer in states], 256) is None
     target.read([(tokens, 20)])
     assert tuple(tokens[:16]) not in target.unknown
-    found = target.collected(tokens, 20, 16, [layer[16:] for layer in states])
+    found, _ = target.collected(tokens, 20, 16, [layer[16:] for layer in states], 256)
     assert all(torch.equal(mine, tap) for mine, tap in zip(found.taps, taps, strict=True))
 
 
@@ -56,7 +59,7 @@ def test_captured_cycles_train_and_swap(learning_engine, drafter):
     """Without graphs: the same functions, addresses and order."""
     engine = learning_engine(capture=False)
     hook = engine.hook
-    address = hook.network.fc.weight.data_ptr()
+    address = hook.served.network.fc.weight.data_ptr()
     first = serve(engine, toy_prompts(6, seed=12))
     while not hook.learner.counts.steps:
         assert engine.idle()
@@ -64,20 +67,23 @@ def test_captured_cycles_train_and_swap(learning_engine, drafter):
     for prompt in toy_prompts(4, seed=13):  # requests run on through the swap
         engine.add_request(prompt, GREEDY)
     engine.step()
-    list(hook._swap(better, Decision(True, "a test")))
+    list(hook.served.swap(better, Decision(True, "a test")))
     serve(engine, [])
     last = serve(engine, toy_prompts(6, seed=14), learn=False)
     assert acceptance(last) > 1.7 > 1.2 > acceptance(first)
-    assert hook.network.fc.weight.data_ptr() == address
+    assert hook.served.network.fc.weight.data_ptr() == address
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, dtype):
-    engine = learning_engine(budget=1e-6, engine={"dtype": dtype})
-    network, hook = engine.hook.network, engine.hook
+def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, dtype, own_head):
+    """A head of its own is packed in 5 bits, which are 6 with the blocks' scales."""
+    first = EagleDrafter(replace(initial_drafter_config(toy.TARGET), own_head=own_head))
+    engine = learning_engine(first, budget=1e-6, engine={"dtype": dtype})
+    network, hook = engine.hook.served.network, engine.hook
     generator = torch.Generator().manual_seed(0)
-    weights = {n: v + 0.1 * torch.randn(v.shape, generator=generator) for n, v in hook.learner.serving.items()}
+    weights = {n: v + 0.1 * torch.randn(v.shape, generator=generator) for n, v in hook.served.weights.items()}
     pointers = [module.native.pointer for module in network.modules() if getattr(module, "native", None) is not None]
     staged = StagedWeights(network)
     for _ in staged.prepare(weights):
@@ -85,12 +91,15 @@ def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, 
     staged.apply()
     fresh = EagleDrafter(network.config)
     fresh.load_state_dict({**weights, "d2t": network.d2t})
-    other = learning_engine(fresh, budget=1e-6, engine={"dtype": dtype}).hook.network
+    other = learning_engine(fresh, budget=1e-6, engine={"dtype": dtype}).hook.served.network
     x = torch.randn(3, network.fc.in_features, generator=generator)
     assert torch.equal(network.fc(x), other.fc(x))
     y = torch.randn(3, network.layers[0].mlp.gate_up_proj.in_features, generator=generator)
     assert torch.equal(network.layers[0].mlp.gate_up_proj(y), other.layers[0].mlp.gate_up_proj(y))
     assert torch.equal(network.norm.weight, other.norm.weight)
+    if own_head:
+        z = torch.randn(3, network.lm_head.in_features, generator=generator)
+        assert torch.equal(network.lm_head(z), other.lm_head(z))
     assert pointers == [m.native.pointer for m in network.modules() if getattr(m, "native", None) is not None]
 
 
@@ -104,8 +113,31 @@ def test_weights_in_act_order_are_read_in_the_order_of_the_inputs():
 
 def test_weights_of_is_a_copy(learning_engine):
     hook = learning_engine(budget=1e-6).hook
-    before = copy.deepcopy(hook.learner.serving)
+    before = copy.deepcopy(hook.served.weights)
     with torch.no_grad():
-        next(hook.learner.master.parameters()).zero_()
-    assert all(torch.equal(value, before[name]) for name, value in hook.learner.serving.items())
-    assert set(weights_of(hook.learner.master)) == set(before)
+        next(hook.learner.candidate.master.parameters()).zero_()
+    assert all(torch.equal(value, before[name]) for name, value in hook.served.weights.items())
+    assert set(weights_of(hook.learner.candidate.master)) == set(before)
+
+
+def test_a_micro_step_makes_launch_ahead_skip_a_record(learning_engine, drafter):
+    engine = learning_engine(drafter, capture=False, budget=1e-6)
+    pace = engine.executor.launch_ahead
+    serve(engine, toy_prompts(6, seed=12))
+    pace.skips_next = False
+    assert engine.idle()
+    assert pace.skips_next
+
+
+def test_a_target_that_is_not_served_in_bf16_is_trained_with(learning_engine, drafter, monkeypatch):
+    """As on a GPU, where a training step computes in bf16."""
+    for module in ("target", "candidate"):
+        monkeypatch.setattr(f"fledge.learning.{module}.training_dtype", lambda _: torch.bfloat16)
+    engine = learning_engine(drafter, budget=1e-6, capture=False)  # in fp32, not packed
+    assert engine.decoder.dtype == torch.float32
+    learner = engine.hook.learner
+    serve(engine, toy_prompts(12, seed=12))
+    batch = learner._draw()
+    list(learner._read_missing(batch))
+    assert finished(learner._train(batch))
+    assert learner.target.head_bytes == 2 * learner.target.vocab_size * learner.target.hidden_size

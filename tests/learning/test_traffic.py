@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from fledge.learning.admission import Admission
+from fledge.learning.collector import SHORTENED_PRIORITY, Admission
 from fledge.learning.gate import Decision
-from fledge.learning.hook import SHORTENED_NEED
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
 
 
@@ -17,7 +16,7 @@ def strange_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(learning_engine, drafter, monkeypatch):
-    monkeypatch.setattr("fledge.learning.hook.NOVEL_NEED", 0.0)  # what needs more than 1 was shortened
+    monkeypatch.setattr("fledge.learning.collector.NOVEL_PRIORITY", 0.0)  # what needs more than 1 was shortened
     engine = learning_engine(drafter, budget=1e-6, drift_guard=True)
     hook, guard = engine.hook, engine.controller.guard
     # Judged by acceptance alone: this drafter is unsure of strange texts, which the guard then takes for hard ones.
@@ -33,9 +32,9 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
     shortened = guard.counts.requests - before
     assert shortened >= 2
     samples = hook.ring.kept
-    needy = [one for one in samples if one.need > SHORTENED_NEED]
+    needy = [one for one in samples if one.priority > SHORTENED_PRIORITY]
     assert shortened / 2 <= len(needy) <= shortened  # some were repeated
-    assert not hook._shortened  # none of them runs any more
+    assert not hook.collector.shortened  # none of them runs any more
     drawn = hook.ring.draw(200)
     assert sum(one in needy for one in drawn) / len(drawn) > 1.5 * len(needy) / len(samples)
 
@@ -44,8 +43,8 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
     while not guard.counts.shortened:
         assert engine.has_unfinished()
         engine.step()
-    assert hook._shortened
-    list(hook._swap(hook.learner.serving, Decision(True, "a test")))
+    assert hook.collector.shortened
+    list(hook.served.swap(hook.served.weights, Decision(True, "a test")))
     assert not guard.counts.shortened
     assert all(guard.depth(request) == guard.limit for request in engine.requests.values())
     serve(engine, [])
@@ -64,18 +63,18 @@ def test_a_flood_of_loops_costs_others_nothing(learning_engine, drafter):
     before = acceptance(serve(engine, judged, learn=False))
     others = toy_prompts(96, seed=72)
     looked_at, now = 0, 0.0
-    hook.admission = Admission(20.0, lambda: now)
+    hook.collector.admission = Admission(20.0, lambda: now)
     for number, prompt in enumerate(others):
         now += 0.125  # 40 requests a second, 32 of them of the flood
         serve(engine, loops(4, seed=number), client="flood")
-        skipped = hook.counts["skipped"]
+        skipped = hook.collector.skipped
         serve(engine, [prompt], client=f"other {number % 3}")
-        looked_at += hook.counts["skipped"] == skipped
+        looked_at += hook.collector.skipped == skipped
         engine.idle()
     for _ in range(200):
         engine.idle()
     after = acceptance(serve(engine, judged, learn=False))
     assert looked_at == 96  # none of the others' requests gave way
-    assert hook.counts["skipped"]
+    assert hook.collector.skipped
     assert hook.learner.counts.candidates
     assert after >= 0.95 * before  # the gate tells no less apart with 32 texts

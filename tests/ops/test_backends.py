@@ -53,7 +53,7 @@ class Setup:
             self.network = tiny_decoder(3, **settings)
             shape = (4, 2, 8)
         self.network.to(device)
-        stack_experts(self.network)
+        stack_experts(self.network, torch.float32)
         self.network.embed_tokens.to(device)
         self.device, self.starts = torch.device(device), starts
         self.caches = [PagedKV(*shape, 32, PAGE, torch.float32, device) for _ in range(2)]

@@ -25,9 +25,9 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
                 answer = await client.post("/v1/completions", json={**body, "learn": False})
                 assert answer.status_code == 200
             assert hook.ring.num_admitted + len(hook.ring.held_out) == kept_before
-            assert hook.requests == 0
-            callers, client_of = [], hook._client
-            hook._client = lambda name: callers.append(name) or client_of(name)
+            assert hook.collector.requests == 0
+            callers, client_of = [], hook.collector.client
+            hook.collector.client = lambda name: callers.append(name) or client_of(name)
             texts = []
             for word in "abcdefgh":
                 chat = {"messages": [{"role": "user", "content": word * 3}], "max_tokens": 24, "temperature": 0}
@@ -35,7 +35,7 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
                 answer = await client.post("/v1/chat/completions", json={**chat, "ignore_eos": True}, headers=key)
                 texts.append(answer.json()["choices"][0]["message"]["content"])
             assert len(texts) == 8
-            assert hook.requests == 8
+            assert hook.collector.requests == 8
             assert len(callers) == 8
             assert len(set(callers)) == 2  # each caller's share is its own
             lines = (await client.get("/metrics")).text.splitlines()
@@ -45,6 +45,20 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
             assert float(figures[f"fledge:learn_requests_total{{{labels}}}"]) == 8
             assert float(figures[f"fledge:learn_stopped{{{labels}}}"]) == 0
             assert f"fledge:learn_generation{{{labels}}}" in figures
+            assert float(figures[f"fledge:learn_clients{{{labels}}}"]) == len(hook.ring.by_client)
+            history = (await client.get("/learning")).json()
+            assert history["swaps"] == []
+            assert all(requests <= 8 and length >= 1 for requests, length in history["points"])
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_learn_has_no_history(in_process):
+    async def main() -> None:
+        async with in_process() as (client, _):
+            answer = await client.get("/learning")
+            assert answer.status_code == 404
+            assert "--learn" in answer.json()["error"]["message"]
 
     asyncio.run(main())
 
@@ -79,7 +93,7 @@ def test_flags_of_learning_need_the_word():
 def test_the_report_draws_the_curve(tmp_path):
     lines = [
         '{"event": "point", "requests": 32, "steps": 0, "acceptance_length": 1.5}',
-        '{"event": "swap", "requests": 40, "generation": 1, "recent_before": 1.5, "recent_after": 2.0, "fixed_first": 3.0, "fixed_after": 3.1}',  # noqa: E501
+        '{"event": "swap", "requests": 40, "generation": 1, "recent_before": 1.5, "recent_after": 2.0, "fixed_before": 3.0, "fixed_after": 3.1}',  # noqa: E501
         '{"event": "point", "requests": 64, "steps": 16, "acceptance_length": 2.1}',
         '{"event": "rollback", "requests": 90, "generation": 0, "reason": "live acceptance has fallen"}',
     ]

@@ -1,7 +1,7 @@
 """A soak of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
 
 FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures,
-FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.toy.make`).
+FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.targets.toy.make`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from fledge.bench.provenance import provenance, write_json
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.serving.processes import ServerProcess
 from tests.serving.soak import figures_of, process_tree
 
@@ -25,7 +25,8 @@ SECONDS = float(os.environ.get("FLEDGE_LEARN_SOAK_SECONDS", "0"))
 MODEL = os.environ.get("FLEDGE_LEARN_SOAK_MODEL")
 REPORT = os.environ.get("FLEDGE_LEARN_SOAK_REPORT")
 CLIENTS = 16
-LEARN = ["--learn", "--learn-budget", "40", "--learn-memory", "16"]
+KEYS = [f"key-{number}" for number in range(4)]  # callers are told apart by them
+LEARN = ["--learn", "--learn-budget", "40", "--learn-memory", "16", "--api-key", *KEYS]
 FLAGS = ["--served-model-name", "toy", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "16", "--max-model-len", "256"]
 # Over the whole soak, after a tenth of it: the allocator's and the interpreter's own growth.
 MAX_GROWTH_MIB = 64
@@ -41,8 +42,12 @@ def question(chance: random.Random, part: float) -> str:
             return " ".join(words)
 
 
+def bearer(seed: int) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[seed % len(KEYS)]}"}
+
+
 def metrics(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60, headers=bearer(0)).text.splitlines()
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
 
 
@@ -55,7 +60,7 @@ async def load(url: str, seconds: float, whole: float, elapsed: float) -> Counte
         while (passed := time.monotonic() - began) < seconds:
             body = {"messages": [{"role": "user", "content": question(chance, (elapsed + passed) / whole)}]}
             body |= {"max_tokens": 64, "temperature": 0, "learn": chance.random() < 0.9}
-            response = await client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {seed % 4}"})
+            response = await client.post("/v1/chat/completions", json=body, headers=bearer(seed))
             seen[str(response.status_code)] += 1
 
     limits = httpx.Limits(max_connections=CLIENTS)
@@ -91,6 +96,7 @@ def test_swaps_under_load(tmp_path: Path) -> None:
         assert set(seen) == {"200"}, seen
         assert found["fledge:learn_swaps_total"] >= 1, figures
         assert found["fledge:learn_stopped"] == 0
+        assert found["fledge:learn_clients"] == len(KEYS)
         assert figures["share_of_time"] < 0.42
         assert grown < MAX_GROWTH_MIB, figures
         assert after["descriptors"] <= before["descriptors"] + 8

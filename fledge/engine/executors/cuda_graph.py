@@ -437,6 +437,7 @@ class CudaGraphExecutor:
 
     def interrupted(self) -> None:
         self.reader.mark()
+        self.launch_ahead.skips_next = True
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         assert self.row_of.keys() <= set(running), "a request that left has a row"

@@ -64,8 +64,6 @@ from fledge.speculation.methods.tree import (
 
 # Stages of a cycle in ADJUSTED mode, as graph modes.
 DRAFT, VERIFY, CHOICE, LOGPROBS = range(ADJUSTED, ADJUSTED + 4)
-# A block of the attention kernel's keys lies in one page.
-DEVICE_PAGE_SIZE = 128
 # A long prompt is prefilled in chunks of this size at most, between which the running requests go on.
 CHUNK_TOKENS = 1024
 

@@ -3,8 +3,8 @@
     eager      each pass adds the rows that became text
     captured   each prefill and each drafting cycle stores its rows, inside its graph; nothing waits for it
 
-A request that begins with cached pages has states from there on only. One that took part in a plain captured cycle, which keeps
-no auxiliary states, has none.
+Of a text longer than the limit the host keeps the last tokens, the device the first ones. A request that begins with cached
+pages has states from there on only. One that took part in a plain captured cycle, which keeps no auxiliary states, has none.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAX_REQUESTS = 16  # whose states are kept at the same time
 class _Kept:
     start: int
     length: int = 0
-    parts: list[list[Tensor]] = field(default_factory=list)
+    layers: list[Tensor] = field(default_factory=list)  # position p lies at p % limit: the last ones stay
 
 
 class HostStates:
-    """Of the eager executor."""
+    """Of the eager executor: of each request the last `limit` tokens'."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,17 +47,22 @@ class HostStates:
             if not request.learn or start >= len(request.prompt) or len(self.kept) >= MAX_REQUESTS:
                 return
             kept = self.kept[request] = _Kept(start)
-        if (room := self.limit - kept.start - kept.length) > 0:
-            kept.parts.append([take(layer, list(rows[:room])) for layer in layers])
+        if not kept.layers:
+            kept.layers = [layer.new_empty(self.limit, layer.shape[1]) for layer in layers]
         kept.length += len(rows)
+        last, end = list(rows[-self.limit :]), kept.start + kept.length
+        places = torch.arange(end - len(last), end) % self.limit
+        for buffer, layer in zip(kept.layers, layers, strict=True):
+            buffer[places] = take(layer, last)
 
     def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
         kept = self.kept.pop(request, None)
-        return (
-            None
-            if kept is None or not kept.parts
-            else (kept.start, [torch.cat(parts) for parts in zip(*kept.parts, strict=True)])
-        )
+        if kept is None or not kept.length:
+            return None
+        end = kept.start + kept.length
+        start = max(kept.start, end - self.limit)
+        places = torch.arange(start, end) % self.limit
+        return start, [buffer[places] for buffer in kept.layers]
 
     def drop(self, requests: Collection[Request]) -> None:
         for request in requests:
@@ -89,7 +94,8 @@ class DeviceStates:
         is_kept = (kv_slots_N >= 0) & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
         places = torch.where(is_kept, slots_N * self.limit + positions_N, MAX_REQUESTS * self.limit)
         for buffer, states in zip(self.layers, layers, strict=True):
-            buffer.index_copy_(0, places, states.to(buffer.dtype))
+            # Zeros to the last place: nothing stays of requests that are not to be learnt from.
+            buffer.index_copy_(0, places, torch.where(is_kept[:, None], states.to(buffer.dtype), 0))
 
     def store_cycle(self, layers: Sequence[Tensor], starts_B: Tensor, active_B: Tensor) -> None:
         """All verified rows, accepted or not: the next cycle stores over rejected ones, or they lie past the end."""

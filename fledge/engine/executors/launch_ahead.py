@@ -15,9 +15,13 @@ class LaunchAhead:
     def __init__(self) -> None:
         self.cycles = 1
         self.num_idle = self.num_calm = 0
+        self.skips_next = False  # other work came between: an idle device says nothing about the host
 
     def record(self, *, device_was_idle: bool) -> None:
         """At a launch: whether the device had finished everything before it."""
+        if self.skips_next:
+            self.skips_next = False
+            return
         if device_was_idle:
             self.num_idle, self.num_calm = self.num_idle + 1, 0
         else:

@@ -22,11 +22,14 @@ QUANTISED_ROWS = 1024
 
 
 class PackedLinear(nn.Module):
-    """From a plain linear in 32, 16, 8 or 4 bits, or from a quantised one as it is. Without C code 16 bits is all there is."""
+    """From a plain linear in 32, 16, 8, 5 or 4 bits, or from a quantised one as it is. Without C code 16 bits is all there is.
+
+    `bits` counts a block's scales too (5 asked bits are 6); `asked_bits` packs other weights in the same way.
+    """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, bits: int = 16) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features, self.asked_bits = linear.in_features, linear.out_features, bits
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.native = self.packed = None
         if native.library() is not None:

@@ -21,6 +21,12 @@ export async function readMetrics() {
   };
 }
 
+/* What a server with --learn did so far, or null. */
+export async function learningHistory() {
+  const response = await fetch("learning").catch(() => null);
+  return response?.ok ? response.json() : null;
+}
+
 /* The chunks of a chat completion. */
 export async function* chunks(body, signal) {
   const response = await fetch("v1/chat/completions", {

@@ -26,6 +26,7 @@ class ScriptedServer:
         self.reasoning, self.finish_reason = False, "stop"
         self.drafter: str | None = "scripted"
         self.metrics = ""
+        self.learning: dict[str, Any] = {}
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.num_cut = 0  # streams that the page ended
@@ -34,6 +35,7 @@ class ScriptedServer:
         self.app.middleware("http")(self._note)
         self.app.get("/v1/models")(self._models)
         self.app.get("/metrics")(self._metrics)
+        self.app.get("/learning")(lambda: self.learning)
         self.app.post("/v1/chat/completions")(self._chat)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))

@@ -217,27 +217,18 @@ def test_without_a_drafter_there_is_nothing_to_race(page: Page, scripted: Script
 
 
 def test_learning_is_drawn_with_its_swaps(page: Page, scripted: ScriptedServer) -> None:
-    def metrics(steps: int, accepted: int, generation: int) -> str:
-        labels = '{engine="0",model_name="m"}'
-        figures = {
-            "vllm:spec_decode_num_drafts_total": steps,
-            "vllm:spec_decode_num_accepted_tokens_total": accepted,
-            "fledge:learn_generation": generation,
-            "fledge:learn_steps_total": 16,
-            "fledge:learn_samples": 9,
-        }
-        return "".join(f"{name}{labels} {value}.0\n" for name, value in figures.items())
-
+    labels = '{engine="0",model_name="m"}'
+    figures = {"fledge:learn_generation": 1, "fledge:learn_steps_total": 16, "fledge:learn_samples": 9}
     page.open(scripted.url)
     assert not page.one("#learning").is_displayed()  # no metrics of learning: the server does not learn
-    scripted.metrics = metrics(0, 0, 0)
+    assert "/learning" not in scripted.paths
+    scripted.metrics = "".join(f"{name}{labels} {value}.0\n" for name, value in figures.items())
+    scripted.learning = {"points": [[32, 2.0], [64, 3.0]], "swaps": [40]}  # from before the page was opened
     page.open(scripted.url)
-    page.wait(lambda: page.one("#learning").is_displayed())
-    for at, (accepted, generation) in enumerate([(100, 0), (300, 1), (600, 1)], 1):
-        looks = scripted.paths.count("/metrics")
-        scripted.metrics = metrics(at * 100, accepted, generation)
-        page.wait(lambda before=looks: scripted.paths.count("/metrics") > before)
-    page.wait(lambda: "now 4.00" in page.one("#curve").get_attribute("aria-label"))
+    page.wait(lambda: "now 3.00" in page.one("#curve").get_attribute("aria-label"))
     assert len(page.all("#curve .swap")) == 1
-    assert "swapped in 1 times" in page.one("#curve").get_attribute("aria-label")
+    scripted.learning = {"points": [[32, 2.0], [64, 3.0], [70, 4.0]], "swaps": [40, 71]}
+    page.wait(lambda: "now 4.00" in page.one("#curve").get_attribute("aria-label"))
+    assert "swapped in 2 times" in page.one("#curve").get_attribute("aria-label")
+    assert len(page.all("#curve .swap")) == 1  # the other one comes with the next point
     assert page.text("#learnt") == "generation 1, 16 training steps, 9 texts kept"
