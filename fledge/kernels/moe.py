@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
+from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
@@ -31,8 +31,6 @@ TILE_OUTPUTS, TILE_INPUTS = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
 MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
 GROUP_INPUTS = 32  # quantised groups are multiples of it
-if tl is not None:
-    GROUP_PART = tl.constexpr(GROUP_INPUTS)
 
 
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -101,8 +99,8 @@ def experts_triton(
     block_rows = FEW_ROWS if pairs <= 8 * num_experts else MANY_ROWS
     slots = min(pairs, num_experts)
     for weight, x, y, is_gated in ((gate_up_EOD, x_ND, gated, True), (down_EDI, gated, added, False)):
-        outputs, inputs = y.shape[1], x.shape[1]
-        codes, scales, offsets, how = _operands(weight)
+        outputs = y.shape[1]
+        codes, scales, offsets, shape = _operands(weight, x.shape[1])
         _expert_linear[(-(-outputs // TILE_OUTPUTS), slots)](
             x,
             codes,
@@ -110,13 +108,11 @@ def experts_triton(
             offsets,
             y,
             *groups,
-            **how,
-            INPUTS=inputs,
+            CODES=shape,
             OUTPUTS=outputs,
             PER_ROW=per_row if is_gated else 1,
             GATED=is_gated,
             BLOCK_O=TILE_OUTPUTS,
-            BLOCK_I=TILE_INPUTS,
             BLOCK_R=block_rows,
             num_warps=4,
             num_stages=4,
@@ -128,15 +124,16 @@ def experts_triton(
     return out
 
 
-def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:
-    """Codes, scales and offsets (any tensor where there are none), and the constants that say how to read them."""
+def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, CodesShape]:
+    """Codes, scales and offsets (any tensor where there are none), and the constant that says how to read them."""
     if isinstance(weight, Tensor):
         assert weight.is_contiguous()
-        return weight, weight, weight, {"BITS": 16, "GROUP": 1, "HAS_OFFSETS": 0}
+        return weight, weight, weight, CodesShape(inputs, 16, 1, 1, 0, TILE_INPUTS)
     parts = (weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets)
     assert all(part.is_contiguous() for part in parts)
     assert weight.group_size % GROUP_INPUTS == 0
-    return *parts, {"BITS": weight.bits, "GROUP": weight.group_size, "HAS_OFFSETS": kind_of_offsets(weight)}
+    part = TILE_INPUTS if weight.group_size % TILE_INPUTS == 0 else GROUP_INPUTS
+    return *parts, CodesShape(inputs, weight.bits, weight.group_size, part, kind_of_offsets(weight), TILE_INPUTS)
 
 
 class Groups(NamedTuple):
@@ -253,17 +250,15 @@ def _expert_linear(
     starts_ptr,
     counts_ptr,
     num_slots_ptr,
-    INPUTS: tl.constexpr,
+    CODES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    INPUTS: tl.constexpr = CODES.size
+    BLOCK_I: tl.constexpr = CODES.step
     slot = tl.program_id(1)
     if slot >= tl.load(num_slots_ptr):
         return
@@ -288,17 +283,11 @@ def _expert_linear(
             is_input = k + step < INPUTS
             x = tl.load(rows_ptr + k, mask=is_input[:, None] & is_row[None, :], other=0.0)
             mask = is_output[:, None] & is_input[None, :]
-            if BITS < 16:
-                weight = _quantised(
-                    weight_ptr, scales_ptr, offsets_ptr, line, is_output, k,
-                    INPUTS, GROUP, BITS, HAS_OFFSETS, BLOCK_O, BLOCK_I, dtype,
-                )  # fmt: skip
+            if CODES.bits < 16:
+                weight = _quantised(weight_ptr, scales_ptr, offsets_ptr, line, is_output, k, BLOCK_O, CODES, dtype)
                 sums = finished_step(tl.dot(weight, x, sums, input_precision="ieee"))
                 if GATED:
-                    up = _quantised(
-                        weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k,
-                        INPUTS, GROUP, BITS, HAS_OFFSETS, BLOCK_O, BLOCK_I, dtype,
-                    )  # fmt: skip
+                    up = _quantised(weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k, BLOCK_O, CODES, dtype)
                     ups = finished_step(tl.dot(up, x, ups, input_precision="ieee"))
             else:
                 weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
@@ -323,18 +312,13 @@ def _quantised(
     line,
     inside,
     start,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     LINES: tl.constexpr,
-    STEP: tl.constexpr,
+    CODES: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """[LINES, STEP] of the weight, from input `start` on."""
-    PART: tl.constexpr = STEP if GROUP % STEP == 0 else GROUP_PART
-    scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, SIZE, GROUP, PART, HAS_OFFSETS, STEP)
-    return read_weights(codes_ptr, scale, offset, line, inside, start, SIZE, BITS, PART, HAS_OFFSETS, LINES, STEP, dtype)
+    """[lines, step] of the weight, from input `start` on."""
+    scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, CODES)
+    return read_weights(codes_ptr, scale, offset, line, inside, start, LINES, CODES, dtype)
 
 
 @jit
