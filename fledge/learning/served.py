@@ -41,6 +41,7 @@ class ServedDrafter:
             journal,
             d2t,
         )
+        self.stages_in_parts = self.engine.decoder.norm.weight.device.type == "cpu"
         self.weights, self.generation = weights, 0
         self.newest = 0  # the highest number given: that of a generation that fell is not given again
         # Of generation 0, after a restart with a later one, until the fixed set was measured with them.
@@ -52,12 +53,12 @@ class ServedDrafter:
 
     def stage(self, weights: dict[str, Tensor]) -> tuple[StagedWeights, Iterator[Kind]]:
         """The weights as they are served, and the work to get there: on a CPU a module at a time, on a GPU all at once."""
-        staged, in_parts = StagedWeights(self.network), self.engine.decoder.norm.weight.device.type == "cpu"
+        staged = StagedWeights(self.network)
 
         def work() -> Iterator[Kind]:
             yield Kind.STAGE
             for _ in staged.prepare(weights):
-                if in_parts:
+                if self.stages_in_parts:
                     yield Kind.STAGE
 
         return staged, work()

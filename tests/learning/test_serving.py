@@ -6,11 +6,12 @@ import copy
 import os
 import random
 import shutil
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from fledge.checkpoints.eagle3 import save_drafter
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -21,21 +22,19 @@ from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import LEAST_REQUESTS, Decision
 from fledge.learning.generations import Generations
-from fledge.learning.hook import MAX_PAUSE, SLICE, Learning
+from fledge.learning.hook import Learning
 from fledge.learning.learner import Learner
-from fledge.learning.micro_steps import Kind, MicroSteps
 from fledge.learning.samples import LEAST_ANSWER, is_held_out
-from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine
+from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine, initial_drafter_config
 from fledge.learning.target import MOST_READ_TOKENS
 from fledge.learning.weights import weights_of
+from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.training.targets import toy
 from tests.learning.conftest import (
     DEPTH,
     ENGINE,
-    GREEDY,
     LEARN,
-    Ticks,
     acceptance,
     finished,
     same,
@@ -90,38 +89,6 @@ def test_sampled_texts_do_not_change_in_a_swap(learning_engine, drafter, target,
     plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE), capture=capture)
     assert answers(engine, every=5) == answers(plain)
     assert engine.hook.served.num_swaps >= 8
-
-
-def test_the_budget_is_held_by_a_real_clock(target, drafter):
-    """By what the engine's thread does, not by what it says it does."""
-    learn = LearnConfig(**{**LEARN, "budget": 20.0})
-    speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
-    engine = build_learning_engine(copy.deepcopy(target), speculation, EngineConfig(**ENGINE), learn, fixed_prompts=[])
-    engine.warm_up()
-    hook: Learning = engine.hook
-    working, work = [0.0], hook._work
-
-    def timed(goes_on):
-        began = time.perf_counter()
-        has_more = work(goes_on)
-        working[0] += time.perf_counter() - began
-        return has_more
-
-    hook._work = timed
-    prompts, began = toy_prompts(400, seed=61), time.perf_counter()
-    while time.perf_counter() - began < 4.0:
-        for prompt in prompts[:8]:
-            engine.add_request(prompt, GREEDY)
-        prompts = prompts[8:] or toy_prompts(400, seed=62)
-        while len(engine.requests) > 2:  # never idle
-            engine.step()
-    passed = time.perf_counter() - began
-    serve(engine, [])
-    spent = hook.budget.spent
-    assert spent.serving == pytest.approx(passed, rel=0.15)
-    assert 0.05 < working[0] / passed < 0.26
-    assert spent.learning - spent.collecting == pytest.approx(working[0], rel=0.1, abs=0.02)
-    assert hook.learner.counts.steps
 
 
 def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):
@@ -186,93 +153,6 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
         assert torch.equal(mean, served[name])
 
 
-def slow_down(hook: Learning, monkeypatch: pytest.MonkeyPatch, kind: Kind, seconds: float) -> list[tuple[bool, Kind]]:
-    """Micro-steps of this kind take so long, others a hundredth of a second; which ran, and whether requests did."""
-    ran, clock = [], hook.clock
-    assert isinstance(clock, Ticks)
-
-    def run(steps: MicroSteps) -> float:
-        this, began = steps.next, clock()
-        steps.next = next(steps._work, None)
-        clock.readings += round(1000 * (seconds if this == kind else 0.01)) if this is not None else 0
-        took = clock() - began
-        if this is not None:
-            ran.append((bool(hook.engine.requests), this))
-            steps._seconds[this].append(took)
-        return took
-
-    monkeypatch.setattr(MicroSteps, "run", run)
-    return ran
-
-
-def test_a_long_micro_step_waits_until_nothing_runs(learning_engine, drafter, monkeypatch):
-    """However many short ones of other kinds ran since it was measured."""
-    engine = learning_engine(drafter, budget=100)
-    hook: Learning = engine.hook
-    ran = slow_down(hook, monkeypatch, Kind.BACKWARD, 3.0)
-    hook.micro_steps._seconds[Kind.BACKWARD].extend([3.0] * 5)
-    for seed in range(8):
-        serve(engine, toy_prompts(24, seed=seed))
-        assert not engine.idle(is_quiet=False) or hook.micro_steps.next != Kind.BACKWARD  # a request may be about to come
-    assert {kind for _, kind in ran} >= {Kind.READ, Kind.FORWARD, Kind.LOSS}
-    assert any(is_serving for is_serving, _ in ran)
-    assert not any(kind == Kind.BACKWARD for _, kind in ran)
-    while hook.micro_steps.next == Kind.BACKWARD:
-        assert engine.idle(is_quiet=True)
-    assert (False, Kind.BACKWARD) in ran
-
-
-def test_a_slow_moment_does_not_end_learning_under_load(learning_engine, drafter, monkeypatch):
-    engine = learning_engine(drafter, budget=100, samples_per_second=1e9)
-    hook: Learning = engine.hook
-    ran = slow_down(hook, monkeypatch, Kind.LOSS, 0.01)
-    hook.micro_steps._seconds[Kind.LOSS].extend([0.5] * 5)
-    began, prompts = hook.clock(), toy_prompts(200, seed=7)
-    while sum(kind == Kind.LOSS for _, kind in ran) < 4:
-        serve(engine, prompts)
-        hook.clock.readings += 20_000
-    assert 60 <= hook.clock() - began <= 400
-    assert all(is_serving for is_serving, _ in ran)
-
-
-def test_a_step_takes_no_longer_under_load_than_a_pause_may(learning_engine, drafter, monkeypatch):
-    """What a user waits for at most: one micro-step, or several that fit a slice; none more when idle time ends."""
-    engine = learning_engine(drafter, budget=100, slice_seconds=SLICE)
-    hook: Learning = engine.hook
-    slow_down(hook, monkeypatch, Kind.BACKWARD, 0.19)
-    waits, work = [], hook._work
-
-    def timed(goes_on):
-        began = hook.clock()
-        has_more = work(goes_on)
-        waits.append(hook.clock() - began)
-        return has_more
-
-    monkeypatch.setattr(hook, "_work", timed)
-    serve(engine, toy_prompts(96, seed=7))
-    while engine.idle(is_quiet=False) and len(waits) < 200:
-        pass
-    assert len(waits) > 20
-    assert max(waits) < MAX_PAUSE + 0.02
-    assert sum(waits) / len(waits) > SLICE / 4  # short ones run together
-    before = len(waits)
-    hook._has_work = True
-    engine.add_request(toy_prompts(1, seed=8)[0], GREEDY)
-    hook.budget.credit = 0.2
-    engine.step()
-    assert len(waits) == before  # the request has waited for idle work already
-    engine.step()
-    assert len(waits) == before + 1
-    serve(engine, [])
-
-
-def test_what_micro_steps_take_is_known_before_the_first_request(learning_engine, drafter):
-    hook = learning_engine(drafter).hook
-    assert set(hook.micro_steps._seconds) == set(Kind) - {Kind.SWAP}
-    assert hook.learner.counts.steps == 0
-    assert hook.learner.candidate.steps_since_start == 0
-
-
 def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     hook: Learning = engine.hook
@@ -291,6 +171,67 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     hook.close()
     assert hook.journal.generations.current == 0
     assert [event["event"] for event in hook.journal.events] == ["swap", "rollback"]
+
+
+def test_traffic_that_gets_harder_long_after_a_swap_is_not_blamed_on_it(learning_engine, drafter, monkeypatch):
+    monkeypatch.setattr("fledge.learning.served.COMPARED_REQUESTS", 48)
+    engine = learning_engine(drafter, budget=1e-6)
+    hook: Learning = engine.hook
+    serve(engine, toy_prompts(40, seed=4))
+    list(hook.served.swap(hook.served.weights, ACCEPTED))
+    serve(engine, toy_prompts(47, seed=5))
+    assert hook.served.before is not None
+    serve(engine, toy_prompts(1, seed=6))
+    assert hook.served.before is None  # its weights are given up, too
+    monkeypatch.setattr("fledge.learning.served.has_fallen", lambda *_: True)
+    serve(engine, toy_prompts(8, seed=7))
+    assert not hook.served.num_rollbacks
+
+
+def test_the_recorded_coverage_of_the_draft_vocabulary_is_kept(target, tmp_path):
+    first = EagleDrafter(replace(initial_drafter_config(toy.TARGET), draft_vocab_size=64, own_head=True))
+    folder = save_drafter(
+        first, tmp_path / "drafter", texts={"provenance.json": '{"draft_vocabulary": "90.00% of the answers"}'}
+    )
+    for learn in (LearnConfig(**LEARN), LearnConfig(**LEARN, folder=tmp_path / "learnt")):
+        engine = build_learning_engine(
+            copy.deepcopy(target), Speculation(str(folder), DEPTH), EngineConfig(**ENGINE), learn, fixed_prompts=[]
+        )
+        assert engine.drafter.coverage.covered == pytest.approx(0.9)
+        engine.hook.close()
+
+
+def test_samples_of_a_training_that_was_dropped_may_be_used_again(learning_engine, drafter):
+    engine = learning_engine(drafter, budget=1e-6)
+    learner = engine.hook.learner
+    serve(engine, toy_prompts(24, seed=6))
+    for _ in range(3):
+        learner._draw()
+    used = [one for one in engine.hook.ring.kept if one.uses]
+    assert used
+    learner.refuse(Decision(False, "a test", is_worse=True))
+    assert not any(one.uses for one in used)
+    learner._draw()
+    list(learner.accept(learner.candidate.weights(), ACCEPTED))
+    kept = sum(one.uses for one in used)
+    assert kept
+    learner.refuse(Decision(False, "a test", is_worse=True))
+    assert sum(one.uses for one in used) == kept  # what the served weights learnt from stays used
+
+
+def test_after_a_restart_nothing_is_told_of_the_time_before_learning(learning_engine, drafter, tmp_path):
+    engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    serve(engine, toy_prompts(8, seed=6))
+    assert all(one["before"] for one in engine.hook.stats()["domains"].values())
+    list(engine.hook.served.swap(engine.hook.served.weights, ACCEPTED))
+    engine.hook.close()
+    again = learning_engine(drafter, folder=tmp_path, budget=1e-6)
+    serve(again, toy_prompts(8, seed=6))
+    domains = again.hook.stats()["domains"].values()
+    assert domains
+    assert not any(one["before"] for one in domains)
+    assert all(one["after"] for one in domains)
+    again.hook.close()
 
 
 def test_a_roll_back_does_not_use_up_the_time_for_collecting(learning_engine, drafter, monkeypatch):
