@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fledge.drift.results import condition_of, plus_minus, ratio_over, shown_depth, suite_of
+from benchmarks.drift_figures import condition_of, ratio_over
+from fledge.drift.results import plus_minus, shown_depth, suite_of
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 CORNERS = ((False, False), (True, False), (False, True), (True, True))  # fc_norm, norm_output

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.drift.metrics import accepted_ratio, kept_difference
+from benchmarks.drift_figures import accepted_ratio, condition_of, counts_of, paired, retention_difference
 from fledge.drift.prompts import trained_on
 from fledge.drift.results import (
     CLEARLY,
     FLAT,
-    condition_of,
-    counts_of,
-    kept,
-    paired,
     percent,
+    retention,
     share_change,
     shown_depth,
     suite_of,
@@ -191,7 +188,7 @@ def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
         texts = sorted(text for text in noisy if text in base)
         sides.append(([noisy[text] for text in texts], [base[text] for text in texts]))
     shares = [accepted_ratio(*side) for side in sides]
-    more = kept_difference(sides[1], sides[0])
+    more = retention_difference(sides[1], sides[0])
     sure = more.error is not None and more.value > CLEARLY * more.error
     verdict = NOT
     if sure:
@@ -209,13 +206,13 @@ def lowest_length(figures: dict[str, Any], name: str) -> str:
     """The context length at which least is kept, loops left out: the longest need not be the hardest."""
     suite = suite_of(figures, "context length")
     others = suite["conditions"][1:] if suite else []
-    shares = {one["name"]: kept(one, name, shown_depth(suite["depths"])) for one in others}
-    shares = {length: share for length, share in shares.items() if share.counts_calm}
+    shares = {one["name"]: retention(one, name, shown_depth(suite["depths"])) for one in others}
+    shares = {length: share for length, share in shares.items() if share.counts_non_looping}
     if not shares:
         return "–"
-    worst = min(shares, key=lambda length: shares[length].calm)
+    worst = min(shares, key=lambda length: shares[length].non_looping.value)
     one = shares[worst]
-    return f"{percent(one.calm, one.calm_error)} ({worst}, {one.calm_pairs} pairs)"
+    return f"{percent(one.non_looping.value, one.non_looping.error)} ({worst}, {one.non_looping.pairs} pairs)"
 
 
 def right_rows(probes: dict[str, Any], step: int) -> tuple[int, int]:

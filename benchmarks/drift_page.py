@@ -11,15 +11,17 @@ from typing import Any
 
 from benchmarks.drift_ablation import ablation, by_condition, comparisons
 from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length
-from fledge.drift import plots
+from benchmarks.drift_figures import ratio_over
+from fledge.drift import report as plots
 from fledge.drift.prompts import NONE_GIVEN, trained_on
 from fledge.drift.report import suite_notes
-from fledge.drift.results import ENOUGH_PAIRS, kept, percent, plus_minus, ratio_over, shown_depth, verdict_table
+from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table
 from fledge.files import write_atomically
 
 # Dictionaries by draft depth, whose keys JSON turns into text.
 BY_DEPTH = {
-    *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping", "steps"),
+    *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping"),
+    *("standard_error_not_looping", "steps"),
     *("retention", "retention_error", "retention_not_looping", "against_first"),
 }
 STEPS = (1, 2, 4, 5, 8, 12, 16)
@@ -46,13 +48,13 @@ def write_study(
 ) -> Path:
     """`about_training`: how alike the drafters were trained, where the figures do not say. `apart`: what each fix does."""
     figures = with_todays_names(with_depths(figures))
-    pictures = {"by-step": plots.by_step(figures)}
+    pictures = {"by-step": plots.plot_by_step(figures)}
     for suite in figures["suites"]:
         if suite["name"] in PICTURED:
-            pictures[suite["name"].replace(" ", "-")] = plots.suite(figures, suite)
+            pictures[suite["name"].replace(" ", "-")] = plots.plot_suite(figures, suite)
     if apart is not None:
         apart = replace(apart, figures=with_todays_names(with_depths(apart.figures)))
-        pictures["ablation"] = plots.by_step(apart.figures)
+        pictures["ablation"] = plots.plot_by_step(apart.figures)
     for name, content in pictures.items():
         _write(images / f"drift-study-{name}.png", content)
     _write(page, study(figures, source.name, os.path.relpath(images, page.parent), about_training, apart).encode())
@@ -265,19 +267,19 @@ def _suite(suite: dict[str, Any], figures: dict[str, Any], names: Sequence[str])
     known = {name for one in figures["drafters"] for name in trained_on(one.get("trained") or {})}
     has_calm = suite["baseline"] is not None
     for condition in suite["conditions"]:
-        cells, calm = [], []
+        cells, non_looping = [], []
         for name in names:
             one = condition["drafters"][name]
             error = one["standard_error"][depth] if one["texts"] >= ENOUGH_PAIRS else None
-            share, is_base = kept(condition, name, depth), condition["name"] == suite["baseline"]
-            left = "" if is_base else f" ({percent(share.value, share.error, share.pairs)})"
+            share, is_base = retention(condition, name, depth), condition["name"] == suite["baseline"]
+            left = "" if is_base else f" ({share.all})"
             cells.append(f"{one['acceptance_length'][depth]:.2f}{f' ± {error:.2f}' if error is not None else ''}{left}")
-            calm.append("" if is_base else share.without_loops)
+            non_looping.append("" if is_base else share.without_loops)
         one = condition["drafters"][names[0]]
         ratios = [plus_minus(condition["drafters"][name]["against_first"][depth], one["texts"]) for name in names[1:]]
         mark = " †" if suite["name"] == "templates" and condition["name"] in known else ""
         numbers = [f"{one['texts']} ({one['looping_texts']})", f"{one['steps'][depth]:.0f}"]
-        rows.append([condition["name"] + mark, *cells, *(calm if has_calm else ()), *ratios, *numbers])
+        rows.append([condition["name"] + mark, *cells, *(non_looping if has_calm else ()), *ratios, *numbers])
     found = [ratio_over(figures, suite["name"], name, names[0]) for name in names[1:]]
     if found and all(found):
         blank = [""] * len(names) * (2 if has_calm else 1)

@@ -113,8 +113,8 @@ def speed() -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" role="img" font-family="{SANS}" font-size="12.5">',
         f"<title>Tokens per second per user, SmolLM2-135M</title><style>{style}</style>",
-        *bars(0, 430, "Two CPU cores, 4-bit GGUF: tokens/s", cpu),
-        *bars(460, 440, "One H200, bf16: tokens/s per user", gpu),
+        *bars(0, 430, "Two CPU cores, 4-bit GGUF: tokens/s after the first", cpu),
+        *bars(460, 440, "One H200, bf16: tokens/s per user, whole request", gpu),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

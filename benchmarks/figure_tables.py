@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks.figure_blocks import (
     table,
     times,
 )
+from fledge.serving.foreign_flags import LLAMA_CPP, SGLANG
 
 ROOT = RESULTS.parents[1]
 
@@ -33,6 +35,7 @@ def serving(name: str, users: int) -> dict[str, Any]:
 
 @figures("results")
 def results() -> str:
+    """On a CPU after the first token, as `fledge bench` counts; of the GPU runs only the whole run's speed was kept."""
     cpu, vllm = load("cpu-vs-llamacpp-smollm2-135m")["rows"], load("gpu-h200")["vllm_earlier"]
     plain, drafted = gpu_speeds()
     both = [serving(f"{engine} float32, {how}", 1) for engine in ("vLLM", "Fledge") for how in ("plain", "EAGLE 3.1")]
@@ -46,13 +49,13 @@ def results() -> str:
         ],
         [
             "2 CPU cores, float32 ¹",
-            f"vLLM {number(both[0]['tokens_per_second'])}",
-            *(run["tokens_per_second"] for run in both[1:]),
+            f"vLLM {number(both[0]['per_user_tokens_per_second'])}",
+            *(run["per_user_tokens_per_second"] for run in both[1:]),
         ],
     ]
     for users, value in plain.items():
         who = "1 user" if users == "1" else f"{users} users"
-        name = f"H200, bf16, {who}" + (" ²" if users == "1" else "")
+        name = f"H200, bf16, {who} ²"
         rows.append([name, f"vLLM {vllm['plain'][users]}", vllm["depth 3"][users], value, drafted.get(users)])
     return table(["SmolLM2-135M, tokens/s per user", "other engine", "with a drafter", "Fledge", "with its drafter"], rows)
 
@@ -119,7 +122,7 @@ def cpu_texts() -> str:
                 parted.append([name, f"after {one['tokens']} tokens", words, ours, theirs])
     tokens = found["tokens"]
     equal = table([f"Qwen2.5-Coder-0.5B Q4_K_M, {tokens} tokens", "Fledge = llama.cpp", "llama.cpp = itself"], rows)
-    return equal + "\n\n" + table(["they part in", "", "Fledge / llama.cpp", "logit gap in Fledge", "in llama.cpp"], parted)
+    return equal + "\n\n" + table(["they diverge in", "", "Fledge / llama.cpp", "logit gap in Fledge", "in llama.cpp"], parted)
 
 
 @figures("cpu-demo")
@@ -154,9 +157,9 @@ def cpu_quantization() -> str:
         plain, drafted = run["tokens_per_second"]["plain"], run["tokens_per_second"]["speculative"]
         speedup = f"{number(drafted)} ({times(drafted / plain)})"
         same = "" if name == "none" else percent(run["same_choice_given_the_same_text"], 1)
-        label = "none (float16)" if name == "none" else name
+        label = "--dtype float16" if name == "none" else f"--quantization {name}"
         rows.append([f"`{label}`", megabytes(run["weight_bytes"]), plain, speedup, same])
-    return table(["`--quantization`", "weights", "plain tokens/s", "with the drafter", "same token as float16"], rows)
+    return table(["flag", "weights", "plain tokens/s", "with the drafter", "same token as float16"], rows)
 
 
 @figures("cpu-verify")
@@ -175,7 +178,7 @@ def cpu_kv_cache() -> str:
         same = quality.get(name)
         cells = [runs[0]["cache_bytes_per_token"], *(run["tokens_per_second"] for run in runs)]
         rows.append([f"`{name}`", *cells, same and percent(same["same_choice"], 1), same and f"{same['kl_divergence']:.1e}"])
-    behind = [f"tokens/s behind {int(length):,} tokens" for length in speed]
+    behind = [f"tokens/s at {int(length):,} tokens of context" for length in speed]
     return table(["`--kv-cache-dtype`", "bytes a token", *behind, "same token as float32", "KL divergence"], rows)
 
 
@@ -231,7 +234,7 @@ def acceptance_context() -> str:
             runs = found["drafters"]["smollm2-135m-eagle3.1"][data]
             cells += [f"{runs[kind]['5']['acceptance_length']:.2f}" for kind in ("all", "others")]
         rows.append(cells)
-    tokens = f"behind {long['context']['tokens']:,} tokens"
+    tokens = f"after {long['context']['tokens']:,} tokens of context"
     return table(["depth 5", "short prompt", "without loops", tokens, "without loops"], rows)
 
 
@@ -315,27 +318,26 @@ def conform_vllm() -> str:
 # `fledge doctor`.
 
 
-def doctor(name: str, most: int) -> str:
-    """What was tried, best first, and the verdict in doctor's own words."""
+def doctor(name: str) -> str:
+    """What `fledge doctor` prints: the drafter unchanged and repaired, and the verdict."""
     run = load("doctor-examples")["runs"][name]
-    trials = sorted(run["trials"], key=lambda trial: -trial["accepted"])[:most]
-    tried = [("as it stands", run["as_it_stands"]), *((f"{trial['fault']}: {trial['remedy']}", trial) for trial in trials)]
+    tried = [(words, run[words]) for words in ("unchanged", "repaired") if run[words]]
     rows = [[words, f"{trial['accepted']:.2f}", percent(trial["first"], 1)] for words, trial in tried]
     verdict = f"**{run['fault'] or 'healthy'}**: {run['explanation']}"
     what_to_do = f"  \n> **what to do**: {run['remedy']}" if run["fault"] else ""
-    return f"{table(['tried', 'accepted a step', 'first draft accepted'], rows)}\n\n> {verdict}{what_to_do}"
+    return f"{table(['drafter', 'accepted per step', 'first token accepted'], rows)}\n\n> {verdict}{what_to_do}"
 
 
-figures("doctor-healthy")(lambda: doctor("as it is", 2))
-figures("doctor-layers")(lambda: doctor("wrong layers", 3))
-figures("doctor-flag")(lambda: doctor("wrong flag", 2))
+figures("doctor-healthy")(lambda: doctor("as it is"))
+figures("doctor-layers")(lambda: doctor("wrong layers"))
+figures("doctor-flag")(lambda: doctor("wrong flag"))
 
 
 @figures("doctor-off-by-one")
 def doctor_off_by_one() -> str:
     run = load("doctor-examples")["runs"]["layers off by one"]
     verdict = f"calls {run['fault']}" if run["fault"] else "calls healthy"
-    return f"{run['as_it_stands']['accepted']:.2f} accepted a step, which `doctor` {verdict}"
+    return f"{run['unchanged']['accepted']:.2f} accepted a step, which `doctor` {verdict}"
 
 
 @figures("limits")
@@ -345,6 +347,18 @@ def limits() -> str:
     import references
 
     return references.limits()
+
+
+def flag_table(engine: str, flags: dict[str, str]) -> str:
+    """Nothing measured: another engine's flags and what they are here, from the table that the error messages use."""
+    names: dict[str, list[str]] = {}
+    for name, here in flags.items():
+        names.setdefault(re.sub(r"(?<![\w-])(--[a-z][\w-]+(?: vllm| cuda)?)", r"`\1`", here), []).append(f"`{name}`")
+    return table([engine, "Fledge"], [[", ".join(theirs), here] for here, theirs in names.items()]).replace("---:", "---")
+
+
+figures("flags-sglang")(lambda: flag_table("SGLang", SGLANG))
+figures("flags-llama-cpp")(lambda: flag_table("llama.cpp", LLAMA_CPP))
 
 
 # Files and lines at commit 7ab0b39, which had three request loops.

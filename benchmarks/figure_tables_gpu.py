@@ -159,13 +159,14 @@ def training() -> str:
     for run in runs:
         if "unroll" in run["compiled"]:
             cells = [
-                run["sequence"],
+                f"{run['sequence']:,}",
+                "random" if "--random-target" in run["command"] else "real",
                 run["tokens_per_second"],
                 f"{run['peak_memory_gib']:.1f} GiB",
                 percent(run["target_share"]),
             ]
             rows.append([cells[0], *cells[1:]])
-    return table(["sequence length", "tokens/s", "peak memory", "time in the target"], rows)
+    return table(["sequence length", "target's weights", "tokens/s", "peak memory", "time in the target"], rows)
 
 
 @figures("regeneration")

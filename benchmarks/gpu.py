@@ -2,9 +2,11 @@
 
     python benchmarks/gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json results.json
     python benchmarks/gpu.py --shape 1.5b,8b --vllm-site FOLDER --json results.json
+    python benchmarks/gpu.py --shape 30b-a3b,8b,8b-fp8,8b-int4 --concurrency 1,4,16,64 --vllm-site FOLDER --json results.json
 
-The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b) with random weights on the device, and
-has stages of its own (`gpu_sizes.py`); those of the first form that need no text can be named too:
+The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b; 30b-a3b: Qwen3's experts; 8b-fp8 and 8b-int4:
+layers as of an FP8 and of an AWQ checkpoint) with random weights on the device, and has stages of its own (`gpu_sizes.py`);
+those of the first form that need no text can be named too:
   steps      plain steps and cycles by rows, beside the same on cuBLAS and the least time that the device could take
   prefill    16 prompts of 1,900 tokens: tokens/s
   loop       closed loop of plain decoding
@@ -71,13 +73,13 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.drift.live import EVERY_LAUNCHES, watch_drafts
 from fledge.engine.admission import AdmissionPolicy, OfflineRefill
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
-from fledge.kernels.attention import rope_attention
+from fledge.kernels.attention import launch_config
 from fledge.models import decoder as decoder_module
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -123,8 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
     parser.add_argument("--vllm-seconds", type=float, default=3600, help="what it has measured until then counts")
     parser.add_argument("--honour-stops", action="store_true")
-    parser.add_argument("--overlap", choices=["none", "far", "near"], default="far", help="see kernels/triton_support.py")
-    parser.add_argument("--shared-memory", type=int, help="see kernels/triton_support.py")
+    parser.add_argument("--no-overlap", dest="overlap", action="store_false", help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
     parser.add_argument("--commit", help="of the code, where there is no git")
     parser.add_argument("--json", help="write the figures to this file")
@@ -344,10 +345,9 @@ def settings(bench: Bench) -> dict[str, object]:
     few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
         "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
-        "attention begins with 256 keys": (few_rows + many_rows, rope_attention, "few_programs", lambda device: 0),
-        "every layer holds": (few_rows, decoder_module, "HOLDING_LAYERS", len(bench.decoder.layers)),
-        "overlap of two": (few_rows, triton_support, "OVERLAP", triton_support.NEAR),
-        "no overlap": (few_rows, triton_support, "OVERLAP", triton_support.NONE),
+        "attention begins with 256 keys": (few_rows + many_rows, launch_config, "few_programs", lambda device: 0),
+        "every layer holds": (few_rows, decoder_module, "PDL_BARRIER_LAYERS", len(bench.decoder.layers)),
+        "no overlap": (few_rows, triton_support, "OVERLAP", False),
     }
     rows = bench.batch(64)
     found: dict[str, object] = {}
@@ -357,11 +357,6 @@ def settings(bench: Bench) -> dict[str, object]:
         rows.graphs.graphs.clear()
         found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
         setattr(module, setting, before)
-    for percent in (-1, 25, 50, 100):  # last: there is no way back to what the driver thought best for each
-        triton_support.share_memory(percent)
-        rows.graphs.graphs.clear()
-        times = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in few_rows + many_rows}
-        found[f"shared memory {percent} %"] = times
     show("settings: microseconds a step", found)
     return found
 
@@ -479,9 +474,7 @@ def measure_model(args: argparse.Namespace, write: Callable[..., None]) -> None:
 
 def main() -> None:
     args = arguments()
-    triton_support.OVERLAP = getattr(triton_support, args.overlap.upper())
-    if args.shared_memory is not None:
-        triton_support.share_memory(args.shared_memory)
+    triton_support.OVERLAP = args.overlap
     torch.cuda.set_device(0)
 
     def write(results: Mapping[str, object], prompts: Sequence[object] = ()) -> None:

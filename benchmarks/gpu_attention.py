@@ -20,8 +20,9 @@ import torch
 from benchmarks.gpu_kernels import graph_time
 from fledge.config import RopeConfig
 from fledge.kernels.attention.exact import SPLIT
+from fledge.kernels.attention.launch_config import FEW, SOME
 from fledge.kernels.attention.prefill_attention import prefill_attention_triton
-from fledge.kernels.attention.rope_attention import FEW, SOME, rope_attention_triton
+from fledge.kernels.attention.rope_attention import rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_triton
 from fledge.kernels.triton_support import jit, tl
 from fledge.models.layers import Rotary
@@ -136,8 +137,8 @@ def checks_of(text: Text) -> Iterator[tuple[str, bool]]:
     ways = {
         "": {},
         ", streamed": {"streamed": True},
-        ", few": {"form": FEW},
-        ", some": {"form": SOME},
+        ", few": {"config": FEW},
+        ", some": {"config": SOME},
         ", one": {"programs": 1},
     }
     for num_new, (name, way) in product((1, 4, 6, 17), ways.items()):

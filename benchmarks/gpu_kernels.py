@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 
 from fledge.config import ModelConfig
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch, Verified
+from fledge.engine.config import DEVICE_PAGE_SIZE
+from fledge.engine.executors.device_batch import DeviceBatch, Verified
 from fledge.kernels.attention.rope_attention import rope_attention, rope_attention_triton
 from fledge.kernels.sample import PartialArgmax
 from fledge.models.layers import MLP, Rotary

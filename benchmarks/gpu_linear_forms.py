@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
-from fledge.kernels.linear import tma_tiles
+from fledge.kernels.linear import dispatch, tma_tiles
 from fledge.kernels.linear.dispatch import Case, can_stream
-from fledge.kernels.linear.staged_mma import Form, programs_at_once
+from fledge.kernels.linear.staged_mma import LaunchConfig, programs_at_once
+from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tiles import Tile
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, MEASURED_SHARED_MEMORY
 
 MEASURED = Path(__file__).parents[1] / "fledge/kernels/linear/measured.py"
+
+
+@contextmanager
+def on_cublas() -> Iterator[None]:
+    """All linears of plain weights on cuBLAS, in whatever order it sums; norms are kernels of their own."""
+    choose_kernel, summation = dispatch.choose_kernel, dispatch.summation
+
+    def choose(case: Case) -> tuple[str, tuple[int, ...]]:
+        return ("cublas", ()) if case.format == "plain" else choose_kernel(case)
+
+    def order(inputs: int, *others: Any, group_size: int = 1, **options: Any) -> Summation:
+        if group_size == 1:
+            return Summation(1, False, -(-inputs // CHUNK) * CHUNK)
+        return summation(inputs, *others, group_size=group_size, **options)
+
+    with patch.multiple(dispatch, choose_kernel=choose, summation=order, cublas_is_exact=lambda *_: True):
+        yield
 
 
 class Kind(NamedTuple):
@@ -73,14 +93,14 @@ PREFILL, ANY_ROWS = 4096, 1 << 20  # what is fastest for so many rows serves all
 HEAD_ROWS = (1, 4, 16, 64)
 LAYERS = {"135m": 30, "1.5b": 8, "135m-d": 30, "1.5b-d": 8, "8b": 2}  # of the chain: more than the L2 cache holds
 STAGED = (
-    Form(16, 16),
-    Form(16, 32, 2),
-    Form(32, 16),
-    Form(32, 32),
-    Form(32, 32, 2),
-    Form(64, 16),
-    Form(64, 32),
-    Form(64, 32, 2),
+    LaunchConfig(16, 16),
+    LaunchConfig(16, 32, 2),
+    LaunchConfig(32, 16),
+    LaunchConfig(32, 32),
+    LaunchConfig(32, 32, 2),
+    LaunchConfig(64, 16),
+    LaunchConfig(64, 32),
+    LaunchConfig(64, 32, 2),
 )
 # KB of the ring of `register_stream`. Programs of several slices are fewer and have more warps.
 ONE_SLICE_RINGS, SEVERAL_SLICES_RINGS = (16, 32, 48), (32, 64, 96)
@@ -113,7 +133,7 @@ SEVERAL_SLICES = (
     (64, 128, 64, 4, 5),
     (128, 128, 64, 8, 4),
 )
-# `tma_tiles.Form`: rows, outputs, warps, stages, where slices' sums wait, programs a multiprocessor.
+# `tma_tiles.LaunchConfig`: rows, outputs, warps, stages, where slices' sums wait, programs a multiprocessor.
 MANY_ROWS = (
     (128, 128, 8, 6, tma_tiles.REGISTERS, 1),
     (128, 128, 8, 6, tma_tiles.PROGRAMS, 1),
@@ -161,7 +181,7 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def tma_forms(kind: Kind, rows: int, slices: int) -> Iterator[tuple[int, ...]]:
     """Those whose work neither leaves most of the card idle nor writes sums of slices for no gain."""
-    for form in (tma_tiles.Form(*numbers) for numbers in MANY_ROWS):
+    for form in (tma_tiles.LaunchConfig(*numbers) for numbers in MANY_ROWS):
         tiles = -(-rows // form.rows) * -(-kind.outputs // form.outputs)
         work = tiles * (slices if form.sums == tma_tiles.PROGRAMS else 1)
         few, many = work < 40, tiles > 4 * MEASURED_MULTIPROCESSORS
@@ -184,7 +204,7 @@ def label(kernel: str, numbers: tuple[int, ...]) -> str:
 
 
 def filled(lines: list[dict[str, Any]]) -> dict[tuple[int, int, bool], tuple]:
-    """What `measured.FORMS` is to hold: neighbours with one form are one entry."""
+    """What `measured.CONFIGS` is to hold: neighbours with one form are one entry."""
     forms: dict[tuple[int, int, bool], list] = {}
     for line in lines:
         if line["form"] is None:
@@ -200,7 +220,7 @@ def filled(lines: list[dict[str, Any]]) -> dict[tuple[int, int, bool], tuple]:
 def fill(lines: list[dict[str, Any]], path: Path = MEASURED) -> None:
     """Writes what was fastest into the package."""
     text = path.read_text()
-    start = text.index("FORMS: ")
+    start = text.index("CONFIGS: ")
     entries = ""
     for key, forms in filled(lines).items():
         entries += f"    {key}: (\n" + "".join(f"        {form},\n" for form in forms) + "    ),\n"

@@ -5,7 +5,7 @@
     python benchmarks/gpu_linears.py --fill linears.json            # writes fledge/kernels/linear/measured.py; needs no GPU
 
 Times are medians of graphs of 20 launches over 20 weights, with the L2 cache flushed before each graph. `before` is what
-dispatch chooses without `staged_mma` and without `measured.FORMS`; `rules` is what it chooses for a shape that is not in FORMS;
+dispatch chooses without `staged_mma` and without `measured.CONFIGS`; `rules` is what it chooses for a shape that is not in it;
 `cuBLAS` sums in any order and has elementwise kernels around it. Forms whose bits differ from `before` are listed and never
 chosen. Last come all linears of several layers, one after the other, as in a step. There each form is chosen again, by the
 time of the layer: how well a kernel starts beside the one before it counts for more than its own time (64 rows of 135M: 25.1 µs
@@ -42,6 +42,7 @@ from gpu_linear_forms import (
     filled,
     head_tiles,
     label,
+    on_cublas,
 )
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from fledge.kernels.linear import dispatch
 from fledge.kernels.linear.dispatch import Case, case_of, linear
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.tiles import Tile, tiled_head
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax, choose
 
 LAUNCHES, ROUNDS, FLUSHED = 20, 9, 32 << 20
@@ -79,24 +80,24 @@ class Inputs:
     def call_head(self, rows: int, copy: int = 0, tile: Tile | None = None) -> PartialArgmax:
         """Norm, head and the best of each block of the vocabulary."""
         assert self.norm is not None
-        hidden, weight = add_rms_norm(self.x[:rows], None, *self.norm), self.weights[copy]
+        hidden, weight = rms_norm(self.x[:rows], *self.norm), self.weights[copy]
         return tiled_head(hidden, weight, case_of(hidden, weight).order, tile=tile)
 
     def call_cublas_head(self, rows: int, copy: int) -> PartialArgmax:
         assert self.norm is not None
-        return choose(F.linear(add_rms_norm(self.x[:rows], None, *self.norm), self.weights[copy]))
+        return choose(F.linear(rms_norm(self.x[:rows], *self.norm), self.weights[copy]))
 
 
 @contextmanager
-def ways(table: bool = True, forms: dict | None = None, force: str | None = None) -> Iterator[None]:
-    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or one kernel for all."""
+def ways(table: bool = True, forms: dict | None = None, cublas: bool = False) -> Iterator[None]:
+    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or cuBLAS for all."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(dispatch, "FORMS", forms or {}))
+        stack.enter_context(patch.object(dispatch, "CONFIGS", forms or {}))
         if not table:
             rules = tuple(rule for rule in dispatch.TABLE if rule.kernel != "staged_mma")
             stack.enter_context(patch.object(dispatch, "TABLE", rules))
-        if force:
-            stack.enter_context(dispatch.forced(force))
+        if cublas:
+            stack.enter_context(on_cublas())
         yield
 
 
@@ -233,7 +234,7 @@ def measure(kind: Kind, flush: Tensor) -> list[dict[str, Any]]:
                 continue
             found[name], forms[name] = timed(rows, way), (kernel, numbers)
         line: dict[str, Any] = {"model": kind.model, "linear": kind.name, "K": kind.inputs, "N": kind.outputs, "rows": rows}
-        line |= {"before": timed(rows, BEFORE), "rules": timed(rows, {}), "cublas": timed(rows, {"force": "cublas"})}
+        line |= {"before": timed(rows, BEFORE), "rules": timed(rows, {}), "cublas": timed(rows, {"cublas": True})}
         best = min(found, key=found.__getitem__, default=None)
         line |= {"best": best, "best_us": found.get(best or ""), "form": forms.get(best or ""), "forms": found, "wrong": wrong}
         line |= {"by_name": forms, "floor": size / 4.8e6}
@@ -296,7 +297,7 @@ class Chain:
         kinds = {part.kind.name: part.kind for part in self.parts}
         by_rules = {line["linear"]: choose_by_rules(kinds[line["linear"]], rows) for line in own}
         fastest = by_rules | {line["linear"]: tuple(line["form"]) for line in own if line["form"]}
-        times = {"before": self.time(rows, **BEFORE), "rules": self.time(rows), "cublas": self.time(rows, force="cublas")}
+        times = {"before": self.time(rows, **BEFORE), "rules": self.time(rows), "cublas": self.time(rows, cublas=True)}
 
         def timed(forms: dict[str, tuple]) -> float:
             table = {kinds[name].key: ((1 << 30, kernel, tuple(numbers)),) for name, (kernel, numbers) in forms.items()}
@@ -317,7 +318,7 @@ class Chain:
 
 def choose_by_rules(kind: Kind, rows: int) -> tuple[str, tuple[int, ...]]:
     with ways():
-        return dispatch.choose_form(Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, CARD, kind.gated))
+        return dispatch.choose_kernel(Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, CARD, kind.gated))
 
 
 def same_for_all_rows(model: str, lines: list[dict[str, Any]]) -> dict[str, int]:

@@ -11,10 +11,9 @@ from gpu_loop import force_depth
 
 from fledge.config import RopeConfig
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.memory import memory_plan
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter

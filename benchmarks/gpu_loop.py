@@ -15,7 +15,7 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import ADJUSTED
 from fledge.engine.executors.device_batch import LOGPROBS
 from fledge.engine.executors.graphs import size_for
-from fledge.engine.executors.prefill import LONGEST, PROMPTS, TOKENS
+from fledge.engine.executors.prefill import PROMPTS, TOKENS
 from fledge.engine.request import Request
 from fledge.sampling import SamplingParams
 
@@ -88,6 +88,5 @@ def record_ahead(engine: Engine, users: int, depths: Iterable[int], modes: Itera
     )
     tokens = [size for size in TOKENS if least <= size <= size_for(TOKENS, most)]
     counts = [count for count in PROMPTS if count <= size_for(PROMPTS, min(users, PROMPTS[-1]))]
-    longest = [size for size in LONGEST if size >= min(prompts)]
     with torch.inference_mode():
-        batch.prefills.record(product(tokens[::-1], counts[::-1], longest[::-1], modes))
+        batch.prefills.record(product(tokens[::-1], counts[::-1], modes))

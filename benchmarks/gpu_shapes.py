@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from fledge.checkpoints.tensors import ShapesOnly
-from fledge.config import DrafterConfig, ModelConfig, RopeConfig, default_aux_layers
+from fledge.config import DrafterConfig, ModelConfig, MoEConfig, RopeConfig, default_aux_layers
+from fledge.kernels.formats.fp8 import quantize_fp8
+from fledge.kernels.formats.packed_int import IntWeight
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, kept_fp8
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm, Rotary
@@ -31,6 +34,11 @@ def _qwen3(*sizes: int) -> ModelConfig:
     return _model("Qwen3ForCausalLM", sizes, rope=RopeConfig(1e6), qk_norm=True, rms_norm_eps=1e-6)
 
 
+def _qwen3_moe(*sizes: int) -> ModelConfig:
+    experts = MoEConfig(128, 8, 768, layers=tuple(range(sizes[3])))
+    return _model("Qwen3MoeForCausalLM", sizes, rope=RopeConfig(1e6), qk_norm=True, rms_norm_eps=1e-6, moe=experts)
+
+
 def _model(architecture: str, sizes: tuple[int, ...], **more: Any) -> ModelConfig:
     """`sizes`: vocabulary, hidden, intermediate, layers, heads, key/value heads, head, positions."""
     return ModelConfig(architecture, *sizes, windows=(None,) * sizes[3], **more)
@@ -43,7 +51,11 @@ SHAPES: dict[str, ModelConfig] = {
     "8b": _llama(128256, 4096, 14336, 32, 32, 8, 128, 131072, rope=LLAMA3_ROPE),  # Llama 3.1
     "14b": _qwen3(151936, 5120, 17408, 40, 40, 8, 128, 40960),  # Qwen3
     "32b": _qwen3(151936, 5120, 25600, 64, 64, 8, 128, 40960),
+    "30b-a3b": _qwen3_moe(151936, 2048, 6144, 48, 32, 4, 128, 40960),  # Qwen3
 }
+# Shapes whose layers are quantised, as a checkpoint of that format is read; embedding and head stay plain.
+FORMATS = {"8b-fp8": "fp8", "8b-int4": "awq"}
+SHAPES |= dict.fromkeys(FORMATS, SHAPES["8b"])
 
 
 def drafter_config(target: ModelConfig) -> DrafterConfig:
@@ -66,14 +78,35 @@ def drafter_config(target: ModelConfig) -> DrafterConfig:
     )
 
 
-def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def random_decoder(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, format: str | None = None
+) -> Decoder:
+    """`format`: one of `FORMATS`, of the layers' linears."""
     with ShapesOnly():
         decoder = Decoder(config)
     _fill(decoder, device, dtype)
+    for name, linear in list(decoder.named_modules()) if format else ():
+        if isinstance(linear, nn.Linear) and name.startswith("layers."):
+            weight = kept_fp8(quantize_fp8(linear.weight)) if format == "fp8" else awq_weight(linear.weight)
+            assert weight is not None
+            owner, _, attribute = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), attribute, QuantizedLinear(weight, linear.bias))
     if config.tie_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
     decoder.set_rotary(device=device)
     return decoder
+
+
+def awq_weight(weight_OI: torch.Tensor, group: int = 128) -> QuantizedWeight:
+    """Rounded to four bits with a scale and a zero point a group, and in the form in which AWQ files are read."""
+    groups = weight_OI.float().unflatten(1, (-1, group))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    weight = IntWeight(codes.flatten(1).to(torch.int16), zeros.to(torch.int16), scales, 4).exact()
+    assert weight is not None
+    return weight
 
 
 def random_drafter(config: DrafterConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> EagleDrafter:
@@ -118,18 +151,30 @@ class Work:
     config: ModelConfig
     drafter: DrafterConfig | None
     itemsize: int = 2
+    layer_bits: float | None = None  # of a weight of the layers' linears; None: as all others
     bytes_per_s: float = 4.8e12
     flops_per_s: float = 990e12
 
     @property
-    def all_weights(self) -> int:
+    def all_weights(self) -> float:
         """Bytes, the embedding included, a tied one once."""
-        return self.itemsize * num_parameters(self.config)
+        return self.itemsize * (num_parameters(self.config) - self._saved(self._layer_linears))
+
+    def _saved(self, num_weights: float) -> float:
+        """Numbers of `itemsize` that quantised layers do not read."""
+        return 0.0 if self.layer_bits is None else num_weights * (1 - self.layer_bits / 8 / self.itemsize)
+
+    def read_experts(self, tokens: int) -> float:
+        """The share of the experts that so many tokens read, if the router chose at random."""
+        moe = self.config.moe
+        return 1.0 if moe is None else 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
 
     def cycle_us(self, rows: int, context: int, depth: int) -> float:
         """The least time of a plain step (depth 0) or of a cycle: bandwidth or arithmetic, whichever takes longer."""
         config, verified = self.config, rows * (depth + 1)
-        weights, flops = self._linears, 2 * self._linears * verified
+        unread = self._experts * (1 - self.read_experts(verified))
+        weights = self._linears - unread - self._saved(self._layer_linears - unread)
+        flops = 2 * self._active * verified
         if depth and self.drafter is not None:
             fc, layer, head = drafter_parts(self.drafter)
             # Taken in the accepted span (fc and layer), then depth - 1 steps of the layer; a head for each drafted token.
@@ -143,7 +188,23 @@ class Work:
         config, tokens = self.config, num_prompts * length
         head = config.vocab_size * config.hidden_size
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * tokens * (length + 1) / 2
-        return 2 * (self._linears - head) * tokens + 2 * head * num_prompts + attention
+        return 2 * (self._active - head) * tokens + 2 * head * num_prompts + attention
+
+    @property
+    def _experts(self) -> int:
+        """Numbers in all experts."""
+        moe = self.config.moe
+        return 0 if moe is None else 3 * len(moe.layers) * moe.num_experts * moe.intermediate_size * self.config.hidden_size
+
+    @property
+    def _active(self) -> float:
+        """Numbers in the linears that a token goes through, the head included."""
+        moe = self.config.moe
+        return self._linears if moe is None else self._linears - self._experts * (1 - moe.experts_per_token / moe.num_experts)
+
+    @property
+    def _layer_linears(self) -> int:
+        return self._linears - self.config.vocab_size * self.config.hidden_size
 
     @property
     def _linears(self) -> int:

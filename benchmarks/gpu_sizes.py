@@ -25,21 +25,21 @@ from typing import Any
 
 import torch
 from gpu_kernels import event_time
+from gpu_linear_forms import on_cublas
 from gpu_loop import closed_loop, record_ahead
-from gpu_shapes import SHAPES, Work, drafter_config, peak_rates, random_decoder, random_drafter, random_prompts
+from gpu_shapes import FORMATS, SHAPES, Work, drafter_config, peak_rates, random_decoder, random_drafter, random_prompts
 from gpu_show import brief, shown
 
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import config_to_hf
 from fledge.config import ModelConfig
 from fledge.engine.build import Speculation, build_engine
-from fledge.engine.config import EngineConfig
+from fledge.engine.config import DEVICE_PAGE_SIZE, EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.batch_state import GREEDY, NewRows, RowInit
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE, DeviceBatch
+from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.memory import memory_plan
-from fledge.kernels.linear import dispatch
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
@@ -66,7 +66,7 @@ class ShapeBench:
 
     @cached_property
     def decoder(self) -> Decoder:
-        return random_decoder(self.config, self.device, self.dtype)
+        return random_decoder(self.config, self.device, self.dtype, FORMATS.get(self.name))
 
     @cached_property
     def drafter(self) -> EagleDrafter:
@@ -76,7 +76,8 @@ class ShapeBench:
     def work(self) -> Work:
         rates = peak_rates(self.device)
         rates.pop("bytes_per_s_by_clock", None)
-        return Work(self.config, drafter_config(self.config), self.dtype.itemsize, **rates)
+        bits = {"fp8": 8.0, "awq": 4 + 48 / 128}.get(FORMATS.get(self.name, ""))
+        return Work(self.config, drafter_config(self.config), self.dtype.itemsize, bits, **rates)
 
     def build(self, rows: int, cache_tokens: int, depth: int = 0, **more: Any) -> Engine:
         config = EngineConfig(
@@ -139,13 +140,6 @@ def step_us(batch: DeviceBatch, count: int, depth: int, steps: int = STEPS) -> f
 def tokens_for(depth: int, steps: int) -> int:
     """Of the answer: what every row may at most be given while it is timed, and some."""
     return (depth + 1) * (steps + 8)
-
-
-@contextmanager
-def on_cublas() -> Iterator[None]:
-    """All linears of plain weights on cuBLAS."""
-    with dispatch.forced("cublas"):
-        yield
 
 
 def steps(bench: ShapeBench) -> Figures:
@@ -243,6 +237,8 @@ def loop(bench: ShapeBench) -> Figures:
 def vllm(bench: ShapeBench) -> Figures:
     """The same in a process of its own: dummy weights for the target, the same random drafter from a file."""
     args = bench.args
+    if bench.name in FORMATS:
+        return {"problem": "dummy weights are bf16; compare with the plain shape"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "target").mkdir()
@@ -311,7 +307,8 @@ def start_here(name: str) -> None:
     """What `start` times; prints one line of JSON."""
     began = time.perf_counter()
     config = SHAPES[name]
-    decoder, drafter = random_decoder(config, "cuda"), random_drafter(drafter_config(config), "cuda")
+    decoder = random_decoder(config, "cuda", format=FORMATS.get(name))
+    drafter = random_drafter(drafter_config(config), "cuda")
     torch.cuda.synchronize()
     with_weights = time.perf_counter()
     engine = build_engine(decoder, Speculation(drafter, 5), EngineConfig())

@@ -50,7 +50,7 @@ def profile(bench: Bench) -> dict[str, object]:
     parameters = {id(p): p.numel() * p.element_size() for p in bench.decoder.parameters()}
     floor = sum(parameters.values()) / H200_BYTES_PER_S * 1e6
     found: dict[str, object] = {"floor_us": floor}
-    overlap, triton_support.OVERLAP = triton_support.OVERLAP, triton_support.NONE
+    overlap, triton_support.OVERLAP = triton_support.OVERLAP, False
     for count in (1, 64):
         rows = bench.batch(count)
         for depth in [0] + ([3] if bench.drafter is not None else []):

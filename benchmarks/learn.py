@@ -52,8 +52,8 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
-from fledge.training.optimizers import learning_rate_factor
+from fledge.training.arm import learning_rate_factor
+from fledge.training.targets import toy
 
 MODEL = "smollm2-135m"
 REACHED_IN_A_ROW = 2  # measurements of day 0 above the aim: the first alone may be luck

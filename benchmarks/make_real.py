@@ -93,7 +93,7 @@ def make_inside(args: argparse.Namespace) -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        made = make(args.model, args.out, say=say, **settings)
+        made = make(args.model, args.out, log=say, **settings)
     except Interrupted as error:
         sys.exit(str(error))
     if made is not None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from fledge.bench.provenance import provenance, write_json
-from fledge.training import toy
 from fledge.training.data.vocabulary import DraftVocabulary
 from fledge.training.recipe import load_recipe, with_overrides
+from fledge.training.targets import toy
 from fledge.training.trainer import train
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"

@@ -60,6 +60,17 @@ WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "sliding_window": 8,
     }),
+    "Gemma-2B": ("Gemma", {
+        "hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+    }),
+    "SmolLM3-3B": ("SmolLM3", {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "no_rope_layers": [0],
+    }),
+    "GLM-4-9B-0414": ("Glm4", {
+        "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+        "attention_bias": True, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    }),
     "Phi-4-mini": ("Phi3", {
         "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},

@@ -24,7 +24,7 @@ from torch import Tensor
 from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.linear.register_stream import Form, register_stream
+from fledge.kernels.linear.register_stream import LaunchConfig, register_stream
 from fledge.kernels.linear.tiles import Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 
@@ -83,7 +83,7 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
         return lambda: linear(x, weight, norm=norm, gated=gated, residual_MO=residual)
     order = case_of(x, weight, gated).order
     if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
-        return lambda: register_stream(x, weight, order=order, gated=gated, form=Form(ring=job.tile[0]))
+        return lambda: register_stream(x, weight, order=order, gated=gated, config=LaunchConfig(ring=job.tile[0]))
     tile = Tile(*job.tile)
     return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=order.slices > 1)
 

@@ -24,12 +24,11 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
+from fledge.training.arm import build_optimizers, clip_gradients
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.drafter import last_layer, start_from_target
-from fledge.training.losses import LossSettings
-from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.optimizers import build_optimizers, clip_gradients
+from fledge.training.objective import LossSettings, Objective, ObjectiveSettings
 from fledge.training.targets.target import DecoderTarget
 
 # SmolLM2-135M's shape: the figures do not depend on what the weights say.

@@ -73,7 +73,7 @@ def serve_options() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
             if isinstance(action, argparse._HelpAction):
                 continue
             names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest.upper()}`"
-            text = cell(action.help or "")
+            text = cell((action.help or "").replace("%%", "%"))  # argparse formats it
             if action.choices:
                 text += (": " if text else "") + ", ".join(f"`{choice}`" for choice in action.choices)
             rows.append((names, shown(action.default), text))

@@ -43,8 +43,10 @@ class ModelConfig:
     embedding_scale: float | None = None  # embeddings are multiplied by it
     query_scale: float = 1.0  # scores are multiplied by it, besides 1/sqrt(head_dim); part of the query norm's weight
     local_rope: RopeConfig | None = None  # of layers with a window; None: as all others
+    unrotated: tuple[int, ...] = ()  # layers whose queries and keys are not rotated
     rotated: int | None = None  # how much of a head is rotated; None: all of it
-    fused_files: bool = False  # files keep q, k, v as one tensor, and gate and up
+    interleaved: bool = False  # files rotate neighbours of a head together; the network, numbers half a head apart
+    fused_files: tuple[str, ...] = ()  # linears that files keep as one tensor too: qkv_proj, gate_up_proj
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -60,6 +62,18 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         return self.rotated or self.head_dim
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """One, or a second one for some layers; see `rope_of`."""
+        second = RopeConfig(kind="none") if self.unrotated else self.local_rope
+        return (self.rope,) if second is None else (self.rope, second)
+
+    def rope_of(self, layer: int) -> int:
+        """Which of `ropes`."""
+        if self.unrotated:
+            return int(layer in self.unrotated)
+        return int(self.local_rope is not None and self.windows[layer] is not None)
+
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer in self.moe.layers
 
@@ -67,7 +81,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], *, name: str = "the model") -> ModelConfig:
         architecture = architecture_of(config)
         if architecture in TEXT_PARTS:
-            architecture, config = TEXT_PARTS[architecture], text_part(config)
+            architecture, config = TEXT_PARTS[architecture], TEXT_DEFAULTS.get(architecture, {}) | text_part(config)
         if architecture not in FAMILIES:
             known = ", ".join((*FAMILIES, *TEXT_PARTS))
             raise ModelError(f"{name}: architecture {printable(architecture, 80)} is not supported; supported: {known}")
@@ -93,7 +107,7 @@ class ModelConfig:
                 num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=whole_number(config, "num_key_value_heads", num_heads),
-                max_positions=whole_number(config, "max_position_embeddings", 2048),
+                max_positions=fields["rope"].longest(whole_number(config, "max_position_embeddings", 2048)),
                 rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
                 eos_token_ids=token_ids(config.get("eos_token_id")),
                 bos_token_id=next(iter(token_ids(config.get("bos_token_id"), "bos_token_id")), None),
@@ -104,7 +118,19 @@ class ModelConfig:
 
 
 # Models of texts and images whose language model is one of ours; images are refused.
-TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+}
+# Of keys that their files leave out, where they differ from the language model's own.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2VLForConditionalGeneration": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "Qwen2_5_VLForConditionalGeneration": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5},
+}
 
 
 def is_supported(config: Mapping[str, Any]) -> bool:
@@ -116,7 +142,13 @@ def is_supported(config: Mapping[str, Any]) -> bool:
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the language model alone; what its own part leaves out (end tokens, say) is the whole model's."""
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "architectures")}
-    return outer | mapping(config, "text_config")
+    text = outer | mapping(config, "text_config")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = mapping(text, key)
+        # Three positions a token, of time, height and width: a text's are all the same.
+        if "mrope_section" in rope and rope.get("rope_type", rope.get("type")) == "mrope":
+            text[key] = rope | {"type": "default", "rope_type": "default"}
+    return text
 
 
 @dataclass(frozen=True)
@@ -165,7 +197,7 @@ class DrafterConfig:
         """For people."""
         if self.mla is None:
             norms = ", queries and keys normed" if self.qk_norm else ""
-            return f"{self.num_heads} heads over {self.num_kv_heads}{norms}"
+            return f"{self.num_heads} query heads, {self.num_kv_heads} key/value heads{norms}"
         queries = f", queries from {self.mla.q_lora_rank}" if self.mla.q_lora_rank else ""
         return f"{self.num_heads} heads of latent attention (MLA): keys and values from {self.mla.kv_lora_rank}{queries}"
 

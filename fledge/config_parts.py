@@ -16,7 +16,7 @@ class RopeConfig:
     """Rotary embedding: base frequency and how it is stretched past the trained length."""
 
     theta: float = 10000.0
-    kind: str = "default"  # one of KINDS
+    kind: str = "default"  # one of KINDS, longrope, or none: nothing is rotated
     factor: float = 1.0
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0  # llama3
@@ -44,6 +44,8 @@ class RopeConfig:
             kind = "longrope"
         elif not isinstance(kind, str) or kind not in cls.KINDS:
             raise ModelError(f"rope type {shown(kind)} is not supported; supported: {', '.join(cls.KINDS)}")
+        if scaling.get("llama_4_scaling_beta"):
+            raise ModelError("rope llama_4_scaling_beta (queries scaled by their position) is not supported")
         if not partial and rotary_share(config) != 1.0:
             raise ModelError("partial rotary embeddings (partial_rotary_factor < 1) are not supported for this family")
         source = scaling if scaling.get("original_max_position_embeddings") else config
@@ -79,6 +81,13 @@ class RopeConfig:
         rope = replace(rope, short_factor=factors[0], long_factor=factors[1])
         rope.check()
         return rope
+
+    def longest(self, max_positions: int) -> int:
+        """The model's longest text. Model cards say how to switch yarn on without raising max_position_embeddings, and vLLM
+        derives the length from yarn alone."""
+        if self.kind != "yarn" or self.original_max_positions is None:
+            return max_positions
+        return max(max_positions, int(self.original_max_positions * self.factor))
 
     def check(self) -> None:
         """Angles must be finite at every position."""

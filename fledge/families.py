@@ -18,6 +18,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 SILU = ("silu", "swish")
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, in `layer_types`
 # Keys of architectures that are close to ours, and the values at which they change nothing.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
@@ -37,6 +38,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "num_kv_shared_layers": (None, 0),
     "parallel_attn": (None, False),
     "no_rope_layers": (None, [], ()),
+    "dual_chunk_attention_config": (None, {}),
 }
 
 
@@ -51,14 +53,20 @@ class Family:
     sets_apart: str = ""  # from Llama, for people
     gguf: str | None = None  # its name in GGUF files, where those are read
     defaults: Config = field(default_factory=dict)  # of keys that its files leave out
+    reads: tuple[str, ...] = ()  # keys of `FOREIGN` that are its own
 
 
 def read_fields(architecture: str, config: Config, num_layers: int) -> Fields:
     """Refuses what is close to a family but not the same, by the key that differs."""
     for key, neutral in FOREIGN.items():
-        if config.get(key) not in neutral:
+        if key not in FAMILIES[architecture].reads and config.get(key) not in neutral:
             raise ModelError(f"config.json: {key} {shown(config[key])} is not supported for {architecture}")
-    return FAMILIES[architecture].read(config, num_layers)
+    kinds, fields = _kinds(config, num_layers), FAMILIES[architecture].read(config, num_layers)
+    for layer, (kind, window) in enumerate(zip(kinds, fields["windows"], strict=False)):
+        if kind != (FULL if window is None else SLIDING):
+            with_what = f"sliding_window {window}" if window else "no sliding window"
+            raise ModelError(f"config.json: layer_types {kind} of layer {layer} contradicts {with_what} of {architecture}")
+    return fields
 
 
 def _check_activation(config: Config, supported: tuple[str, ...] = SILU, key: str = "hidden_act") -> None:
@@ -88,9 +96,12 @@ def _mistral(config: Config, num_layers: int) -> Fields:
 
 def _qwen(config: Config, num_layers: int) -> Fields:
     """Qwen switches a sliding window on by flag, and from a layer upwards."""
-    window = _window(config.get("sliding_window", 4096)) if config.get("use_sliding_window", False) else None
     first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
-    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, window, first)}
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, _qwen_window(config), first)}
+
+
+def _qwen_window(config: Config) -> int | None:
+    return _window(config.get("sliding_window", 4096)) if config.get("use_sliding_window", False) else None
 
 
 def _qwen2(config: Config, num_layers: int) -> Fields:
@@ -109,16 +120,21 @@ def _qwen3_moe(config: Config, num_layers: int) -> Fields:
         normalise=bool(config.get("norm_topk_prob", False)),
         layers=_sparse_layers(config, num_layers),
     )
-    return _qwen3(config, num_layers) | {"moe": moe}
+    # Without Qwen3's `max_window_layers`: a window is of all layers.
+    return _llama(config, num_layers) | {"windows": (_qwen_window(config),) * num_layers, "qk_norm": True, "moe": moe}
 
 
 def _qwen2_moe(config: Config, num_layers: int) -> Fields:
     fields = _qwen3_moe(config, num_layers)
     moe = fields["moe"]
     shared = whole_number(config, "shared_expert_intermediate_size")
-    bias = config.get("qkv_bias", True)
+    bias, below = config.get("qkv_bias", True), whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     shared_moe = MoEConfig(moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.normalise, shared, moe.layers)
-    return fields | {"qk_norm": False, "qkv_bias": bool(bias), "output_bias": False, "moe": shared_moe}
+    # As transformers has it: a window is of every other layer, up to a layer.
+    kinds = [SLIDING if layer % 2 == 0 and layer < below else FULL for layer in range(num_layers)]
+    windows = _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, _qwen_window(config))
+    biases = {"qkv_bias": bool(bias), "output_bias": False}
+    return fields | biases | {"windows": windows, "qk_norm": False, "moe": shared_moe}
 
 
 def _mixtral(config: Config, num_layers: int) -> Fields:
@@ -145,7 +161,7 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
     pattern = whole_number(config, "sliding_window_pattern", 6)
     if pattern < 1:
         raise ModelError(f"config.json: sliding_window_pattern must be positive, not {pattern}")
-    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
+    kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
     scalar = number(config, "query_pre_attn_scalar") or 256.0
     if scalar <= 0:
         raise ModelError(f"config.json: query_pre_attn_scalar must be positive, not {scalar}")
@@ -168,13 +184,65 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
     }
 
 
-def _phi3(config: Config, num_layers: int) -> Fields:
+def _gemma(config: Config, num_layers: int) -> Fields:
+    """Its first files say gelu and mean the approximation, as transformers reads them."""
+    _check_activation(config, ("gelu_pytorch_tanh", "gelu"))
+    if config.get("hidden_activation"):
+        _check_activation(config, ("gelu_pytorch_tanh",), "hidden_activation")
+    return {
+        "rope": RopeConfig.from_hf(config),
+        "windows": (None,) * num_layers,
+        **_biases(config),
+        "activation": "gelu_tanh",
+        "unit_norms": True,
+        "embedding_scale": whole_number(config, "hidden_size") ** 0.5,
+    }
+
+
+def _seed_oss(config: Config, num_layers: int) -> Fields:
+    return _llama(config, num_layers) | {"output_bias": bool(config.get("attention_out_bias", False))}
+
+
+def _smollm3(config: Config, num_layers: int) -> Fields:
+    """Every so many layers one knows no positions; a window, if there is any, is of these."""
+    interval = whole_number(config, "no_rope_layer_interval", 4)
+    has_rope = config.get("no_rope_layers") or [(layer + 1) % max(interval, 1) for layer in range(num_layers)]
+    if not isinstance(has_rope, list) or len(has_rope) < num_layers:
+        raise ModelError(f"config.json: no_rope_layers must have a number for each of the {num_layers} layers")
+    unrotated = tuple(layer for layer in range(num_layers) if not has_rope[layer])
+    kinds = [SLIDING if layer in unrotated else FULL for layer in range(num_layers)]
+    windows = _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, _qwen_window(config))
+    return _llama(config, num_layers) | {"windows": windows, "unrotated": unrotated}
+
+
+def _glm(config: Config, num_layers: int) -> Fields:
+    _check_activation(config)
+    return {
+        "rope": RopeConfig.from_hf(config, partial=True),
+        "rotated": _rotary_dim(config),
+        "interleaved": True,
+        "windows": (None,) * num_layers,
+        "qkv_bias": bool(config.get("attention_bias", True)),
+        "fused_files": ("gate_up_proj",),
+    }
+
+
+def _glm4(config: Config, num_layers: int) -> Fields:
+    return _glm(config, num_layers) | {"sandwich_norms": True}
+
+
+def _rotary_dim(config: Config) -> int:
     share = rotary_share(config)
     heads = whole_number(config, "num_attention_heads")
     head_dim = whole_number(config, "head_dim", whole_number(config, "hidden_size") // max(heads, 1))
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim % 2 or not rotary_dim:
         raise ModelError(f"config.json: partial_rotary_factor {share} does not rotate pairs of a head of {head_dim}")
+    return rotary_dim
+
+
+def _phi3(config: Config, num_layers: int) -> Fields:
+    rotary_dim = _rotary_dim(config)
     rope = RopeConfig.from_hf(config, longrope=True, partial=True)
     if wrong := [len(x) for x in (rope.short_factor, rope.long_factor) if len(x) not in (0, rotary_dim // 2)]:
         raise ModelError(f"rope short_factor and long_factor must have {rotary_dim // 2} numbers, not {wrong[0]}")
@@ -184,7 +252,7 @@ def _phi3(config: Config, num_layers: int) -> Fields:
         "rotated": rotary_dim,
         "windows": _windows(config, num_layers, _window(config.get("sliding_window"))),
         **_biases(config),
-        "fused_files": True,
+        "fused_files": ("qkv_proj", "gate_up_proj"),
     }
 
 
@@ -200,17 +268,20 @@ def _window(value: Any) -> int | None:
     return window
 
 
+def _kinds(config: Config, num_layers: int) -> list[str]:
+    """`layer_types`; none: the family's own."""
+    kinds = config.get("layer_types") or []
+    if kinds and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
+        raise ModelError(f"config.json: layer_types {shown(unknown[0])} is not supported")
+    return kinds
+
+
 def _windows(config: Config, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
     """Sliding window per layer: of the layers that `layer_types` names, or from `first` upwards."""
-    if window is None:
-        return (None,) * num_layers
-    if kinds := config.get("layer_types"):
-        if not isinstance(kinds, list) or len(kinds) != num_layers:
-            raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
-        if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-            raise ModelError(f"config.json: layer_types {shown(unknown[0])} is not supported")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = _kinds(config, num_layers) or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _sparse_layers(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -223,18 +294,46 @@ def _sparse_layers(config: Config, num_layers: int) -> tuple[int, ...]:
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("Llama", "Llama 2 to 3.3, SmolLM2, Yi", "llama", _llama, gguf="llama"),
     "MistralForCausalLM": Family(
-        "Mistral", "Mistral 7B, Nemo, Small (text)", "mistral", _mistral, "a sliding window", gguf="llama"
+        "Mistral",
+        "Mistral 7B, Nemo, Small, Magistral; the text of Small 3.1 and 3.2",
+        "mistral",
+        _mistral,
+        "a sliding window",
+        gguf="llama",
     ),
-    "MixtralForCausalLM": Family("Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts"),
+    "MinistralForCausalLM": Family("Ministral", "Ministral 8B", "ministral", _mistral, "a sliding window of some layers"),
+    "MixtralForCausalLM": Family(
+        "Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts", defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    ),
     "Qwen2ForCausalLM": Family(
-        "Qwen2", "Qwen2, Qwen2.5, DeepSeek-R1-Distill", "qwen2", _qwen2, "biases of queries, keys and values", gguf="qwen2"
+        "Qwen2",
+        "Qwen2, Qwen2.5, DeepSeek-R1-Distill; the text of Qwen2.5-VL",
+        "qwen2",
+        _qwen2,
+        "biases of queries, keys and values",
+        gguf="qwen2",
     ),
     "Qwen2MoeForCausalLM": Family(
         "Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "qwen2_moe", _qwen2_moe, "experts, and one that all tokens share"
     ),
-    "Qwen3ForCausalLM": Family("Qwen3", "Qwen3 0.6B to 32B", "qwen3", _qwen3, "norms of queries and keys", gguf="qwen3"),
+    "Qwen3ForCausalLM": Family(
+        "Qwen3", "Qwen3 0.6B to 32B; the text of Qwen3-VL", "qwen3", _qwen3, "norms of queries and keys", gguf="qwen3"
+    ),
     "Qwen3MoeForCausalLM": Family(
-        "Qwen3-MoE", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "qwen3_moe", _qwen3_moe, "Qwen3 with experts"
+        "Qwen3-MoE",
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        "qwen3_moe",
+        _qwen3_moe,
+        "Qwen3 with experts",
+        gguf="qwen3moe",
+    ),
+    "GemmaForCausalLM": Family(
+        "Gemma",
+        "Gemma 2B and 7B, CodeGemma",
+        "gemma",
+        _gemma,
+        "GeGLU, scaled embeddings",
+        defaults={"head_dim": 256, "tie_word_embeddings": True},
     ),
     "Gemma3ForCausalLM": Family(
         "Gemma 3",
@@ -242,6 +341,7 @@ FAMILIES: dict[str, Family] = {
         "gemma3_text",
         _gemma3,
         "norms around attention and MLP, GeGLU, scaled embeddings, local and global layers with a rope each",
+        gguf="gemma3",
         defaults={
             "vocab_size": 262_208,
             "num_attention_heads": 8,
@@ -252,6 +352,45 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Phi3ForCausalLM": Family(
-        "Phi-3, Phi-4", "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3", _phi3, "partial rotary embeddings, longrope"
+        "Phi-3, Phi-4",
+        "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        "phi3",
+        _phi3,
+        "partial rotary embeddings, longrope",
+        gguf="phi3",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "SmolLM3",
+        "SmolLM3-3B",
+        "smollm3",
+        _smollm3,
+        "layers without rope",
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True},
+        reads=("no_rope_layers",),
+    ),
+    "SeedOssForCausalLM": Family(
+        "Seed-OSS",
+        "Seed-OSS-36B",
+        "seed_oss",
+        _seed_oss,
+        "biases of queries, keys and values",
+        defaults={"attention_bias": True, "head_dim": 128},
+    ),
+    "GlmForCausalLM": Family(
+        "GLM-4",
+        "GLM-4-9B (-hf), GLM-Edge",
+        "glm",
+        _glm,
+        "partial rotary embeddings of neighbours",
+        defaults={"partial_rotary_factor": 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+    ),
+    "Glm4ForCausalLM": Family(
+        "GLM-4-0414",
+        "GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
+        "glm4",
+        _glm4,
+        "GLM-4 with norms around attention and MLP",
+        defaults={"partial_rotary_factor": 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
 }

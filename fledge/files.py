@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -38,6 +39,16 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> Non
         if isinstance(cause, OSError) and cause.errno is not None:
             raise OSError(cause.errno, os.strerror(cause.errno), str(path)) from error
         raise
+
+
+def hash_files(paths: Iterable[str | Path]) -> str:
+    """SHA-256 over the contents of files, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_json(path: str | Path, content: object, indent: int = 1) -> None:

@@ -34,12 +34,13 @@ class Completion:
         prompt_token_ids: The prompt as token ids.
         token_ids: The answer as token ids.
         text: The answer.
-        finish_reason: `stop`, `length` or `abort`.
+        finish_reason: `stop`, `length`, `abort`, or `error`: see `error`.
         stop_reason: The stop string or token id that ended it, if one did.
         stats: Drafted and accepted tokens; `stats.acceptance_length` is tokens per pass of the target.
         logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
         seconds: From arrival to the last token.
         first_token_seconds: From arrival to the first token.
+        error: What ended it early, as a logits processor that raised; None: nothing did.
     """
 
     prompt_token_ids: list[int]
@@ -51,6 +52,7 @@ class Completion:
     logprobs: list[TokenLogprob]
     seconds: float  # from arrival to the last token
     first_token_seconds: float
+    error: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,6 +73,7 @@ class Completion:
             request.logprobs,
             finish - request.arrival,
             first - request.arrival,
+            None if request.failure is None else f"{type(request.failure).__name__}: {request.failure}",
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -79,6 +82,7 @@ class Completion:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            **({} if self.error is None else {"error": self.error}),
             "prompt_tokens": len(self.prompt_token_ids),
             "completion_tokens": len(self.token_ids),
             "tokens_per_second": self.tokens_per_second,
@@ -116,22 +120,23 @@ class LLM:
 
         Args:
             model: A built-in name, a folder, a GGUF file or a hub id.
-            drafter: `auto`, `none`, `ngram`, a name, a folder, a hub id, or a loaded drafter.
-            depth: Tokens drafted a step at most, or `auto`.
+            drafter: `auto` (the one shipped for the model, else n-grams), `none`, `ngram`, a name, a folder, a hub id, or a
+                loaded drafter.
+            depth: Tokens drafted per step at most, or `auto`: up to 7 on a CPU, 6 on a GPU.
             tree: Draft a tree instead of a chain.
             device: `auto`, `cpu` or `cuda`.
             dtype: `auto`, `float32`, `float16` or `bfloat16`.
-            quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (a GGUF file's own).
-            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway.
+            quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (as in the file).
+            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway. Refuses a tree.
             max_model_len: Longest prompt and answer together; 0: the model's.
-            max_num_seqs: Answers decoded together; 0: by device.
-            kv_cache_tokens: Size of the KV cache; 0: by device.
+            max_num_seqs: Requests decoded together; 0: 64 on a CPU, 256 on a GPU.
+            kv_cache_tokens: KV cache size in tokens; 0: from free memory.
             kv_cache_dtype: Type of keys and values: `auto`, and on a CPU `float32`, `float16` or `q8_0`.
-            max_batched_tokens: Tokens of a step; 0: by device.
-            threads: CPU threads; 0: all cores.
-            prefix_caching: Prompts that begin alike share cache pages.
+            max_batched_tokens: Max tokens per step; 0: 256 on a CPU, 8192 on a GPU.
+            threads: CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS.
+            prefix_caching: Reuse KV pages of common prompt prefixes.
             adaptive: Draft less deeply under load.
-            drift_guard: Draft less deeply for a request whose drafts fare badly.
+            drift_guard: Draft less deeply for a request whose drafts are accepted clearly less often than usual.
         """
         config = EngineConfig(
             device=device,
@@ -150,6 +155,7 @@ class LLM:
         self.engine = build_engine(model, Speculation(drafter, depth, shape, adaptive, drift_guard), config)
         if self.engine.controller.guard is not None:
             watch_drafts(self.engine)
+        self._streamed: dict[Request, list[Delta]] = {}  # of each open stream: what it has not yielded yet
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -175,9 +181,10 @@ class LLM:
         try:
             for prompt, one in zip(encoded, each, strict=True):
                 requests.append(self.engine.add_request(prompt, one or SamplingParams(), speculate=speculate))
+            own = set(requests)
             while any(not request.finished for request in requests):
-                for delta in self.engine.step():
-                    if on_delta is not None:
+                for delta in self._step():
+                    if on_delta is not None and delta.request in own:
                         on_delta(delta)
         finally:  # a refused prompt or Ctrl-C leaves nothing behind in the engine
             for request in requests:
@@ -201,13 +208,28 @@ class LLM:
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
     def stream(self, prompt: Prompt, params: SamplingParams, *, speculate: bool = True) -> Iterator[Delta]:
-        """Completes one prompt, piece by piece: a `Delta` for each step that gave tokens."""
+        """Completes one prompt: a `Delta` for each step that gave tokens. Several streams may be open at once."""
         request = self.engine.add_request(self._encode(prompt), params, speculate=speculate)
+        unread = self._streamed[request] = []
         try:
-            while not request.finished:
-                yield from (delta for delta in self.engine.step() if delta.request is request)
+            while unread or not request.finished:
+                if not unread:
+                    self._step()
+                while unread:
+                    yield unread.pop(0)
+            if request.failure is not None:
+                raise request.failure
         finally:
+            del self._streamed[request]
             self.engine.abort(request)
+
+    def _step(self) -> list[Delta]:
+        """One step of the engine; what it gave for open streams waits for their next turn."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if (unread := self._streamed.get(delta.request)) is not None:
+                unread.append(delta)
+        return deltas
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

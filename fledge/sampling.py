@@ -28,9 +28,10 @@ class TokenMask(Protocol):
 # (tokens produced so far, logits of the next one) -> logits
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 
-_NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k"), Integral)
+_NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), Integral)
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS |= dict.fromkeys(_FLOATS, Real)
+_OPTIONAL = ("seed", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,13 @@ class SamplingParams:
         object.__setattr__(self, "bad_word_ids", tuple(tuple(word) for word in self.bad_word_ids or ()))
         for name, kinds in _NUMBERS.items():
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
-        biases = (self.logit_bias or {}).values()
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError("logit_bias must map token ids to numbers")
+        biases: Iterable[object] = (self.logit_bias or {}).values()
         checks = {
             "stop_token_ids must be token ids": all(isinstance(token, Integral) for token in self.stop_token_ids),
             "bad_words must be a list of texts that are not empty": self.bad_words is not None
@@ -106,7 +111,9 @@ class SamplingParams:
             "repetition_penalty must lie in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "logit_bias values must lie in [-100, 100]": all(-100 <= bias <= 100 for bias in biases),
+            "logit_bias values must lie in [-100, 100]": all(
+                isinstance(bias, Real) and -100 <= float(bias) <= 100 for bias in biases
+            ),
             "stop strings must be text and not empty": all(isinstance(one, str) and one for one in stop),
             "logprobs must lie between 0 and 20": self.logprobs is None or 0 <= self.logprobs <= 20,
         }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import copy
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,8 @@ from jinja2 import TemplateError
 from fledge.errors import ModelError, RequestError, first_line, printable
 
 Messages = Sequence[Mapping[str, Any]]
+# As SentencePiece spells a space, and bytes of characters that its vocabulary does not have.
+_SPACE, _BYTE_TOKEN = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -32,6 +36,8 @@ class Tokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from error
+        if self._tokenizer.chat_template is None:
+            self._tokenizer.chat_template = _processor_template(Path(folder) / "chat_template.json")
 
     def copy(self) -> Tokenizer:
         """Another one, to be used by another thread at the same time."""
@@ -114,10 +120,23 @@ class Tokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token alone; each is worked out once."""
+        """The text of one token as it stands within a text; each is worked out once."""
         if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            self._texts[token_id] = self.bytes_of(token_id).decode("utf-8", "replace")
         return self._texts[token_id]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """As the vocabulary has them: a token may hold half a character, and decoding one alone may drop its space."""
+        if (tables := self._byte_tables) is not None:
+            return tables[0][token_id] if token_id < len(tables[0]) else b""
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if _SPACE in token:
+            return token.replace(_SPACE, " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None: it has none of that number."""
@@ -160,6 +179,19 @@ class Tokenizer:
         """The token ids of `render_chat`."""
         # The template has written the special tokens already.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+
+def _processor_template(file: Path) -> str | None:
+    """The chat template that a model of texts and images keeps beside its tokenizer."""
+    if not file.exists():
+        return None
+    try:
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ModelError(f"{file}: holds no chat template ({first_line(error)}); fetch the model again") from None
+    if not isinstance(template, str):
+        raise ModelError(f"{file}: chat_template must be a text; fetch the model again")
+    return template
 
 
 def _byte_level_alphabet() -> dict[str, int]:

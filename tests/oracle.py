@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from fledge.engine.admission import OfflineRefill
@@ -145,3 +146,25 @@ def make_batch(
 
 def pages_for(batch: DeviceBatch, length: int, limit: int) -> int:
     return -(-(length + limit + batch.lookahead) // batch.config.page_size)
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution that sampling must have: temperature, min-p, top-k and top-p. Not for temperature 0."""
+    probs = torch.softmax(logits.float() / params.temperature, -1)
+    keep = None
+    if params.min_p > 0:
+        keep = probs >= params.min_p * probs.amax(-1, keepdim=True)
+    if 0 < params.top_k < probs.shape[-1]:
+        kth = probs.topk(params.top_k, -1).values[..., -1:]
+        keep = probs >= kth if keep is None else keep & (probs >= kth)
+    if keep is not None:
+        probs = probs * keep
+        probs = probs / probs.sum(-1, keepdim=True)
+    if params.top_p < 1:
+        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the mass ahead of each token
+        cut[..., 0] = False  # the likeliest always stays: in fp32 the smallest top_p are 0
+        ordered = ordered.masked_fill(cut, 0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs

@@ -167,7 +167,7 @@ def test_a_command_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_training_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The disk fills up at the second checkpoint; the finished run equals one that was never stopped."""
-    from fledge.training import toy
+    from fledge.training.targets import toy
     from tests.training.test_resume import answers_file, make_recipe
 
     torch.set_num_threads(1)

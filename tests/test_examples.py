@@ -13,7 +13,7 @@ import pytest
 
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import load_decoder
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.serving.model_folder import make_model
 from tests.serving.processes import ServerProcess
 from tests.tiny import tiny_drafter, tiny_drafter_config

@@ -67,7 +67,21 @@ def test_what_it_can_follow_is_not():
     check_params(SamplingParams(stop_token_ids=list(range(50))), 50)
 
 
-@pytest.mark.parametrize("given", [{"temperature": "hot"}, {"max_tokens": 1.5}, {"top_k": True}, {"stop": [3]}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": "hot"},
+        {"max_tokens": 1.5},
+        {"top_k": True},
+        {"stop": [3]},
+        {"logprobs": True},
+        {"logprobs": 2.5},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"logit_bias": [3]},
+        {"logit_bias": {3: "a"}},
+    ],
+)
 def test_wrong_types_are_refused(given):
     with pytest.raises(RequestError, match=next(iter(given))):
         SamplingParams(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.errors import ModelError, RequestError
 from fledge.tokenizer import ByteDecoder, IncrementalDecoder, Tokenizer, bad_word_token_ids
+from fledge.training.targets import toy
 from tests.checkpoints.gguf_files import write_gguf
 from tests.checkpoints.test_gguf import sentencepiece_metadata
 from tests.tiny import tiny_decoder
@@ -75,6 +77,25 @@ def test_templates_render_as_by_transformers(both: tuple[Tokenizer, Tokenizer], 
             except RequestError:
                 results.append(None)
         assert results[0] == results[1]
+
+
+def test_a_template_beside_the_tokenizer(tmp_path: Path) -> None:
+    """Gemma 3's and Mistral 3's processors keep it in a file of their own."""
+    toy.save_tokenizer(tmp_path)
+    template = Tokenizer(tmp_path).chat_template
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert not Tokenizer(tmp_path).has_chat_template
+    file = tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": template}))
+    assert template is not None
+    assert Tokenizer(tmp_path).chat_template == template
+    for broken in ("{", "[]", '{"chat_template": 3}', "{}"):
+        file.write_text(broken)
+        with pytest.raises(ModelError, match=r"chat_template\.json"):
+            Tokenizer(tmp_path)
 
 
 def test_a_template_stays_in_its_sandbox(both: tuple[Tokenizer, Tokenizer]) -> None:

@@ -31,7 +31,19 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
         "local_rope": FULL_ROPE,
         "windows": (8, 8, None, 8),
     },
-    "Phi3ForCausalLM": {"rotated": 6, "fused_files": True, "rope": FULL_ROPE},
+    "Phi3ForCausalLM": {"rotated": 6, "fused_files": ("qkv_proj", "gate_up_proj"), "rope": FULL_ROPE},
+    "MinistralForCausalLM": {"windows": (None, 8, None, 8)},
+    "GemmaForCausalLM": {"activation": "gelu_tanh", "unit_norms": True, "embedding_scale": 32**0.5},
+    "SmolLM3ForCausalLM": {"unrotated": (1, 3)},
+    "SeedOssForCausalLM": {"qkv_bias": True},
+    "GlmForCausalLM": {"rotated": 4, "interleaved": True, "qkv_bias": True, "fused_files": ("gate_up_proj",)},
+    "Glm4ForCausalLM": {
+        "rotated": 4,
+        "interleaved": True,
+        "qkv_bias": True,
+        "fused_files": ("gate_up_proj",),
+        "sandwich_norms": True,
+    },
 }
 
 

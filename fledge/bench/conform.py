@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,8 @@ from fledge.bench.conform_client import Answer, Broken, Endpoint, Refused
 from fledge.bench.conform_scenarios import Body, NotSupported, Probe, Scenario, logprob_fields, scenarios
 from fledge.bench.conform_values import Failed, common_length
 from fledge.bench.load import Acceptance
-from fledge.errors import UserError
+from fledge.bench.provenance import command_line
+from fledge.errors import UserError, printable
 
 PASS, FAIL, NOT_SUPPORTED = "pass", "fail", "not supported"
 VALID, STREAM, AGAIN, LOAD, LOSSLESS = "valid", "streamed = whole", "again = first", "under load = alone", "with = without"
@@ -226,7 +226,7 @@ class Conformance:
     async def explain(self, endpoint: Endpoint, body: Body, answer: Answer, other: Answer, difference: Difference) -> str:
         """What a difference means, as far as log-probabilities can tell."""
         said = "text" in difference.where
-        if body["temperature"] != 0 and (said or "tool calls" in difference.where):
+        if body.get("temperature") != 0 and (said or "tool calls" in difference.where):
             only = "; a server that promises the distribution only may draw other random numbers"
             return f"another text for the same seed{only if endpoint is self.reference else ''}"
         if not said:
@@ -298,11 +298,12 @@ async def run_conformance(settings: ConformSettings, on_progress: progress.Repor
         conformance = Conformance(endpoint, reference, settings.quick, settings.users)
         rows = await conformance.run(on_progress)
         if not conformance.answered:
-            raise UserError(f"{endpoint.url}: no request was answered; the first reason: {rows[0].reason}")
+            reason = next((row.reason for row in rows if row.scenario != SPECULATION), "")
+            raise UserError(f"{endpoint.url}: no request was answered; the first reason: {printable(reason, 300)}")
     finally:
         for one in filter(None, (endpoint, other)):
             await one.client.aclose()
-    about = {"fledge": fledge.__version__, "httpx": httpx.__version__, "command": " ".join(["fledge", *sys.argv[1:]])}
+    about = {"fledge": fledge.__version__, "httpx": httpx.__version__, "command": command_line()}
     about["time"] = datetime.now(UTC).isoformat(timespec="seconds")
     sizes = {"max_tokens": conformance.probe.max_tokens, "prompts": conformance.probe.num_prompts, "users": settings.users}
     seconds = time.perf_counter() - begin

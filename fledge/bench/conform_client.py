@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 
 from fledge.bench.load import Acceptance
+from fledge.bench.load_client import authorization, server_url
 from fledge.errors import UserError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,17 +54,17 @@ class Choice:
     def add(self, data: dict[str, Any]) -> None:
         """A whole answer's choice, or one event's."""
         message = data.get("message") or data.get("delta") or {}
-        self.text += message.get("content") or data.get("text") or ""
-        self.reasoning += message.get("reasoning") or message.get("reasoning_content") or ""
+        self.text += _text(message.get("content") or data.get("text") or "")
+        self.reasoning += _text(message.get("reasoning") or message.get("reasoning_content") or "")
         for position, given in enumerate(message.get("tool_calls") or ()):
             index = _bounded(given.get("index", position))
             self.calls += [ToolCall() for _ in range(index + 1 - len(self.calls))]
             call, function = self.calls[index], given.get("function") or {}
-            call.id = call.id or given.get("id") or ""
-            call.name += function.get("name") or ""
-            call.arguments += function.get("arguments") or ""
+            call.id = call.id or _text(given.get("id") or "")
+            call.name += _text(function.get("name") or "")
+            call.arguments += _text(function.get("arguments") or "")
         self.logprobs += _logprobs(data.get("logprobs"))
-        self.finish_reason = data.get("finish_reason") or self.finish_reason
+        self.finish_reason = _text(data.get("finish_reason") or self.finish_reason or "") or None
 
 
 @dataclass
@@ -91,15 +93,12 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        return str(self.client.base_url).rstrip("/")
+        """As it may be shown: without a name and password."""
+        return str(self.client.base_url.copy_with(username=None, password=None)).rstrip("/")
 
     @classmethod
     def open(cls, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 120.0) -> Endpoint:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None)
-        base = url.rstrip("/").removesuffix("/v1")
-        if not base.startswith(("http://", "https://")):
-            raise UserError(f"{url!r} is not a URL; give the server's address, such as http://localhost:8000")
+        base, headers, limits = server_url(url), authorization(api_key), httpx.Limits(max_connections=None)
         return cls(httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout), model)
 
     def with_extra(self, **extra: Any) -> Endpoint:
@@ -193,7 +192,7 @@ def _whole(data: Any) -> Answer:
     try:
         for position, choice in enumerate(data["choices"]):
             answer.choice(choice.get("index", position)).add(choice)
-        answer.usage = dict(data.get("usage") or {})
+        answer.usage = _usage(data.get("usage"))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise Broken(f"the answer has not the API's shape ({type(error).__name__}: {error})") from None
     if not answer.choices:
@@ -218,7 +217,7 @@ def _streamed(lines: list[str]) -> Answer:
                 if ended and before != (choice.text, str(choice.calls)):
                     answer.problems.append("text comes after the finish_reason")
             if chunk.get("usage"):
-                answer.usage, usage_at = dict(chunk["usage"]), last
+                answer.usage, usage_at = _usage(chunk["usage"]), last
         except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError) as error:
             raise Broken(f"an event has not the API's shape ({type(error).__name__}: {data[:80]!r})") from None
     if not answer.choices:
@@ -236,8 +235,17 @@ def _streamed(lines: list[str]) -> Answer:
     return answer
 
 
-def _bounded(index: int) -> int:
-    if not 0 <= index < MAX_INDEX:
+def _usage(given: Any) -> dict[str, Any]:
+    """Counts that are numbers; what else servers put there is kept as it is."""
+    usage = dict(given or {})
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        if not isinstance(usage.get(name, 0), int | None):
+            raise TypeError(f"usage: {name} is {usage[name]!r:.40}")
+    return usage
+
+
+def _bounded(index: Any) -> int:
+    if not isinstance(index, int) or not 0 <= index < MAX_INDEX:
         raise ValueError(f"index {index}")
     return index
 
@@ -263,7 +271,14 @@ def _logprobs(given: Any) -> list[TokenLogprob]:
 
 
 def _logprob(token: Any, logprob: Any, top: Any) -> TokenLogprob:
-    return TokenLogprob(_text(token), float(logprob), {_text(other): float(value) for other, value in top.items()})
+    return TokenLogprob(_text(token), _log(logprob), {_text(other): _log(value) for other, value in top.items()})
+
+
+def _log(value: Any) -> float:
+    """Of a probability: a little above 0 by rounding."""
+    if not isinstance(value, int | float) or not -math.inf < value < 1:
+        raise ValueError(f"a log-probability is {value!r:.40}")
+    return float(value)
 
 
 def _text(value: Any) -> str:

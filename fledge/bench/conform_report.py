@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fledge.bench.conform import CHECKS, FAIL, NOT_SUPPORTED, PASS, SPECULATION, ConformReport, Row
 from fledge.bench.provenance import write_json
-from fledge.errors import UserError
+from fledge.errors import UserError, printable
 from fledge.files import write_atomically
 
 if TYPE_CHECKING:
@@ -51,11 +51,6 @@ def details(report: ConformReport, status: str) -> list[tuple[str, str]]:
 
 def speculation(report: ConformReport) -> str:
     return next((f"{row.status}: {row.reason}" for row in report.rows if row.scenario == SPECULATION), "")
-
-
-def printable(text: str) -> str:
-    """Servers' words may hold terminal escapes; they are shown, not obeyed."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def print_report(report: ConformReport, console: Console) -> None:

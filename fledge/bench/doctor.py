@@ -39,7 +39,7 @@ SMALLEST_SENSIBLE_POSITIONS = 4096
 
 @dataclass(frozen=True)
 class Trial:
-    fault: str  # the mistake it would undo; "" as it stands
+    fault: str  # the mistake it would undo; "": unchanged
     remedy: str
     accepted: float  # drafted tokens accepted a step
     first: float  # share of steps whose first drafted token was accepted
@@ -50,7 +50,7 @@ class Diagnosis:
     fault: str | None  # None: nothing wrong found
     explanation: str
     remedy: str
-    as_it_stands: Trial | None  # None: it cannot be loaded
+    unchanged: Trial | None  # None: it cannot be loaded
     repaired: Trial | None
     trials: list[Trial] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -130,8 +130,10 @@ def diagnose(
     search_layers: bool = True,
     on_trial: progress.Report = progress.silent,
 ) -> Diagnosis:
-    """`thorough`: try every layer in place of each tap even if acceptance is good; `search_layers`: whether to do so at all
-    (some ninety trials); `on_trial` gets what is tried."""
+    """Measures the drafter unchanged and with each known mistake undone. Where the first draft is then accepted in less than
+    `GOOD_FIRST` of the steps, tries every layer in place of each tap too: some ninety trials.
+
+    `thorough`: search layers in any case; `search_layers` False: never; `on_trial` gets what is tried."""
     files = origins.canonical(read_drafter_files(find_drafter(drafter)))
     on_trial("loading the target")
     meter = AcceptanceMeter(
@@ -142,25 +144,25 @@ def diagnose(
     if foreign:
         return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems, files.storage)
     loadable = None if problems else config
-    as_it_stands = None
+    unchanged = None
     if loadable is not None:
-        on_trial("as it stands")
-        as_it_stands = meter.measure(_built(files, loadable))
+        on_trial("drafting, unchanged")
+        unchanged = meter.measure(_built(files, loadable))
 
     def try_all(candidates: Iterable[Change]) -> list[Trial]:
-        unchanged = None if loadable is None else _built(files, loadable)
-        return _try_all(meter, unchanged, list(candidates), on_trial)
+        built = None if loadable is None else _built(files, loadable)
+        return _try_all(meter, built, list(candidates), on_trial)
 
     trials = try_all(changes(files, config, meter.target))
     if loadable is not None:
         trials += _try_formats(meter, files, loadable, on_trial)
-    best = _best_repair(as_it_stands, trials)
-    reached = best or as_it_stands
+    best = _best_repair(unchanged, trials)
+    reached = best or unchanged
     is_poor = thorough or reached is None or reached.first < GOOD_FIRST
     if loadable is not None and search_layers and is_poor:
         trials += try_all(layer_searches(files, loadable, meter.target))
-        best = _best_repair(as_it_stands, trials)
-    return _conclude(files, config, problems, as_it_stands, trials, best, meter)
+        best = _best_repair(unchanged, trials)
+    return _conclude(files, config, problems, unchanged, trials, best, meter)
 
 
 def _made_for_another(config: DrafterConfig | None, target: ModelConfig) -> str:
@@ -195,13 +197,13 @@ def _try_all(
     """All briefly; those that beat the unchanged drafter and come near the best of them at length."""
     brief = []
     for number, change in enumerate(candidates):
-        on_trial(change.remedy, number, len(candidates))
+        on_trial(f"trying {change.short}", number, len(candidates))
         if (trial := _try(meter, change, brief=True)) is not None:
             brief.append((trial, change))
     least = meter.measure(unchanged, brief=True).accepted if unchanged is not None else 0.0
     most = max((trial.accepted for trial, _ in brief), default=0.0)
     promising = [change for trial, change in brief if trial.accepted > least and trial.accepted >= 0.8 * most]
-    on_trial("the most promising again, at length")
+    on_trial("trying the best again, at length")
     return [trial for change in promising[:MOST_AT_LENGTH] if (trial := _try(meter, change))]
 
 
@@ -209,24 +211,24 @@ def _try_formats(meter: AcceptanceMeter, files: DrafterFiles, config: DrafterCon
     trials = []
     for name in meter.formats:
         if name != meter.served:
-            on_trial(f"prompts {name}")
+            on_trial(f"trying prompts {name}")
             remedy = f"serve prompts {name}, or train the drafter on prompts {meter.served}"
             trials.append(meter.measure(_built(files, config), "wrong template", remedy, name))
     return trials
 
 
-def _best_repair(as_it_stands: Trial | None, trials: Sequence[Trial]) -> Trial | None:
+def _best_repair(unchanged: Trial | None, trials: Sequence[Trial]) -> Trial | None:
     """The likeliest (first) of those that come near the best, if the best is worth the name of a repair."""
 
     def repairs(trial: Trial) -> bool:
         if trial.first < SANE_FIRST:
             return False
-        if as_it_stands is None:
+        if unchanged is None:
             return True
         ratio, margin = REPAIR_RATIO, REPAIR_MARGIN
         if trial.fault == "wrong template":
             ratio, margin = FORMAT_RATIO, FORMAT_MARGIN
-        return trial.accepted >= ratio * as_it_stands.accepted + margin
+        return trial.accepted >= ratio * unchanged.accepted + margin
 
     able = [trial for trial in trials if repairs(trial)]
     if not able:
@@ -242,25 +244,25 @@ def _conclude(
     files: DrafterFiles,
     config: DrafterConfig | None,
     problems: list[str],
-    as_it_stands: Trial | None,
+    unchanged: Trial | None,
     trials: list[Trial],
     best: Trial | None,
     meter: AcceptanceMeter,
 ) -> Diagnosis:
     def diagnosis(fault: str | None, explanation: str, remedy: str = "") -> Diagnosis:
-        return Diagnosis(fault, explanation, remedy, as_it_stands, best, trials, problems, files.storage)
+        return Diagnosis(fault, explanation, remedy, unchanged, best, trials, problems, files.storage)
 
     if best is not None:
-        before = "it cannot be loaded" if as_it_stands is None else f"{as_it_stands.accepted:.2f} drafted tokens a step"
-        return diagnosis(best.fault, f"{before} as it stands; {best.accepted:.2f} a step once repaired", best.remedy)
-    if as_it_stands is None or config is None:
+        before = "it cannot be loaded" if unchanged is None else f"{unchanged.accepted:.2f} drafted tokens a step"
+        return diagnosis(best.fault, f"{before} unchanged; {best.accepted:.2f} a step once repaired", best.remedy)
+    if unchanged is None or config is None:
         return diagnosis("unreadable", "; ".join(problems), "fetch the checkpoint again, or ask its maker")
     never_filled = config.draft_vocab_size < config.vocab_size and not files.tensors["d2t"].any()
-    if as_it_stands.first < SANE_FIRST and never_filled:
-        said = f"{_sane(as_it_stands)}, and d2t is all zero: the map from draft to target ids was never filled"
+    if unchanged.first < SANE_FIRST and never_filled:
+        said = f"{_sane(unchanged)}, and d2t is all zero: the map from draft to target ids was never filled"
         return diagnosis("d2t never filled", said, "take d2t and t2d from the run that trained it")
-    if as_it_stands.first < SANE_FIRST:
-        said = f"the first drafted token is accepted in {as_it_stands.first:.1%} of the steps, and no known mistake explains it"
+    if unchanged.first < SANE_FIRST:
+        said = f"the first drafted token is accepted in {unchanged.first:.1%} of the steps, and no known mistake explains it"
         if _embedding_is_foreign(files, meter):
             said += "; its embedding is not the target's"
         return diagnosis("wrong target", said, "it belongs to another target, or it was hardly trained")
@@ -268,11 +270,11 @@ def _conclude(
     if config.max_positions < limit:
         return diagnosis(
             "position limit",
-            f"{_sane(as_it_stands)} on short prompts, but max_position_embeddings is {config.max_positions}: "
+            f"{_sane(unchanged)} on short prompts, but max_position_embeddings is {config.max_positions}: "
             f"servers cut or clamp there, and the target goes to {meter.target.max_positions}",
             "set max_position_embeddings to the length it was trained for",
         )
-    return diagnosis(None, _sane(as_it_stands))
+    return diagnosis(None, _sane(unchanged))
 
 
 def _sane(trial: Trial) -> str:

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, replace
 import httpx
 import numpy as np
 
-from fledge.bench.load_client import Conversation, LoadSettings, Outcome, Sample, run_users
-from fledge.errors import UserError
+from fledge.bench.load_client import Conversation, LoadSettings, Outcome, Sample, authorization, run_users
+from fledge.errors import UserError, printable
 
 __all__ = ["Acceptance", "LoadReport", "LoadSettings", "Sample", "run_level"]
 
@@ -167,7 +167,7 @@ async def run_level(
     on_done: Callable[[int], None] = lambda _: None,
 ) -> LoadReport:
     """Sends every conversation once, at most `concurrency` at a time. `on_done`: told how many are answered."""
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    headers = authorization(settings.api_key)
     async with httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=settings.timeout) as client:
         settings = replace(settings, model=settings.model or await _first_model(client))
         before = await _acceptance(client)
@@ -217,12 +217,13 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("/v1/models")
         response.raise_for_status()
-        return response.json()["data"][0]["id"]
+        return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
         hint = "; give --api-key" if error.response.status_code == 401 else ""
         raise UserError(f"{client.base_url}: /v1/models answers {error.response.status_code}{hint}") from None
-    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{client.base_url} is not an OpenAI-compatible server, or is not running ({error})") from None
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        reason = printable(str(error) or type(error).__name__, 200)
+        raise UserError(f"{client.base_url} is not an OpenAI-compatible server, or is not running ({reason})") from None
 
 
 async def _acceptance(client: httpx.AsyncClient) -> Acceptance:

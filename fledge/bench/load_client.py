@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import operator
 import pickle
 import random
 import sys
@@ -19,7 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httptools
 import msgspec
+
+from fledge.errors import UserError, printable
 
 Conversation = Sequence[dict[str, str]]
 Arrival = tuple[float, bytes]  # a read of the socket: when, and its part of the body
@@ -40,6 +44,30 @@ class LoadSettings:
     seed: int = 0
     timeout: float = 600.0
     processes: int = 1  # of the client
+
+    def __post_init__(self) -> None:
+        if "@" in urlsplit(server_url(self.url)).netloc:
+            raise UserError("give the server's key with --api-key, not in the URL")
+        authorization(self.api_key)
+
+
+def server_url(url: str) -> str:
+    """Without /v1 at its end; UserError if it is none."""
+    try:
+        place = urlsplit(url)
+        is_url = place.scheme in ("http", "https") and bool(place.hostname) and (place.port is None or place.port > 0)
+    except ValueError:  # a port that is none
+        is_url = False
+    if not is_url or not url.isprintable():
+        raise UserError(f"{printable(url, 100)!r} is not a URL; give the server's address, such as http://localhost:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries an API key."""
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError("the API key holds a character that no HTTP header takes")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @dataclass
@@ -83,71 +111,39 @@ class ResponseReader:
         self.status = 0
         self.is_complete = False
         self.keeps_open = True
-        self._rest = b""
-        self._is_chunked = False
-        self._missing: int | None = None  # bytes of the body, or of the current chunk with its line end; None: until the end
-        self._has_head = False
+        self._has_length = False
+        self._parts: list[bytes] = []
+        self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bytes:
         """The part of the body that `data` completes."""
-        self._rest = data = self._rest + data if self._rest else data
-        if not self._has_head:
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                return b""
-            self._read_head(data[:end].decode("latin-1"))
-            self._rest = data[end + 4 :]
-        if self._is_chunked:
-            return self._chunks()
-        body, self._rest = self._rest, b""
-        if self._missing is not None:
-            self._missing -= len(body)
-            self.is_complete = self._missing <= 0
-        return body
+        self._parts = []
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            raise ProtocolError(f"no HTTP response: {str(error)[:80]} in {data[:80]!r}") from None
+        return b"".join(self._parts)
 
     def end(self) -> None:
         """The server has closed the connection."""
-        if not self.is_complete and (not self._has_head or self._is_chunked or self._missing is not None):
+        if not self.is_complete and (not self.status or self._has_length):
             raise ProtocolError("the server closed the connection before the end of its answer")
         self.is_complete = True
         self.keeps_open = False
 
-    def _read_head(self, head: str) -> None:
-        first, *lines = head.split("\r\n")
-        words = first.split(" ", 2)
-        if not first.startswith("HTTP/1.") or len(words) < 2 or not words[1].isdecimal():
-            raise ProtocolError(f"no HTTP response: {first[:80]!r}")
-        self.status, self._has_head = int(words[1]), True
-        headers = {name.strip().lower(): value.strip().lower() for name, _, value in (line.partition(":") for line in lines)}
-        self.keeps_open = headers.get("connection") != "close"
-        if "chunked" in headers.get("transfer-encoding", ""):
-            self._is_chunked = True
-        elif "content-length" in headers:
-            self._missing = int(headers["content-length"])
-            self.is_complete = not self._missing
+    # Called by the parser
 
-    def _chunks(self) -> bytes:
-        data, at, parts = self._rest, 0, []
-        while True:
-            if self._missing is None:
-                end = data.find(b"\r\n", at)
-                if end < 0:
-                    break
-                size = int(data[at:end].partition(b";")[0], 16)
-                if not size:
-                    self.is_complete = True
-                    break
-                self._missing, at = size + 2, end + 2
-            part = data[at : at + self._missing]
-            at += len(part)
-            self._missing -= len(part)
-            # The chunk's last two bytes are its line end.
-            parts.append(part[: len(part) - max(0, 2 - self._missing)])
-            if self._missing:
-                break
-            self._missing = None
-        self._rest = data[at:]
-        return b"".join(parts)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self.status, self.keeps_open = self._parser.get_status_code(), self._parser.should_keep_alive()
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
 
 
 class Connection(asyncio.Protocol):
@@ -166,8 +162,8 @@ class Connection(asyncio.Protocol):
         now = time.perf_counter()
         try:
             body = self.reader.feed(data)
-        except (ProtocolError, ValueError) as error:
-            return self._end(ProtocolError(str(error)))
+        except ProtocolError as error:
+            return self._end(error)
         if body:
             self.arrivals.append((now, body))
         return self._end() if self.reader.is_complete else None
@@ -223,7 +219,7 @@ class User:
         place = urlsplit(settings.url)
         self.host, self.is_secure = place.hostname or "localhost", place.scheme == "https"
         self.port = place.port or (443 if self.is_secure else 80)
-        key = f"Authorization: Bearer {settings.api_key}\r\n" if settings.api_key else ""
+        key = "".join(f"{name}: {value}\r\n" for name, value in authorization(settings.api_key).items())
         self.head = (
             f"POST {place.path}/v1/chat/completions HTTP/1.1\r\nHost: {place.netloc.rpartition('@')[2]}\r\n{key}"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
@@ -272,27 +268,31 @@ class User:
 
 
 def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
-    """What a stream's reads say, once it is complete."""
+    """What a stream's reads say, once it is complete. One without usage or without its end cannot be counted."""
     sample, last, rest = Sample(), begin, b""
     characters = first_characters = 0
+    is_done = has_usage = False
     for now, data in arrivals:
         before = characters
         *lines, rest = (rest + data).split(b"\n")
         for line in map(bytes.strip, lines):
-            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+            if line == b"data: [DONE]":
+                is_done = True
+            if is_done or not line.startswith(b"data: "):
                 continue
             try:
                 chunk = msgspec.json.decode(line[6:])
-            except msgspec.DecodeError as error:
-                sample.error = f"an event that is not JSON: {error}"
+                if chunk.get("error") is not None:
+                    sample.error = str(chunk["error"])[:200]
+                    return sample
+                if usage := chunk.get("usage"):
+                    sample.prompt_tokens = operator.index(usage.get("prompt_tokens", 0))
+                    sample.completion_tokens = operator.index(usage.get("completion_tokens", 0))
+                    has_usage = True
+                characters += num_characters(chunk)
+            except (msgspec.DecodeError, TypeError, AttributeError, ValueError, RecursionError) as error:
+                sample.error = f"an event that has not the API's shape: {str(error)[:100]} in {line[6:86]!r}"
                 return sample
-            if "error" in chunk:
-                sample.error = str(chunk["error"])[:200]
-                return sample
-            if usage := chunk.get("usage"):
-                sample.prompt_tokens = usage.get("prompt_tokens", 0)
-                sample.completion_tokens = usage.get("completion_tokens", 0)
-            characters += num_characters(chunk)
         if characters == before:
             continue
         if sample.first_token_seconds is None:
@@ -302,6 +302,10 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
         last = now
     sample.seconds = last - begin  # to the last arrival of text: closing the stream is not decoding
     sample.first_arrival_share = first_characters / characters if characters else 0.0
+    if not is_done and rest.strip() != b"data: [DONE]":
+        sample.error = "the stream ended without [DONE]"
+    elif not has_usage:
+        sample.error = "the stream has no usage, by which tokens are counted, though stream_options asked for it"
     return sample
 
 

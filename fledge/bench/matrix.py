@@ -13,10 +13,13 @@ import torch
 from fledge import progress, sources
 from fledge.bench.baselines import check_baselines, run_baseline, run_llamacpp
 from fledge.bench.datasets import Item
+from fledge.bench.kernels import runs_blocks
 from fledge.bench.provenance import provenance
 from fledge.bench.runs import IsLooping, Run, acceptance, copy_bandwidth, identical, run_items
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.hf import load_config
+from fledge.checkpoints.gguf import target_config
+from fledge.checkpoints.gguf_file import open_gguf
+from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
@@ -77,11 +80,12 @@ class Bench:
 
     def __init__(self, model: str, config: EngineConfig, items: Sequence[Item], max_tokens: int, *, raw: bool = False) -> None:
         self.model, self.raw = model, raw
-        folder = sources.resolve(model)
-        self.tokenizer = Tokenizer(folder)
+        found = sources.find(model)
+        blocks = runs_blocks(found, config)  # then nothing is converted
+        self.tokenizer = GgufTokenizer(open_gguf(found)) if blocks else Tokenizer(sources.resolve(model))
         # Every engine gets a cache of its own, so that it should be no larger than the data needs.
         longest = max(self._longest(item, max_tokens) for item in items)
-        config = replace(config, max_model_len=min(longest, load_config(folder).max_positions))
+        config = replace(config, max_model_len=config.max_model_len or min(longest, target_config(model).max_positions))
         self.plain = build_engine(model, Speculation("none"), config, tokenizer=self.tokenizer)
         self.decoder: Decoder = self.plain.decoder
         self.config = self.plain.config
@@ -157,6 +161,7 @@ def run_bench(
         "device": bench.config.device,
         "dtype": bench.config.dtype,
         "quantization": bench.config.quantization,
+        "weights": bench.config.weights,
         "kv_cache_dtype": bench.config.kv_cache_dtype,
         "copy_bandwidth_bytes_per_second": bandwidth,
         "max_tokens": params.max_tokens,

@@ -22,10 +22,11 @@ class Change:
     fault: str  # the mistake that it undoes
     remedy: str  # for people
     files: DrafterFiles
+    short: str  # what is tried, for a progress bar
 
 
 def changes(files: DrafterFiles, config: DrafterConfig | None, target: ModelConfig) -> Iterator[Change]:
-    """`config` is None where config.json cannot be made out as it stands. Likelier mistakes come first."""
+    """`config` is None where config.json cannot be made out. Likelier mistakes come first."""
     yield from _layer_changes(files, config, target)
     yield from _flag_changes(files)
     yield from _map_changes(files)
@@ -117,10 +118,10 @@ def _sharing_changes(files: DrafterFiles, config: DrafterConfig | None) -> Itera
         return
     if config.own_embedding:
         remedy = "remove embed_tokens.weight, so that the target's embedding is shared"
-        yield Change("embedding wrong", remedy, _without(files, "embed_tokens.weight"))
+        yield Change("embedding wrong", remedy, _without(files, "embed_tokens.weight"), "the target's embedding")
     if config.own_head and config.draft_vocab_size == config.vocab_size:
         remedy = "remove lm_head.weight, so that the target's head is shared"
-        yield Change("head wrong", remedy, _without(files, "lm_head.weight"))
+        yield Change("head wrong", remedy, _without(files, "lm_head.weight"), "the target's head")
 
 
 def _flag(files: DrafterFiles, name: str) -> bool:
@@ -129,21 +130,23 @@ def _flag(files: DrafterFiles, name: str) -> bool:
     return bool(nested if top is None else top)
 
 
-def _with_settings(files: DrafterFiles, fault: str, settings: dict[str, Any], remedy: str = "") -> Change:
+def _with_settings(files: DrafterFiles, fault: str, settings: dict[str, Any], remedy: str = "", short: str = "") -> Change:
     nested = {key: value for key, value in (files.config.get("eagle_config") or {}).items() if key not in settings}
     config = {**files.config, **settings, "eagle_config": nested}
     said = ", ".join(f'"{key}": {str(value).lower()}' for key, value in settings.items())
-    return Change(fault, remedy or f"set {said} at the top level of config.json", replace(files, config=config))
+    remedy = remedy or f"set {said} at the top level of config.json"
+    return Change(fault, remedy, replace(files, config=config), short or ", ".join(settings))
 
 
 def _with_layers(files: DrafterFiles, ids: tuple[int, ...], fault: str) -> Change:
     settings = {LAYER_IDS: list(ids), "num_aux_hidden_states": len(ids)}
-    return _with_settings(files, fault, settings, f"set {LAYER_IDS} to {list(ids)}: `fledge import --layers` does")
+    remedy = f"set {LAYER_IDS} to {list(ids)}: `fledge import --layers` does"
+    return _with_settings(files, fault, settings, remedy, f"layers {list(ids)}")
 
 
 def _with_map(files: DrafterFiles, fault: str, remedy: str, d2t: torch.Tensor) -> Change:
     tensors = {name: tensor for name, tensor in files.tensors.items() if name != "t2d"}
-    return Change(fault, remedy, replace(files, tensors={**tensors, "d2t": d2t}))
+    return Change(fault, remedy, replace(files, tensors={**tensors, "d2t": d2t}), "another d2t")
 
 
 def _without(files: DrafterFiles, name: str) -> DrafterFiles:

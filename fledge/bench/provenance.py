@@ -6,15 +6,36 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from fledge.files import write_json
 
-__all__ = ["provenance", "write_json"]  # what every benchmark writes
+__all__ = ["command_line", "provenance", "write_json"]  # what every benchmark writes
+
+
+USER_INFO = re.compile(r"(\w+://)[^/@\s]*@")  # the name and password of a URL
+
+
+def without_secrets(words: Sequence[str]) -> str:
+    """A command line that can be shown: no values of `--api-key` and its like, no passwords in URLs."""
+    shown, hides = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, _ = word.partition("=")
+            hides = "api-key" in name.replace("_", "-")
+            shown.append(f"{name}=***" if hides and equals else word)
+        else:
+            shown.append("***" if hides else word)
+    return USER_INFO.sub(r"\1***@", " ".join(shown))
+
+
+def command_line() -> str:
+    return without_secrets([os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
@@ -30,7 +51,7 @@ def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": command_line(),
         "prompts_sha256": hashlib.sha256(json.dumps(list(prompts), ensure_ascii=False).encode()).hexdigest(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -13,15 +13,26 @@ from fledge.errors import literal
 from fledge.files import write_atomically
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a")
-HEADINGS = ("", "users", "tok/s each", "tok/s", "speed-up", "AL", "o", "bus", "same")
-LEGEND = "AL: 1 + accepted / steps; o: tokens a pass / speed-up - 1; bus: share of the measured bandwidth"
+HEADINGS = (
+    "",
+    "users",
+    "tok/s\nper user",
+    "tok/s\ntotal",
+    "speed-up",
+    "acceptance\nlength",
+    "overhead",
+    "memory\nbandwidth",
+    "same\noutput",
+)
+LEGEND = (
+    "per user: after the first token; overhead: tokens per pass / speed-up - 1; memory bandwidth: share of what a copy reaches"
+)
 
 
 def table(figures: dict[str, Any]) -> Table:
-    where = f"{figures['model']} on {figures['device']}, {figures['dtype']}"
-    if figures.get("quantization", "none") != "none":
-        where += f", target {figures['quantization']}"
-    title = f"{where}; {figures['turns']} answers, up to {figures['max_tokens']} tokens"
+    answers = "1 answer" if figures["turns"] == 1 else f"{figures['turns']} answers"
+    where = f"{figures['model']} on {figures['device']}, {figures['weights']}"
+    title = f"{where}; {answers}, up to {figures['max_tokens']} tokens"
     shown = Table(title=literal(title), caption=LEGEND, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in HEADINGS:
         shown.add_column(heading, justify="left" if not heading else "right")

@@ -47,8 +47,10 @@ def find_drafter(name: str | Path) -> Path:
     if len(parts) == 2 and all(parts) and not str(name).startswith((".", "~")):
         return _from_hub(str(name))
     names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
-    known = f"; drafters that ship with Fledge: {', '.join(names)}" if names else ""
-    raise ModelError(f"drafter {name}: no such folder{known}")
+    raise ModelError(
+        f"drafter {name}: no such folder, and not a known name; use a folder, a hub id (org/name), "
+        f"or one of: {', '.join(['auto', 'none', 'ngram', *names])}"
+    )
 
 
 def _from_hub(repository: str) -> Path:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fledge import sources
-from fledge.checkpoints.hf import load_config, text_tensors
+from fledge.checkpoints.hf import load_config, load_scheme, text_tensors
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
-from fledge.config import is_supported
+from fledge.config import is_supported, text_part
 from fledge.errors import ModelError, first_line
 from fledge.models.decoder import DecoderLayer
 from fledge.models.layers import ExactNorm, RMSNorm
@@ -62,7 +62,7 @@ def _is_end(name: str) -> bool:
 def text_config(folder: Path) -> dict[str, Any]:
     """config.json, or the part of it that describes the language model."""
     config = read_json(folder / "config.json")
-    return {"architectures": config.get("architectures"), **(config.get("text_config") or config)}
+    return {"architectures": config.get("architectures"), **text_part(config)}
 
 
 def fetch_ends(name: str) -> Path:
@@ -88,17 +88,19 @@ def fetch_ends(name: str) -> Path:
 
 def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
     config = text_config(folder)
+    known = load_config(folder) if is_supported(config) else None
+    is_tied = config.get("tie_word_embeddings") if known is None else known.tie_embeddings
     with _SomeTensors(folder, _is_end) as reader:
         names = {end: reader.find(ending) for end, ending in ENDS.items()}
         # A tied head is the embedding, whether the file says so by a flag or by leaving it out.
-        if config.get("tie_word_embeddings") and names["head"] is None:
+        if is_tied and names["head"] is None:
             names["head"] = names["embedding"]
         if lacking := [ENDS[end] for end, name in names.items() if name is None]:
             raise ModelError(f"{folder}: no tensor {listed(lacking)} in it, which training against an endpoint needs")
         found = [name for name in names.values() if name is not None]
         tensors = {name: _plain(reader.read(name), name, folder).to(device, dtype) for name in set(found)}
     embedding, norm, head = (tensors[name] for name in found)
-    is_less_one = _is_known(folder) and load_config(folder).unit_norms
+    is_less_one = known is not None and known.unit_norms
     if is_less_one:
         norm = 1 + norm.float()
     with ShapesOnly():
@@ -130,8 +132,11 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_known(folder: Path) -> bool:
-    config = read_json(folder / "config.json")
-    return is_supported(config) and not config.get("quantization_config")
+    """Whether its layers are plain weights of a family of ours."""
+    try:
+        return is_supported(read_json(folder / "config.json")) and load_scheme(folder) is None
+    except ModelError:  # quantised in a way that only its server knows
+        return False
 
 
 def _wanted(folder: Path) -> Callable[[str], bool]:

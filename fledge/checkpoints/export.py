@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ from fledge import __version__, sources
 from fledge.checkpoints import drafter_layout, eagle3, int8_storage, origins
 from fledge.checkpoints.drafter_config import LAYER_IDS, config_to_hf
 from fledge.checkpoints.drafter_files import WEIGHTS, DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
+from fledge.checkpoints.provenance import FILE as PROVENANCE
 from fledge.checkpoints.speculators import save_speculators
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
+from fledge.files import hash_files
 from fledge.models.drafter import EagleDrafter
 
 DESTINATIONS = ("vllm", "sglang", "speculators", "fledge")
 STORAGES = ("plain", "int8")
-PROVENANCE = "provenance.json"
 TESTED_VLLM = "0.32.0"
 VLLM_LATENT_SIZES = (320, 512, 576)  # what its latent attention has kernels for
 
@@ -78,8 +78,8 @@ def plain_folder(folder: Path) -> Path:
     config = folder / "config.json"
     if not config.is_file() or not int8_storage.is_stored(read_json(config)):
         return folder
-    content = b"".join((folder / name).read_bytes() for name in ("config.json", WEIGHTS))
-    copy = sources.cache_folder() / "drafters" / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:16]}"
+    content = hash_files(folder / name for name in ("config.json", WEIGHTS))
+    copy = sources.cache_folder() / "drafters" / f"{folder.name}-{content[:16]}"
     return copy if copy.is_dir() else export_drafter(folder, "fledge", copy, "TARGET")
 
 
@@ -102,7 +102,7 @@ def import_drafter(
         files = replace(files, config=settings, notes=[*files.notes, f"layer ids set to {list(layer_ids)}"])
     files = with_d2t(files)
     drafter = _checked(files, target, folder)
-    notes = files.notes or [f"read as {files.origin}, nothing had to be translated"]
+    notes = files.notes or [f"{files.origin} layout, unchanged"]
     return eagle3.save_drafter(drafter, out), notes
 
 

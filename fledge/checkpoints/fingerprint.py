@@ -1,7 +1,8 @@
 """Which model is this: numbers that a folder and the GGUF files of the same model share.
 
 Some of the norms before every layer and after the last: converters leave them as they are while they quantise the rest, but for
-their type, and another training changes them. Two models of one shape (a coder and its general sibling) differ in them.
+their type, and another training changes them. Two models of one shape (a coder and its general sibling) differ in them. An
+adapter's training (LoRA) leaves them as they are: such a fine-tune is taken for its base model, and the log says so.
 """
 
 from __future__ import annotations

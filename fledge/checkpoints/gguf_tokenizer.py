@@ -31,9 +31,19 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + CONTRACTIONS
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = {
     "qwen2": WORDS.replace("DIGITS", r"\p{N}"),
     "llama-bpe": WORDS.replace("DIGITS", r"\p{N}{1,3}"),
+    "dbrx": WORDS.replace("DIGITS", r"\p{N}{1,3}"),
+    "gpt-4o": GPT_4O,
     "tekken": TEKKEN,
 }
 # `tokenizer.ggml.pre` -> the way of splitting; names of one line mean the same
@@ -43,6 +53,8 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), "llama-bpe"),
     **dict.fromkeys(("gpt-2", "gpt2", "default"), "gpt-2"),
     "tekken": "tekken",
+    "dbrx": "dbrx",  # Phi-4
+    "gpt-4o": "gpt-4o",  # Phi-4-mini
 }
 
 
@@ -190,7 +202,7 @@ def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bo
     """The tokenizer, and whether it puts the first-token mark before a text unless the file says otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:  # files older than the key: the family says how its tokenizer splits
-        name = "qwen2" if metadata.get("general.architecture") in ("qwen2", "qwen3") else "default"
+        name = "qwen2" if metadata.get("general.architecture") in ("qwen2", "qwen3", "qwen3moe") else "default"
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
         known = ", ".join(PRE_TOKENIZERS)

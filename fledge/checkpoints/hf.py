@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.layouts import file_names as file_names
-from fledge.checkpoints.packed_linears import PackedLinears
-from fledge.checkpoints.quantized import PackedTensors, Scheme, read_scheme
+from fledge.checkpoints.packed_linears import PackedLinears, may_keep
+from fledge.checkpoints.quantization_config import Scheme, read_scheme
+from fledge.checkpoints.quantized import PackedTensors
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
-from fledge.config import FAMILIES, ModelConfig, RopeConfig
-from fledge.config_checks import token_ids
+from fledge.config import FAMILIES, ModelConfig, RopeConfig, text_part
+from fledge.config_checks import mapping, token_ids
 from fledge.errors import ModelError
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
@@ -38,6 +39,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -60,30 +62,32 @@ def load_decoder(
     device: str | torch.device = "cpu",
     *,
     keep: Collection[str] = (),
+    place: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Decoder:
     """The network takes the tensors as they are read: no second copy, no initialisation.
 
     `keep`: formats of quantised linears that stay as they are (`quantized.KEPT`); others become plain weights.
+
+    `place`: what takes the place of a linear, asked as soon as it is read: the next is read into memory that it gave back.
     """
     folder, config = Path(folder), load_config(folder)
     scheme = load_scheme(folder)
     with text_tensors(TensorReader(folder)) as reader:
-        if "lm_head.weight" not in reader.shapes:
-            config = dataclasses.replace(config, tie_embeddings=True)
-        expected, packed = tensor_shapes(config), None
-        if scheme is not None:
-            packed = PackedTensors(reader, scheme)
+        packed = None if scheme is None else PackedTensors(reader, scheme)
+        config = _with_head(config, reader, packed)
+        expected, found = tensor_shapes(config), reader.shapes
+        if packed is not None:
             expected = packed.expected(expected)
-        found = {name: shape for name, shape in reader.shapes.items() if packed is None or not packed.ignored(name)}
+            found = {name: shape for name, shape in found.items() if name in expected or not packed.ignored(name)}
         check_tensors(found, expected, str(folder))
         decoder, layout, shapes = empty_decoder(config), Layout(config), tensor_shapes(config)
         linears = PackedLinears(decoder, keep, dtype, device)
-        parameters = dict(decoder.named_parameters())
-        for name in track(parameters, "loading weights", "bytes", lambda name: parameters[name].numel() * dtype.itemsize):
+
+        def read(name: str) -> None:
             names = layout.file_names(name)
             if packed is not None and all(packed.has(part) for part in names):
                 linears.add(name, [packed.read(part, shapes[part]) for part in names], layout.head_order(name))
-                continue
+                return
             kept = torch.float32 if layout.is_exact(name) else dtype
             parts = [
                 packed.read(part, shapes[part]).dequantize(kept).to(device)
@@ -94,23 +98,79 @@ def load_decoder(
             value = layout.join(name, parts)
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(value.contiguous(), requires_grad=False))
-    linears.replace()
+
+        # Modules with parameters of their own; not a tied head, whose weight is the embedding's.
+        sizes = {name: parameter.numel() * dtype.itemsize for name, parameter in decoder.named_parameters()}
+        owners: dict[str, list[str]] = {}
+        for name in sizes:
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+        for owner in track(owners, "loading weights", "bytes", lambda owner: sum(sizes[name] for name in owners[owner])):
+            for name in owners[owner]:
+                read(name)
+            parent, _, attribute = owner.rpartition(".")
+            linear = decoder.get_submodule(owner)
+            if isinstance(linear, nn.Linear):
+                finished = linears.finished(owner, linear)
+                setattr(decoder.get_submodule(parent), attribute, finished if place is None else place(owner, finished))
     if scheme is not None:
         log.info("%s: %s; %s", folder, scheme.description, linears.summary())
     return complete(decoder, dtype, device)
 
 
+def kept_bits(
+    folder: str | Path, config: ModelConfig, keep: Collection[str], device: str | torch.device
+) -> dict[str, float] | None:
+    """Bits a weight of the linears that `load_decoder` would keep quantised, from the names and shapes of the file's tensors;
+    None: the checkpoint is plain. Those that turn out to have no exact form will take more."""
+    if (scheme := load_scheme(folder)) is None:
+        return None
+    with text_tensors(TensorReader(Path(folder))) as reader:
+        packed, layout, found = PackedTensors(reader, scheme), Layout(config), {}
+        for name, module in empty_decoder(config).named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            if may_keep(name, scheme.format, keep, torch.device(device), has_order=scheme.act_order):
+                parts = layout.file_names(f"{name}.weight")
+                if all(map(packed.has, parts)):
+                    found[name] = packed.bits(parts[0], module.in_features)
+        return found
+
+
+def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors | None) -> ModelConfig:
+    """Whether the head is the embedding, as the file has it; refused where config.json says otherwise."""
+    head, embedding, folder = "lm_head.weight", "model.embed_tokens.weight", reader.folder
+    if packed is not None and packed.has(head):  # a quantised head is no embedding
+        return dataclasses.replace(config, tie_embeddings=False)
+    if head not in reader.shapes:
+        whole = read_json(folder / "config.json")
+        # Of a model of texts and images, transformers 5 believes the whole's, and others the text's.
+        said = [part.get("tie_word_embeddings") for part in (whole, mapping(whole, "text_config"))]
+        if False in said and True not in said:
+            raise ModelError(f"{folder}: {head} is missing, and tie_word_embeddings is false; fetch the model again")
+        return dataclasses.replace(config, tie_embeddings=True)
+    if config.tie_embeddings and embedding in reader.shapes and not torch.equal(reader.read(head), reader.read(embedding)):
+        raise ModelError(
+            f"{folder}: tie_word_embeddings is true, and {head} is not the embedding; set it to false in config.json to use "
+            "that head, or take the head out of the file"
+        )
+    return config
+
+
 def load_scheme(folder: str | Path) -> Scheme | None:
     """How a folder's weights are quantised; None: they are not."""
+    folder = Path(folder)
+    config, apart = text_part(read_json(folder / "config.json")), folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and apart.exists():  # of modelopt
+        config["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(apart), "quantization")}
     try:
-        return read_scheme(read_json(Path(folder) / "config.json"))
+        return read_scheme(config)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
 
 
 def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """What is computed, not loaded, and must not stay on the meta device."""
-    if decoder.config.tie_embeddings:
+    if decoder.config.tie_embeddings and isinstance(decoder.lm_head, nn.Linear):
         decoder.lm_head.weight = decoder.embed_tokens.weight
     for module in decoder.modules():
         if isinstance(module, ExactNorm):
@@ -193,6 +253,16 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
         # Absent would mean 4096 to transformers, and a padding token past a small vocabulary.
         hf |= {"sliding_window": window, "pad_token_id": None}
+    elif family.model_type in ("ministral", "gemma", "seed_oss", "smollm3", "glm", "glm4"):
+        hf |= {"sliding_window": window, "pad_token_id": None}
+        if family.model_type in ("seed_oss", "glm", "glm4"):
+            hf |= {"attention_bias": config.qkv_bias, "attention_out_bias": config.output_bias}
+        if family.model_type == "ministral":
+            hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+        if family.model_type == "gemma":
+            hf["hidden_act"] = "gelu_pytorch_tanh"
+        if family.model_type == "smollm3":
+            hf["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
     elif family.model_type.startswith("qwen"):
         hf["use_sliding_window"], hf["sliding_window"] = window is not None, window
         if window is not None:
@@ -207,8 +277,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         hf |= {"norm_topk_prob": moe.normalise, "mlp_only_layers": plain, "decoder_sparse_step": 1}
         if moe.shared_intermediate_size:
             hf |= {"shared_expert_intermediate_size": moe.shared_intermediate_size, "qkv_bias": config.qkv_bias}
-    if config.sandwich_norms:
-        assert config.local_rope is not None
+    if config.local_rope is not None:
         hf |= {"hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": config.local_rope.theta}
         hf |= {"query_pre_attn_scalar": round(config.head_dim / config.query_scale**2), "sliding_window": window or 4096}
         hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
@@ -248,7 +317,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # A model of texts and images: its language model's names, in two spellings, and what is not read.
 TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
-IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
 def text_tensors(reader: TensorReader) -> TensorReader:

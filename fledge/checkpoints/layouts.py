@@ -7,6 +7,7 @@ The network fuses q, k, v and gate, up; most files keep them apart. What else di
                    query norm
     Phi-3          fused as here; of a head only the first part is rotated. Heads are reordered, so that what is rotated
                    together lies half a head apart, as in all others: products of queries and keys do not see it
+    GLM-4          gate and up fused as here; heads are reordered as Phi's, for neighbours are rotated together
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from fledge.config import ModelConfig
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}
-GEMMA_NORMS = {
-    "attention_output_norm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
+# Norms around attention and MLP: our name, and the file's.
+NORMS = {
+    "Gemma3ForCausalLM": {
+        "attention_output_norm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "Glm4ForCausalLM": {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm": "post_mlp_layernorm"},
 }
 NORM = re.compile(r"norm\.weight$")
 
@@ -36,12 +41,12 @@ class Layout:
     def file_names(self, parameter: str) -> list[str]:
         """The tensors in the file that make up one parameter of the network."""
         config = self.config
-        if config.fused_files:
+        if self._is_fused(parameter):
             return [_prefixed(parameter)]
-        if config.sandwich_norms:
+        if (norms := NORMS.get(config.architecture)) is not None:
             owner, _, rest = parameter.rpartition(".")
             head, _, norm = owner.rpartition(".")
-            return file_names(f"{head}.{GEMMA_NORMS[norm]}.{rest}" if norm in GEMMA_NORMS else parameter)
+            return file_names(f"{head}.{norms[norm]}.{rest}" if norm in norms else parameter)
         if config.moe is not None and config.moe.shared_intermediate_size and parameter.endswith("mlp.gate.weight"):
             return [_prefixed(parameter), _prefixed(parameter.replace("mlp.gate", "mlp.shared_expert_gate"))]
         names = file_names(parameter)
@@ -67,7 +72,7 @@ class Layout:
             value = value[order.argsort().to(value.device)]
         if config.unit_norms and NORM.search(parameter):
             value = (value / config.query_scale if parameter.endswith("q_norm.weight") else value) - 1
-        if config.fused_files:
+        if self._is_fused(parameter):
             return [value]
         if ".qkv_proj." in parameter:
             kv_rows = config.num_kv_heads * config.head_dim
@@ -77,16 +82,21 @@ class Layout:
         names = self.file_names(parameter)
         return [value] if len(names) == 1 else value.split([len(value) - 1, 1])
 
+    def _is_fused(self, parameter: str) -> bool:
+        return any(f".{name}." in parameter for name in self.config.fused_files)
+
     def is_exact(self, parameter: str) -> bool:
         """Whether it stays in fp32 whatever the network's type."""
         return self.config.unit_norms and NORM.search(parameter) is not None
 
     def head_order(self, parameter: str) -> Tensor | None:
-        """The file's row for each of ours, where only a part of a head is rotated."""
+        """The file's row for each of ours, where only a part of a head is rotated, or neighbours are together."""
         config = self.config
-        if config.rotary_dim == config.head_dim or ".qkv_proj." not in parameter:
+        if ".qkv_proj." not in parameter or (config.rotary_dim == config.head_dim and not config.interleaved):
             return None
         rotated, rest = torch.arange(config.rotary_dim), torch.arange(config.rotary_dim, config.head_dim)
+        if config.interleaved:
+            rotated = torch.cat([rotated[::2], rotated[1::2]])
         head = torch.cat([part for pair in zip(rotated.chunk(2), rest.chunk(2), strict=True) for part in pair])
         num_rotated = config.num_heads + config.num_kv_heads
         heads = torch.arange(num_rotated)[:, None] * config.head_dim + head

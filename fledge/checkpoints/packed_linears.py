@@ -16,6 +16,12 @@ from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, kept_f
 from fledge.models.decoder import Decoder
 
 
+def may_keep(owner: str, format: str, keep: Collection[str], device: torch.device, *, has_order: bool) -> bool:
+    """Whether a linear stays in a format, where that holds it exactly. On a GPU head and experts read their inputs in order."""
+    reads_in_order = device.type == "cuda" and (owner == "lm_head" or ".experts." in owner)
+    return format in keep and not (has_order and reads_in_order)
+
+
 class PackedLinears:
     """Collects the linears of a decoder while its other parameters are read."""
 
@@ -52,18 +58,14 @@ class PackedLinears:
 
     def _keeps(self, owner: str, weight: PackedWeight) -> bool:
         format, order = ("fp8", None) if isinstance(weight, Fp8Weight) else (f"int{weight.bits}", weight.order_I)
-        if self.device.type == "cuda" and (".experts." in owner or (owner == "lm_head" and order is not None)):
-            return False
-        return format in self.keep
+        return may_keep(owner, format, self.keep, self.device, has_order=order is not None)
 
-    def replace(self) -> None:
-        for owner, (weight, order) in self.kept.items():
-            parent, _, name = owner.rpartition(".")
-            linear = self.decoder.get_submodule(owner)
-            bias = linear.bias
-            assert bias is None or isinstance(bias, Tensor)
-            place = None if order is None else order.to(self.device)
-            setattr(self.decoder.get_submodule(parent), name, QuantizedLinear(weight, bias, place))
+    def finished(self, owner: str, linear: nn.Linear) -> nn.Linear | QuantizedLinear:
+        """A linear of which all parameters are read: the quantised one that was kept of it, or itself."""
+        if owner not in self.kept:
+            return linear
+        weight, order = self.kept.pop(owner)
+        return QuantizedLinear(weight, linear.bias, None if order is None else order.to(self.device))
 
     def summary(self) -> str:
         """For people."""

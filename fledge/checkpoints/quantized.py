@@ -1,6 +1,5 @@
-"""Checkpoints that are quantised already: compressed-tensors, fp8, AWQ and GPTQ.
+"""The tensors of checkpoints that are quantised already; `quantization_config` says in which layout.
 
-`quantization_config` of config.json is read strictly: what would change the weights and is not known is refused by its key.
 Which linears are quantised is read off the tensors. Layouts: `kernels.formats.packed_int` and `kernels.formats.fp8`.
 
 Kernels read some of these formats as they are (`KEPT`). The others become plain weights once, when they are loaded.
@@ -9,145 +8,22 @@ Kernels read some of these formats as they are (`KEPT`). The others become plain
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fledge.checkpoints.quantization_config import Scheme
 from fledge.checkpoints.tensors import TensorReader
-from fledge.config_checks import mapping, shown, whole_number
 from fledge.errors import ModelError
 from fledge.kernels.formats.fp8 import Fp8Weight, read_fp8
 from fledge.kernels.formats.packed_int import IntWeight, read_awq, read_compressed, read_gptq
 
 PackedWeight = IntWeight | Fp8Weight
-# For people: what is read, by `quant_method`.
-METHODS = {
-    "compressed-tensors": "pack-quantized (int4, int8), int-quantized (int8), float-quantized (FP8)",
-    "fp8": "e4m3; a scale per tensor, per output or per block",
-    "awq": "4 bits, gemm layout",
-    "gptq": "4 and 8 bits, act-order, gptq and gptq_v2",
-}
-# What kernels read as it is, by device. Experts on a GPU, and what no such format holds exactly, become plain weights too.
+# What kernels read as it is, by device. What no such format holds exactly becomes plain weights too.
 KEPT = {"cpu": frozenset({"int4", "int8"}), "cuda": frozenset({"int4", "int8", "fp8"})}
 # Scales of activations and caches: both stay unquantised here.
-OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How a checkpoint's linears are quantised."""
-
-    method: str
-    bits: int = 8
-    layout: str = "fp8"  # fp8 | int8 | packed | awq | gptq
-    block: tuple[int, int] | None = None
-    zeros_less_one: bool = False
-    has_zeros: bool = False
-    quantizes_activations: bool = False
-
-    @property
-    def description(self) -> str:
-        kind = "FP8" if self.layout == "fp8" else f"int{self.bits}"
-        return self.method if self.method == "fp8" else f"{self.method}, {kind}"
-
-    @property
-    def marker(self) -> tuple[str, ...]:
-        """A tensor that every quantised linear has one of."""
-        packed = {"awq": ("qweight",), "gptq": ("qweight",), "packed": ("weight_packed",)}
-        return packed.get(self.layout, ("weight_scale", "weight_scale_inv"))
-
-
-def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """From config.json; None: the weights are plain."""
-    asked = mapping(config, "quantization_config")
-    if not asked:
-        return None
-    method = asked.get("quant_method")
-    readers = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
-    if method not in readers:
-        raise ModelError(f"quantization_config: quant_method {shown(method)} is not supported; supported: {', '.join(METHODS)}")
-    return readers[str(method)](asked)
-
-
-def _must(asked: Mapping[str, Any], key: str, *allowed: Any) -> Any:
-    """The first of `allowed` is the default."""
-    value = asked.get(key, allowed[0])
-    if value not in allowed:
-        known = ", ".join(map(str, allowed))
-        raise ModelError(f"quantization_config: {key} {shown(value)} is not supported; supported: {known}")
-    return value
-
-
-def _awq(asked: Mapping[str, Any]) -> Scheme:
-    _must(asked, "bits", 4)
-    _must(asked, "version", "gemm", "GEMM")
-    _must(asked, "zero_point", True)
-    return Scheme("awq", 4, "awq", has_zeros=True)
-
-
-def _gptq(asked: Mapping[str, Any]) -> Scheme:
-    bits = _must(asked, "bits", 4, 8)
-    _must(asked, "pack_dtype", "int32")
-    version = _must(asked, "checkpoint_format", "gptq", "gptq_v2", None, "")
-    if asked.get("dynamic"):
-        raise ModelError("quantization_config: dynamic (bits by module) is not supported")
-    return Scheme("gptq", bits, "gptq", zeros_less_one=version != "gptq_v2", has_zeros=True)
-
-
-def _fp8(asked: Mapping[str, Any]) -> Scheme:
-    _must(asked, "fmt", "e4m3", None)
-    _must(asked, "activation_scheme", "dynamic", "static", None)
-    return Scheme("fp8", block=_block(asked.get("weight_block_size")), quantizes_activations=True)
-
-
-def _block(sizes: Any) -> tuple[int, int] | None:
-    if sizes is None:
-        return None
-    if not isinstance(sizes, list) or len(sizes) != 2:
-        raise ModelError(f"quantization_config: weight_block_size must be two sizes, not {shown(sizes)}")
-    block = tuple(whole_number({"weight_block_size": size}, "weight_block_size") for size in sizes)
-    if min(block) < 1:
-        raise ModelError(f"quantization_config: weight_block_size must be positive, not {shown(sizes)}")
-    return block[0], block[1]
-
-
-def _compressed(asked: Mapping[str, Any]) -> Scheme:
-    _must(asked, "quantization_status", "compressed", "frozen", None)
-    for key in ("sparsity_config", "transform_config"):
-        part = mapping(asked, key)
-        if part and part.get("format", key) != "dense":
-            raise ModelError(f"quantization_config: {key} is not supported")
-    groups = list(mapping(asked, "config_groups").values())
-    if not groups or not all(isinstance(group, Mapping) for group in groups):
-        raise ModelError("quantization_config: config_groups must describe at least one group of linears")
-    schemes = {_compressed_group(group, group.get("format") or asked.get("format")) for group in groups}
-    if len(schemes) > 1:
-        raise ModelError("quantization_config: config_groups that differ in their formats are not supported")
-    return schemes.pop()
-
-
-def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
-    weights = mapping(group, "weights")
-    kind, bits = _must(weights, "type", "int", "float"), _must(weights, "num_bits", 4, 8)
-    strategy = _must(weights, "strategy", "group", "channel", "tensor", "block")
-    _must(weights, "dynamic", False, None)
-    options: dict[str, Any] = {"quantizes_activations": bool(group.get("input_activations"))}
-    known = {("int", "pack-quantized"): "packed", ("int", "int-quantized"): "int8", ("float", "float-quantized"): "fp8"}
-    known |= {("float", "naive-quantized"): "fp8", ("int", "naive-quantized"): "int8"}
-    layout = known.get((kind, format))
-    if layout is None or (layout != "packed" and bits != 8):
-        raise ModelError(f"quantization_config: format {shown(format)} of {bits}-bit {kind} weights is not supported")
-    if strategy == "block":
-        structure = weights.get("block_structure")
-        if layout != "fp8" or structure is None:
-            raise ModelError("quantization_config: strategy block is supported with a block_structure of FP8 weights only")
-        options["block"] = _block([int(part) for part in structure.split("x")] if isinstance(structure, str) else structure)
-    has_zeros = not weights.get("symmetric", True)
-    if has_zeros and layout != "packed":
-        raise ModelError("quantization_config: symmetric false is supported with pack-quantized weights only")
-    return Scheme("compressed-tensors", bits, layout, has_zeros=has_zeros, **options)
+OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale",
+                  "input_scale_ub")  # fmt: skip
 
 
 class PackedTensors:
@@ -170,8 +46,19 @@ class PackedTensors:
                 expected[name] = shape
         return expected
 
+    def bits(self, weight: str, inputs: int) -> float:
+        """A weight's own and its part of scales and offsets, at most."""
+        if self.scheme.layout == "fp8":
+            return 8 + 32 / (self.scheme.block[1] if self.scheme.block else inputs)
+        groups = {"awq": ("scales", 0), "gptq": ("scales", 0), "packed": ("weight_scale", 1)}.get(self.scheme.layout)
+        return self.scheme.bits + 48 * (1 if groups is None else self._groups(weight, *groups, inputs)) / inputs
+
     def ignored(self, name: str) -> bool:
-        return name.rpartition(".")[2] in OF_ACTIVATIONS
+        """A tensor that no network of ours has, and that changes nothing: AutoGPTQ wrote biases of zeros for all linears."""
+        owner, _, part = name.rpartition(".")
+        if part == "bias" and f"{owner}.qweight" in self.reader.shapes:
+            return not self.reader.read(name).any()
+        return part in OF_ACTIVATIONS
 
     def read(self, weight: str, shape: tuple[int, ...]) -> PackedWeight:
         layout, bits = self.scheme.layout, self.scheme.bits
@@ -248,6 +135,12 @@ class PackedTensors:
         groups = shape[dim] if len(shape) == 2 else 0
         if groups < 1 or inputs % groups:
             raise ModelError(f"{self._name(weight, part)}: {list(shape)} does not cut {inputs} inputs into groups")
+        size = self.scheme.group_size
+        if size is not None and groups != (1 if size == -1 else -(-inputs // size)):
+            raise ModelError(
+                f"{self._name(weight, part)}: cuts {inputs} inputs into groups of {inputs // groups}, and quantization_config "
+                f"says group_size {size}"
+            )
         return groups
 
     def _read(self, weight: str, part: str) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fledge.checkpoints.gguf import ARCHITECTURES
-from fledge.checkpoints.quantized import KEPT, METHODS
+from fledge.checkpoints.quantization_config import METHODS
+from fledge.checkpoints.quantized import KEPT
 from fledge.config import TEXT_PARTS
 from fledge.config_parts import RopeConfig
 from fledge.families import FAMILIES, FOREIGN
@@ -20,6 +21,7 @@ HEAD = """# Models
 Made by `python -m fledge.checkpoints.supported` from the tables that the readers use; a test compares the two.
 """
 FORMAT_OF = {"awq": ("int4",), "gptq": ("int4", "int8"), "fp8": ("fp8",), "compressed-tensors": ("int4", "int8", "fp8")}
+FORMAT_OF |= {"auto-round": ("int4", "int8"), "modelopt": ("fp8",), "fbgemm_fp8": ("fp8",)}
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 
@@ -55,10 +57,13 @@ def _formats() -> Iterable[str]:
     for method, what in METHODS.items():
         rows.append((f"`{method}`", what, *(_on(method, device) for device in DEVICES)))
     yield from _table(("`quant_method`", "read", *DEVICES.values()), rows)
-    yield "\nKept: the kernels read the weights as they are, to the bit; where no format of ours holds them (8 bits with zero"
-    yield "points, integer scales that fp16 does not hold, a partial last block of FP8, on a GPU experts, FP8 on a GPU before"
-    yield "Ada: compute capability below 8.9) they become plain weights when loaded, and the log says how many. Plain: they"
-    yield "always do. Training uses plain weights.\n"
+    yield "\nKept: stays in the checkpoint's format, to the bit. Plain: dequantised at load. Training uses plain weights."
+    yield "Where it says kept, these are dequantised at load all the same, and the log says how many:\n"
+    yield "- 8 bits with zero points"
+    yield "- integer scales that fp16 does not hold"
+    yield "- FP8 with a partial last block"
+    yield "- on a GPU, experts with act-order"
+    yield "- FP8 on a GPU before Ada (compute capability below 8.9)\n"
 
 
 def _on(method: str, device: str) -> str:

@@ -37,6 +37,8 @@ def bench(
     vllm_python: Annotated[str, typer.Option(help="Python of the environment that has vLLM. Default: this one.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json and plots.")] = None,
     device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_model_len: options.MaxModelLen = 0,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -61,12 +63,14 @@ def bench(
     from fledge.speculation.depth import TreeShape
 
     if kernels:
-        from fledge.bench.kernels import kernel_table
-        from fledge.checkpoints.hf import load_config
+        from fledge.bench.kernels import kernel_lines, kernel_table
 
-        found = load_config(sources.resolve(model))
         asked = EngineConfig(device=device, dtype=dtype, quantization=quantization, deterministic=deterministic)
-        Console().print(kernel_table(found, asked.resolve(found)))
+        found = kernel_lines(model, asked)
+        if as_json:
+            options.print_json(found)
+        else:
+            Console().print(kernel_table(found))
         return
     at_once = _numbers(concurrency, "--concurrency")
     depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
@@ -90,6 +94,8 @@ def bench(
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            threads=threads,
+            max_model_len=max_model_len,
             max_num_seqs=max(at_once),
             prefix_caching=False,  # the prompts come again in every run
             deterministic=deterministic,

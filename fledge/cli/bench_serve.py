@@ -61,7 +61,7 @@ def bench_serve(
     console = Console(quiet=as_json)
     with progress.task("connecting", unit="requests") as shown:
         runs = run_levels(settings, conversations, levels, plain, shown.show)
-    console.print(load_table(settings.url, runs))
+    console.print(load_table(settings.url, runs, console.width))
     errors = [error for _, reports in runs for report in reports for error in report.errors]
     for error in errors[:3]:
         console.print(f"[red]{literal(error)}[/]", highlight=False)

@@ -17,7 +17,9 @@ def conform(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    against_api_key: Annotated[str | None, typer.Option(help="The other server's key.")] = None,
+    against_api_key: Annotated[
+        str | None, typer.Option(envvar="FLEDGE_AGAINST_API_KEY", help="The other server's key.")
+    ] = None,
     out: Annotated[list[Path] | None, typer.Option(help="Write a report: .json, .html or .md; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, and shorter answers.")] = False,
     users: Annotated[int, typer.Option(min=2, help="Concurrent requests in the check under load.")] = 16,

@@ -28,6 +28,8 @@ def demo(
     quantization: options.Quantization = "none",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_model_len: options.MaxModelLen = 0,
     out: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -54,11 +56,12 @@ def demo(
         dtype=dtype,
         quantization=quantization,
         device=device,
+        threads=threads,
+        max_model_len=max_model_len,
         prefix_caching=False,
         kv_cache_dtype=kv_cache_dtype,
     )
-    described = llm.engine.drafter.description if llm.engine.drafter is not None else "none"
-    about = f"{llm.engine.config.device}, {llm.engine.config.weights}; drafter: {described}"
+    about = "{device}, {weights}; drafter: {drafter}".format(**options.resolved(llm))
     console.print(f"[bold]{literal(model)}[/] on {literal(about)}\n")
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     console.print(f"[bold]{DEMO[0].text}[/]  [dim](accepted draft tokens in [/][green]green[/][dim])[/]\n")
@@ -76,12 +79,8 @@ def demo(
         console.print(llamacpp.describe(), highlight=False)
     content = {
         "model": model,
-        "drafter": described,
-        "depth": depth,
         "tree": tree,
-        "dtype": llm.engine.config.dtype,
-        "weights": llm.engine.config.weights,
-        "quantization": quantization,
+        **options.resolved(llm),
         "summary": whole.to_dict(),
         "llama_cpp": None if llamacpp is None else llamacpp.to_dict(),
         "prompts": [result.to_dict() for result in results],
@@ -91,7 +90,7 @@ def demo(
         write_json(out, content)
     if as_json:
         options.print_json(content)
-    if not whole.identical and llm.engine.config.dtype == "float32":
+    if not whole.identical:
         raise typer.Exit(options.CHECK_FAILED)
 
 

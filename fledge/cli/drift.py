@@ -88,8 +88,7 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
             lengths = {c["name"]: c["drafters"][name]["acceptance_length"][depth] for c in suite["conditions"]}
             worst = min(lengths, key=lambda condition: lengths[condition])
             base = suite["baseline"] or max(lengths, key=lambda condition: lengths[condition])
-            cells.append(
-                f"{lengths[base]:.2f} … {lengths[worst]:.2f} ({worst})" if len(lengths) > 1 else f"{lengths[base]:.2f}"
-            )
+            fall = f" … {lengths[worst]:.2f} ({worst})" if lengths[worst] < lengths[base] else ""
+            cells.append(f"{lengths[base]:.2f}{fall}")
         table.add_row(f"{suite['name']}, depth {depth}: baseline … worst", "", *map(literal, cells))
     console.print(table)

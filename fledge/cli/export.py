@@ -19,29 +19,34 @@ def export(
     out: Annotated[str, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option("--to", help="One of: vllm, sglang, speculators, fledge.")] = "vllm",
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
-    target_name: Annotated[str, typer.Option(help="The target's name in the launch command.")] = "",
-    num_draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step, in the launch command.")] = 3,
+    target_name: Annotated[
+        str, typer.Option(help="The target's name in the launch command. Default: --model, or what training recorded.")
+    ] = "",
+    depth: Annotated[
+        int, typer.Option("--depth", "--num-draft-tokens", min=1, help="Tokens drafted per step, in the launch command.")
+    ] = 3,
     storage: Annotated[
         str, typer.Option(help="int8: half the size, only --to fledge. Default: plain numbers, in the drafter's own type.")
     ] = "plain",
     as_json: options.Json = False,
 ) -> None:
     """Write a drafter for vLLM, SGLang, Fledge or in the speculators layout, with the command that serves it."""
+    from fledge.checkpoints.drafter_files import find_drafter
     from fledge.checkpoints.export import export_drafter
-    from fledge.training.export import export_checkpoint, find_checkpoint
+    from fledge.checkpoints.gguf import target_config
+    from fledge.training.checkpoint import export_checkpoint, find_best, find_checkpoint
 
-    target = None
-    if model:
-        from fledge import sources
-        from fledge.checkpoints.hf import load_config
-
-        target = load_config(sources.resolve(model))
-    name = target_name or model or "TARGET"
+    target = target_config(model) if model else None
     with TemporaryDirectory() as folder:
-        if (checkpoint := find_checkpoint(drafter)) is not None:
+        checkpoint = None
+        if (best := find_best(drafter)) is not None:
+            typer.echo(f"the run's best drafter, {best}", err=True)
+            drafter = str(best)
+        elif (checkpoint := find_checkpoint(drafter)) is not None:
             drafter = str(Path(folder) / "drafter")
             export_checkpoint(checkpoint, Path(drafter))
-        written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=num_draft_tokens, storage=storage)
+        name = target_name or model or _recorded_target(find_drafter(drafter)) or "TARGET"
+        written = export_drafter(drafter, to, out, name, target=target, num_draft_tokens=depth, storage=storage)
         if checkpoint is not None:
             typer.echo(f"from the training checkpoint {checkpoint}", err=True)
     readme = (written / "README.md").read_text()
@@ -50,3 +55,13 @@ def export(
         options.print_json({"folder": str(written), "to": to, "command": command})
     else:
         print(readme)
+
+
+def _recorded_target(folder: Path) -> str:
+    """The target that training recorded, as another server can name it; "" for a path, which holds on one machine only."""
+    from fledge import drafters
+    from fledge.checkpoints.provenance import Provenance
+
+    name = str(Provenance.read(folder).record.get("target", ""))
+    hub_ids = (one for one, its in drafters.DEFAULTS.items() if "/" in one and its == drafters.DEFAULTS.get(name))
+    return "" if name.startswith(("/", ".", "~")) else next(hub_ids, name)

@@ -18,11 +18,11 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Lowers tokens that were generated already; 0: off.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, by how often they were generated; 0: off.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop: options.Stop = None,
     seed: options.Seed = None,
     depth: options.Depth = "auto",
     tree: options.Tree = False,
@@ -35,6 +35,8 @@ def generate(
     quantization: options.Quantization = "none",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     device: options.Device = "auto",
+    threads: options.Threads = 0,
+    max_model_len: options.MaxModelLen = 0,
     deterministic: options.Deterministic = False,
     as_json: options.Json = False,
 ) -> None:
@@ -71,6 +73,8 @@ def generate(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         device=device,
+        threads=threads,
+        max_model_len=max_model_len,
         deterministic=deterministic,
     )
     messages = [{"role": "system", "content": system}] if system else []
@@ -79,9 +83,8 @@ def generate(
     tokens = llm.chat_prompt(messages) if templated else llm.tokenizer.encode(prompt)
     completion = llm.generate([tokens], params, on_delta=None if as_json else print_delta)[0]
     if as_json:
-        settings = {"model": model, "drafter": drafter, "depth": depth, "tree": tree, "dtype": llm.engine.config.dtype}
-        settings["quantization"] = quantization
-        options.print_json(completion.to_dict() | settings)
+        options.print_json(completion.to_dict() | {"model": model, "tree": tree} | options.resolved(llm))
     else:
         print()
         print(figures(completion), file=sys.stderr)
+        options.say_if_ngram(llm, model, drafter)

@@ -21,18 +21,13 @@ def import_drafter(
 ) -> None:
     """Read a checkpoint of SafeAILab, SpecForge, TorchSpec, NeMo, AngelSlim or speculators; write the raw layout."""
     from fledge.checkpoints.export import import_drafter as convert
+    from fledge.checkpoints.gguf import target_config
 
-    target = None
-    if model:
-        from fledge import sources
-        from fledge.checkpoints.hf import load_config
-
-        target = load_config(sources.resolve(model))
     try:
         layer_ids = tuple(int(part) for part in layers.split(",")) if layers else None
     except ValueError:
         raise ModelError(f"--layers {layers}: give numbers with commas between, as 2,14,25") from None
-    folder, notes = convert(drafter, out, target=target, layer_ids=layer_ids)
+    folder, notes = convert(drafter, out, target=target_config(model) if model else None, layer_ids=layer_ids)
     if as_json:
         options.print_json({"folder": str(folder), "notes": notes})
         return

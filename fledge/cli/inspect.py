@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,22 +19,16 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show a drafter's version, flags, layers, sizes and every problem in its files."""
+    from fledge.checkpoints.gguf import target_config
     from fledge.checkpoints.inspect import inspect_drafter
 
-    report = inspect_drafter(drafter, _target(model) if model else None)
+    report = inspect_drafter(drafter, target_config(model) if model else None)
     if as_json:
         options.print_json(report.as_dict())
     else:
         _print(report)
     if report.problems:
         raise typer.Exit(options.CHECK_FAILED)
-
-
-def _target(model: str) -> Any:
-    from fledge import sources
-    from fledge.checkpoints.hf import load_config
-
-    return load_config(sources.resolve(model))
 
 
 def _print(report: DrafterReport) -> None:

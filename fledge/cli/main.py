@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 GUIDE = """\
 Fledge decodes with an EAGLE drafter: a small network proposes tokens, and the
@@ -50,6 +52,17 @@ app = typer.Typer(
 )
 
 
+class Command(TyperCommand):
+    """Help without a type beside each switch, where typer writes <bool>."""
+
+    def get_params(self, ctx: Any) -> Any:
+        found = super().get_params(ctx)
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
 def _register() -> None:
     from fledge.cli import (
         bench,
@@ -71,23 +84,23 @@ def _register() -> None:
         train,
     )
 
-    app.command()(demo.demo)
-    app.command()(generate.generate)
-    app.command()(chat.chat)
+    app.command(cls=Command)(demo.demo)
+    app.command(cls=Command)(generate.generate)
+    app.command(cls=Command)(chat.chat)
     app.command(context_settings=serve.CONTEXT_SETTINGS, add_help_option=False)(serve.serve)
-    app.command()(models.models)
-    app.command()(inspect.inspect)
-    app.command()(doctor.doctor)
-    app.command()(export.export)
-    app.command("import")(import_drafter.import_drafter)
-    app.command()(make.make)
-    app.command()(regenerate.regenerate)
-    app.command()(train.train)
-    app.command()(bench.bench)
-    app.command()(bench_serve.bench_serve)
-    app.command()(conform.conform)
-    app.command()(drift.drift)
-    app.command("learn-report")(learn_report.learn_report)
+    app.command(cls=Command)(models.models)
+    app.command(cls=Command)(inspect.inspect)
+    app.command(cls=Command)(doctor.doctor)
+    app.command(cls=Command)(export.export)
+    app.command("import", cls=Command)(import_drafter.import_drafter)
+    app.command(cls=Command)(make.make)
+    app.command(cls=Command)(regenerate.regenerate)
+    app.command(cls=Command)(train.train)
+    app.command(cls=Command)(bench.bench)
+    app.command(cls=Command)(bench_serve.bench_serve)
+    app.command(cls=Command)(conform.conform)
+    app.command(cls=Command)(drift.drift)
+    app.command("learn-report", cls=Command)(learn_report.learn_report)
 
 
 @app.callback(invoke_without_command=True)

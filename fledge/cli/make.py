@@ -36,7 +36,7 @@ def make(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Make a drafter: the target answers prompts, a drafter learns from it, and the commands to serve it come last.
+    """Generate data, train a drafter, check it, print the serve commands.
 
     Several GPUs: torchrun --nproc-per-node 8 -m fledge make MODEL --out DIR
     """
@@ -46,7 +46,7 @@ def make(
     from fledge.training.make import Interrupted
     from fledge.training.make import make as run
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if as_json:
             progress.say(text)
         else:
@@ -63,7 +63,7 @@ def make(
             decontaminate=decontaminate or (),
             twin=twin,
             device=device,
-            say=say,
+            log=log,
         )
     except (KeyboardInterrupt, Interrupted):
         typer.echo(f"interrupted; the same command continues from what {out} holds", err=True)

@@ -28,7 +28,7 @@ def models(as_json: options.Json = False) -> None:
     console.print(table)
     for name, trained in shipped.items():
         console.print(f"drafter {name}: {trained}")
-    console.print("drafter ngram: looks up what followed the last words before; needs no training")
+    console.print("drafter ngram: proposes what followed the same tokens earlier in the text; needs no training")
     console.print(
         "--model also takes a Hugging Face folder, a GGUF file, or a hub id (org/name); --drafter a folder or a hub id.\n"
         f"Model families: {', '.join(family.name for family in FAMILIES.values())}."

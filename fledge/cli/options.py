@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,9 +16,16 @@ if TYPE_CHECKING:
 CHECK_FAILED = 3  # the command did its work, and the answer is no
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, folder, GGUF file or hub id.")]
 DrafterName = Annotated[
-    str, typer.Option("--drafter", "-d", help="auto, none, ngram, a shipped drafter's name, a folder or a hub id.")
+    str,
+    typer.Option(
+        "--drafter",
+        "-d",
+        help="auto (the one shipped for the model, else ngram), none, ngram, a shipped drafter's name, a folder or a hub id.",
+    ),
 ]
-Depth = Annotated[str, typer.Option(help="Speculation depth: tokens drafted per step; 'auto' stops when confidence falls.")]
+Depth = Annotated[
+    str, typer.Option(help="Tokens drafted per step at most; auto: as many as pay, up to 7 on a CPU and 6 on a GPU.")
+]
 DriftGuard = Annotated[
     bool,
     typer.Option("--drift-guard/--no-drift-guard", help="Lower the depth while acceptance is clearly lower than usual."),
@@ -25,23 +33,32 @@ DriftGuard = Annotated[
 Tree = Annotated[bool, typer.Option("--tree", help="Draft a tree instead of a chain.")]
 TreeWidth = Annotated[int, typer.Option(help="Candidates per node, and nodes expanded per level.")]
 TreeNodes = Annotated[int, typer.Option(help="Tree nodes verified per step.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 (exact), float16 (packed on CPU) or bfloat16 (GPU).")]
+Dtype = Annotated[str, typer.Option(help="Weight dtype: auto, float32, float16, bfloat16 (GPU).")]
 Quantization = Annotated[
-    str, typer.Option(help="The target's weights: none, fp8 (GPU), int8, int4, or gguf (a GGUF file's own).")
+    str,
+    typer.Option(
+        help="The target's weights: none, fp8 (GPU), int8, int4; gguf: keep the file's quantised blocks (default for GGUF on "
+        "CPU)."
+    ),
 ]
-KvCacheDtype = Annotated[str, typer.Option(help="Keys and values in the cache: auto, float32, float16 or q8_0 (CPU).")]
+KvCacheDtype = Annotated[str, typer.Option(help="Keys and values in the cache: auto; on a CPU also float32, float16 or q8_0.")]
 Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="Accepted, and changes nothing: answers do not depend on the batch or on speculation anyway.",
+        help="On a CPU without a C compiler: exact, slower kernels. Refuses --tree. Else no effect: output is exact anyway.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS.")]
+MaxModelLen = Annotated[int, typer.Option(min=0, help="Tokens of prompt and answer; 0: the model's limit.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
 TopK = Annotated[int, typer.Option(help="0: off.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="1: off.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else; progress goes to standard error.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
@@ -69,31 +86,36 @@ def load(
     tree: bool = False,
     tree_width: int = 4,
     tree_nodes: int = 12,
-    dtype: str = "auto",
-    device: str = "auto",
-    quantization: str = "none",
-    kv_cache_dtype: str = "auto",
-    deterministic: bool = False,
-    prefix_caching: bool = True,
-    drift_guard: bool = True,
+    **settings: Any,
 ) -> LLM:
+    """The model with its drafter. `settings`: those of `LLM`."""
     from fledge import sources
 
     sources.check_file(model)
     from fledge.llm import LLM
     from fledge.speculation.depth import TreeShape
 
-    shape = TreeShape(tree_width, tree_nodes) if tree else None
-    return LLM(
-        model,
-        drafter,
-        depth=depth,
-        tree=shape,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        deterministic=deterministic,
-        prefix_caching=prefix_caching,
-        drift_guard=drift_guard,
-    )
+    return LLM(model, drafter, depth=depth, tree=TreeShape(tree_width, tree_nodes) if tree else None, **settings)
+
+
+def say_if_ngram(llm: LLM, model: str, drafter: str) -> None:
+    """On standard error: that `auto` found no drafter."""
+    from fledge.errors import printable
+    from fledge.speculation.methods.ngram import NgramSpeculator
+
+    if drafter == "auto" and isinstance(llm.engine.drafter, NgramSpeculator):
+        print(printable(f"[no drafter ships for {model}: n-grams are drafted; --drafter names another]"), file=sys.stderr)
+
+
+def resolved(llm: LLM) -> dict[str, Any]:
+    """What runs, for --json: "auto" as it was resolved."""
+    config, drafter = llm.engine.config, llm.engine.drafter
+    return {
+        "drafter": "none" if drafter is None else drafter.description,
+        "depth": 0 if drafter is None else drafter.depth.limit,
+        "device": config.device,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "weights": config.weights,
+        "kv_cache_dtype": config.kv_cache_dtype,
+    }

@@ -40,7 +40,7 @@ def regenerate(
     device: options.Device = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Let the target answer prompts; a drafter learns best from the target's own words."""
+    """Generate training data: the target answers prompts."""
     started = time.monotonic()  # the report counts everything from here
     from fledge import sources
     from fledge.engine.build import Speculation

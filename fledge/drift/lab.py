@@ -27,9 +27,8 @@ from fledge.drift.probes import find_sink
 from fledge.drift.prompts import load_documents
 from fledge.drift.results import Measured, suite_result
 from fledge.drift.rollout import roll_out, target_probabilities
-from fledge.drift.subjects import DrafterUnderTest, load_subjects
 from fledge.drift.suites import Settings, Suite
-from fledge.drift.texts import Answers, TargetText, TokenIds, in_groups, read_texts
+from fledge.drift.texts import Answers, DrafterUnderTest, TargetText, TokenIds, in_groups, load_subjects, read_texts
 from fledge.engine.build import fit
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
@@ -102,22 +101,22 @@ class Lab:
         self.answer.release()
         texts = [[*prompt, *answer] for prompt, answer in answers.items()][:SINK_TEXTS]
         sink = find_sink(self.decoder, texts)
-        tallies = Tallies(self, sink.column)
+        accumulators = Accumulators(self, sink.column)
         places: dict[TokenIds, list[Place]] = {}
         for suite in plan:
             for condition in suite.conditions:
                 for name, prompt in condition.prompts.items():
                     places.setdefault(prompt, []).append((suite.name, condition.name, name))
-        self._over(list(places), 0.0, lambda prompts, texts: tallies.greedy(prompts, texts, places, probed))
+        self._over(list(places), 0.0, lambda prompts, texts: accumulators.greedy(prompts, texts, places, probed))
         for temperature in sampled:
-            self._over(list(probed), temperature, partial(tallies.sampled, probed=probed, temperature=temperature))
+            self._over(list(probed), temperature, partial(accumulators.sampled, probed=probed, temperature=temperature))
         return {
             "drafters": [subject.to_dict() for subject in self.subjects],
             "settings": asdict(self.settings),
             "sink": {**asdict(sink), "clear": sink.clear, "token": self._token(texts[0][sink.column])},
-            "target_states": {name: tally.to_dict() for name, tally in tallies.states.items()},
-            "probes": {name: tally.to_dict() for name, tally in tallies.whole.items()},
-            "suites": [*(self._suite(suite, tallies) for suite in plan), *tallies.of_all_prompts()],
+            "target_states": {name: accumulator.to_dict() for name, accumulator in accumulators.states.items()},
+            "probes": {name: accumulator.to_dict() for name, accumulator in accumulators.whole.items()},
+            "suites": [*(self._suite(suite, accumulators) for suite in plan), *accumulators.of_all_prompts()],
         }
 
     def _token(self, token: int) -> str:
@@ -137,7 +136,7 @@ class Lab:
             use(mine, read_texts(self.decoder, texts, self.taps))
             done += len(group)
 
-    def _suite(self, suite: Suite, tallies: Tallies) -> dict[str, Any]:
+    def _suite(self, suite: Suite, accumulators: Accumulators) -> dict[str, Any]:
         conditions = []
         for condition in suite.conditions:
             prompts = list(condition.prompts.values())
@@ -148,12 +147,12 @@ class Lab:
                 "prompt_tokens": sum(map(len, prompts)) / len(prompts),
                 "answer_tokens": sum(map(len, self.answer(prompts))) / len(prompts),
             }
-            mine = {subject.name: tallies.by_place[subject.name, suite.name, condition.name] for subject in self.subjects}
+            mine = {subject.name: accumulators.by_place[subject.name, suite.name, condition.name] for subject in self.subjects}
             conditions.append(Measured(facts, mine))
         return suite_result(suite.name, suite.explanation, suite.baseline, self.depths, conditions)
 
 
-class Tallies:
+class Accumulators:
     """All figures of a run: by drafter, suite and condition; of all prompts; under noise; sampled."""
 
     def __init__(self, lab: Lab, sink: int) -> None:
@@ -187,8 +186,8 @@ class Tallies:
                 rollout = roll_out(subject.network, [mine[i] for i in indexes], depths[-1], sink=self.sink, probe=probe)
                 for index, figures in zip(indexes, by_text(rollout, len(indexes), depths), strict=True):
                     for suite, condition, name in places[prompts[index]]:
-                        tally = self.by_place.setdefault((subject.name, suite, condition), MetricAccumulator(lab.depths))
-                        tally.add(name, figures, looping[index])
+                        accumulator = self.by_place.setdefault((subject.name, suite, condition), MetricAccumulator(lab.depths))
+                        accumulator.add(name, figures, looping[index])
                     if prompts[index] in probed:
                         self.whole[subject.name].add(probed[prompts[index]], figures, looping[index])
                         self.states[subject.name].add(mine[index], self.sink)
@@ -221,8 +220,8 @@ class Tallies:
         lab, settings = self.lab, self.lab.settings
         names = [subject.name for subject in lab.subjects]
 
-        def measured(name: str, tallies: dict[str, MetricAccumulator]) -> Measured:
-            return Measured({"name": name, "note": "", "prompts": len(next(iter(tallies.values())).texts)}, tallies)
+        def measured(name: str, accumulators: dict[str, MetricAccumulator]) -> Measured:
+            return Measured({"name": name, "note": "", "prompts": len(next(iter(accumulators.values())).texts)}, accumulators)
 
         noise = [measured("no noise", self.whole)]
         noise += [measured(f"α = {level:g}", {n: self.noisy[n, level] for n in names}) for level in settings.noise]
@@ -246,8 +245,8 @@ NOISE = (
 )
 DEPTH = "Drafting ever deeper, past the depth that a drafter was trained for."
 TEMPERATURE = (
-    "The target samples its answers, and drafts are sampled alike. A draft stands with probability min(1, q/p) of what the "
-    "target wrote, so that these are exact expectations over the drafts."
+    "The target samples its answers, and drafts are sampled alike. A draft is accepted with probability min(1, q/p) of what "
+    "the target wrote, so that these are exact expectations over the drafts."
 )
 
 

@@ -1,9 +1,9 @@
 """Probes on a running engine, for its drift guard and its metrics: some drafts are looked at, the others pass untouched.
 
 `LiveProbe` looks at every n-th draft of a speculator while it drafts. `RowProbe` is for captured cycles: now and then one row's
-draft is made once more beside its cycle. The look is launched just before the cycle and reads what the cycle will: the row's
-state, its pages, the device's own lengths. What it writes (keys of drafted tokens, in places that the cycle is about to fill
-with the same) is read by no other row. Its figures come to the host when they are ready; nothing waits for them. Greedy,
+draft is made once more beside its cycle. The probe sample is launched just before the cycle and reads what the cycle will: the
+row's state, its pages, the device's own lengths. What it writes (keys of drafted tokens, in places that the cycle is about to
+fill with the same) is read by no other row. Its figures come to the host when they are ready; nothing waits for them. Greedy,
 whatever the request's temperature: drafts of either kind start from the same states. A draft's first token comes from the state
 that synchronising left, whose attention lies inside the cycle before: of that step there is the state's size alone.
 """
@@ -33,7 +33,7 @@ from fledge.speculation.methods.captured_eagle import CapturedEagle
 from fledge.speculation.methods.eagle import EagleSpeculator
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
-EVERY = 256  # drafts to a look, unless asked otherwise; on a CPU it takes as long as a whole step
+EVERY = 256  # drafts to a probe sample, unless asked otherwise; on a CPU it takes as long as a whole step
 Figures = Mapping[str, Sequence[float | None]]  # by name and draft step; None: not seen at that step
 # Told of each sequence that was looked at.
 Listener = Callable[[DraftedRequest, Figures], None]
@@ -42,7 +42,7 @@ Listener = Callable[[DraftedRequest, Figures], None]
 class LiveProbe:
     """Running means by draft step over the drafts that were looked at, since the start or the last `reset`.
 
-    A look costs one more product of queries and keys a step, for the rows that draft. Chains only: a tree has no single row.
+    A sample costs one more product of queries and keys a step, for the rows that draft. Chains only: a tree has no single row.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LiveProbe:
     def reset(self) -> None:
         self.totals: dict[str, list[float]] = {name: [] for name in NAMES}
         self.counts: dict[str, list[int]] = {name: [] for name in NAMES}
-        self.looked_at = 0
+        self.num_sampled = 0
 
     def snapshot(self) -> dict[str, Any]:
         """Means by step; None for a step at which something was not seen."""
@@ -71,11 +71,11 @@ class LiveProbe:
         for name in NAMES:
             pairs = zip(list(self.totals[name]), list(self.counts[name]), strict=False)
             means[name] = [total / count if count else None for total, count in pairs]
-        return {"drafts": self.looked_at, **means}
+        return {"drafts": self.num_sampled, **means}
 
     def record(self, request: DraftedRequest, figures: Figures) -> None:
         """Adds the figures of one probed draft."""
-        self.looked_at += 1
+        self.num_sampled += 1
         for name, values in figures.items():
             totals, counts = self.totals[name], self.counts[name]
             missing = len(values) - len(counts)
@@ -165,13 +165,13 @@ class _ProbedDraftOps(TorchOps):
         return out
 
 
-# Launches to a look, unless asked otherwise: a look takes the host about a millisecond, and the device half a cycle.
+# Launches to a probe sample, unless asked otherwise: one takes the host about a millisecond, and the device half a cycle.
 EVERY_LAUNCHES = 512
-# Rows with more keys are not looked at: a look has all of them in memory at once, in float32.
+# Rows with more keys are not sampled: a sample has all of them in memory at once, in float32.
 MOST_KEYS = 16384
 
 
-class _Look(NamedTuple):
+class _Sample(NamedTuple):
     """Figures on their way to the host."""
 
     request: Request
@@ -181,13 +181,13 @@ class _Look(NamedTuple):
 
 class RowProbe:
     def __init__(self, executor: CudaGraphExecutor, probe: LiveProbe, every: int) -> None:
-        """`probe` is told what was seen. `every`: launches of speculative cycles to a look."""
+        """`probe` is told what was seen. `every`: launches of speculative cycles to a sample."""
         assert isinstance(executor.batch.method, CapturedEagle)
         self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.method, probe, every
         self.seen = 0
-        self.looks: deque[_Look] = deque()
-        # What a look needs is compiled and loaded now: a request would wait for it.
-        self.look(self.rows.state.dummy_row, max(executor.controller.acceptance.depths), self.rows.config.page_size)
+        self.samples: deque[_Sample] = deque()
+        # What a sample needs is compiled and loaded now: a request would wait for it.
+        self.sample(self.rows.state.dummy_row, max(executor.controller.acceptance.depths), self.rows.config.page_size)
         executor.before_drafts = self
 
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
@@ -198,24 +198,24 @@ class RowProbe:
             rows = [(row, request) for row, request in drafted_for.items() if len(request.pages) * size <= MOST_KEYS]
             if rows:
                 row, request = rows[self.seen // self.every % len(rows)]
-                figures = self.look(row, depth, len(request.pages) * size)
-                self.looks.append(_Look(request, *self.rows.download(figures)))
+                figures = self.sample(row, depth, len(request.pages) * size)
+                self.samples.append(_Sample(request, *self.rows.download(figures)))
         self.deliver()
 
     def deliver(self) -> None:
         """All that has arrived."""
-        while self.looks and (self.looks[0].event is None or self.looks[0].event.query()):
-            look = self.looks.popleft()
-            (active, *_), *lines = look.figures.tolist()
-            if active and not look.request.finished:
+        while self.samples and (self.samples[0].event is None or self.samples[0].event.query()):
+            sample = self.samples.popleft()
+            (active, *_), *lines = sample.figures.tolist()
+            if active and not sample.request.finished:
                 figures = {
                     name: [None if math.isnan(value) else value for value in line]
                     for name, line in zip(NAMES, lines, strict=True)
                 }
-                self.probe.record(look.request, figures)
+                self.probe.record(sample.request, figures)
 
     @torch.inference_mode()
-    def look(self, row: int, depth: int, num_keys: int) -> Tensor:
+    def sample(self, row: int, depth: int, num_keys: int) -> Tensor:
         """As `CapturedEagle.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
         compiled anew for tensors that are not aligned."""
         slots, drafter = self.rows.state, self.drafter
@@ -228,11 +228,11 @@ class RowProbe:
         for step in range(1, depth):
             inputs = drafter.inputs(h, choice, step, drafts_RD=drafts, length_R=length, active_R=active)
             meta = AttentionMetadata.decode(pages, given(inputs.starts_B), given(inputs.counts_B))
-            looking = _ProbedRowOps(drafter, meta, step, self.probe.sink, num_keys)
-            h = drafter.run(inputs, meta, looking)
+            probed = _ProbedRowOps(drafter, meta, step, self.probe.sink, num_keys)
+            h = drafter.run(inputs, meta, probed)
             choice = drafter.choose(h, None, step)
             sizes.append(self.size(h))
-            attention.append(torch.stack(looking.by_layer).mean(0))
+            attention.append(torch.stack(probed.by_layer).mean(0))
         return torch.cat([active.expand(depth)[None].float(), torch.cat(sizes)[None], torch.cat(attention).t()])
 
     def size(self, h: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class _ProbedRowOps(CudaOps):
 def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = None) -> LiveProbe | None:
     """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
 
-    `every`: drafts to a look; None: few enough looks to cost nothing that one would notice.
+    `every`: drafts to a probe sample; None: few enough to cost nothing that one would notice.
     `sink`: its column; None: found from the target's own attention, or column 0 where there is no tokenizer to ask it with.
     """
     if not isinstance(engine.drafter, EagleSpeculator):

@@ -5,7 +5,6 @@ Training's evaluation, learning's gate and the drift lab all use these.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,13 +84,13 @@ class Estimate(NamedTuple):
 
 def acceptance_length(counts: Sequence[Count]) -> Estimate:
     """Micro: 1 + accepted / steps over all texts together."""
-    value, influence = _length(counts)
+    value, influence = length_and_influence(counts)
     return Estimate(value, standard_error(influence))
 
 
 def length_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
     """Acceptance length over another's on the same texts or questions: what a pair has in common drops out of the error."""
-    (value, mine), (other, theirs) = _length(counts), _length(base)
+    (value, mine), (other, theirs) = length_and_influence(counts), length_and_influence(base)
     ratio = value / other
     return Estimate(ratio, standard_error([ratio * (a / value - b / other) for a, b in zip(mine, theirs, strict=True)]))
 
@@ -106,32 +105,7 @@ def pooled(conditions: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
     return found
 
 
-def accepted_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
-    """As `length_ratio`, of accepted drafts a step: without the token that the target adds to each, as the paper counts."""
-    ratio, influence = _accepted_ratio(counts, base)
-    return Estimate(ratio, standard_error(influence))
-
-
-Pair = tuple[Sequence[Count], Sequence[Count]]  # under a condition, and under its baseline
-
-
-def kept_difference(one: Pair, other: Pair) -> Estimate:
-    """How much more of its accepted drafts one drafter keeps than another, over the same texts."""
-    (mine, a), (theirs, b) = _accepted_ratio(*one), _accepted_ratio(*other)
-    if not a or not b:  # one of them accepts nothing to keep
-        return Estimate(mine - theirs, None)
-    return Estimate(mine - theirs, standard_error([x - y for x, y in zip(a, b, strict=True)]))
-
-
-def _accepted_ratio(counts: Sequence[Count], base: Sequence[Count]) -> tuple[float, list[float]]:
-    (value, mine), (other, theirs) = _length(counts), _length(base)
-    if other <= 1:
-        return math.inf, []
-    ratio = (value - 1) / (other - 1)
-    return ratio, [(a - ratio * b) / (other - 1) for a, b in zip(mine, theirs, strict=True)]
-
-
-def _length(counts: Sequence[Count]) -> tuple[float, list[float]]:
+def length_and_influence(counts: Sequence[Count]) -> tuple[float, list[float]]:
     """With what each text moves it by (the delta method's influence)."""
     steps = sum(count.steps for count in counts)
     if not steps:
@@ -214,7 +188,7 @@ class MetricAccumulator:
         return [self.texts[name][depth] for name in (self.texts if names is None else names)]
 
     @property
-    def calm(self) -> list[str]:
+    def non_looping(self) -> list[str]:
         """Texts whose answers do not loop."""
         return [name for name in self.texts if name not in self.looping]
 
@@ -239,15 +213,17 @@ class MetricAccumulator:
         return [(t / c).tolist() if c.any() else None for t, c in zip(total, count, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        calm = self.calm
+        non_looping = self.non_looping
         lengths = {depth: acceptance_length(self.counts(depth)) for depth in self.depths}
+        without_loops = (
+            {depth: acceptance_length(self.counts(depth, non_looping)) for depth in self.depths} if non_looping else {}
+        )
         figures: dict[str, Any] = {
             "acceptance_length": {depth: one.value for depth, one in lengths.items()},
             "standard_error": {depth: one.error for depth, one in lengths.items()},
             "acceptance_length_macro": {depth: self._macro(depth) for depth in self.depths},
-            "acceptance_length_not_looping": {depth: acceptance_length(self.counts(depth, calm)).value for depth in self.depths}
-            if calm
-            else None,
+            "acceptance_length_not_looping": {depth: one.value for depth, one in without_loops.items()} or None,
+            "standard_error_not_looping": {depth: one.error for depth, one in without_loops.items()} or None,
             "steps": {depth: sum(one.steps for one in self.counts(depth)) for depth in self.depths},
             "texts": len(self.texts),
             "looping_texts": len(self.looping),
@@ -259,8 +235,8 @@ class MetricAccumulator:
             figures["rows_on_path"] = [int(count) for count in found[1]]
         if found := self.total("joint_acceptance"):  # of so many rows whose text reaches as far
             figures["rows_inside"] = [int(count) for count in found[1]]
-        if found := self.total("joint_acceptance", calm):
-            figures["joint_acceptance_not_looping"] = self.means("joint_acceptance", calm)
+        if found := self.total("joint_acceptance", non_looping):
+            figures["joint_acceptance_not_looping"] = self.means("joint_acceptance", non_looping)
             figures["rows_inside_not_looping"] = [int(count) for count in found[1]]
         for name in (*SHARES, "entropy"):
             if by_head := self.means(f"{name}_by_head"):
@@ -305,7 +281,8 @@ def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
     if len(sizes) < 2:
         return {}
     at = min(step, len(sizes))
-    summary: dict[str, Any] = {"drift_step": at, "rms_ratio": sizes[at - 1] / sizes[0] if sizes[0] else None}
+    ratio = sizes[at - 1] / sizes[0] if sizes[0] and sizes[at - 1] is not None else None
+    summary: dict[str, Any] = {"drift_step": at, "rms_ratio": ratio}
     for name in ("sink_share", "own_share", "prompt_share", "drafted_share", "entropy"):
         if values := figures.get(name):
             summary[f"{name}_slope"] = slope(values[:at])

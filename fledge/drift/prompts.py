@@ -93,10 +93,7 @@ def trained_on(trained: Mapping[str, Any]) -> list[str]:
     """Conditions of the suite that a drafter knows from its training, going by what is recorded of it."""
     if not trained.get("augmented"):
         return []
-    known = trained.get("templates")
-    if known is None:  # older records do not list them; recipes that do not either take all
-        known = list(TRAINED_AS.values())
-    return [name for name, training_name in TRAINED_AS.items() if training_name in known]
+    return [name for name, training_name in TRAINED_AS.items() if training_name in trained["templates"]]
 
 
 def own_template(tokenizer: Tokenizer, messages: Messages) -> list[int]:

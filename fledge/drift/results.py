@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fledge.drift.metrics import Count, Estimate, MetricAccumulator, length_ratio, pooled
+from fledge.drift.metrics import Estimate, MetricAccumulator, length_ratio, pooled
 
 FLAT = 1.1  # growth of the fed-back state from step 1 to step 8 that is still flat
 # What a robust drafter must keep: of its acceptance length in its own template, and in a short context.
-KEPT_IN_TEMPLATES, KEPT_IN_LONG_CONTEXTS = 0.85, 0.80
+MIN_RETENTION_IN_TEMPLATES, MIN_RETENTION_IN_LONG_CONTEXTS = 0.85, 0.80
 USEFUL = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
 CLEARLY = 2  # standard errors
 ENOUGH_PAIRS = 5  # below, a standard error over them is too vague to be given
@@ -23,10 +23,10 @@ def shown_depth(depths: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """One condition with each drafter's tally of it."""
+    """One condition with each drafter's accumulator of it."""
 
     facts: dict[str, Any]  # name, note, numbers of prompts and tokens
-    tallies: Mapping[str, MetricAccumulator]  # by drafter
+    accumulators: Mapping[str, MetricAccumulator]  # by drafter
 
     @property
     def name(self) -> str:
@@ -41,14 +41,18 @@ def suite_result(
     described = []
     for condition in conditions:
         drafters = {}
-        for drafter, tally in condition.tallies.items():
-            first = next(iter(condition.tallies.values()))
-            figures = without_heads(tally.to_dict())
+        for drafter, accumulator in condition.accumulators.items():
+            first = next(iter(condition.accumulators.values()))
+            figures = without_heads(accumulator.to_dict())
             figures |= (
-                _shares(tally, base.tallies[drafter], depths) if base else _of_mean(drafter, condition, conditions, depths)
+                _shares(accumulator, base.accumulators[drafter], depths)
+                if base
+                else _of_mean(drafter, condition, conditions, depths)
             )
-            figures["counts"] = {name: list(tally.texts[name][shown]) for name in tally.texts}  # accepted, steps at depth 5
-            figures["against_first"] = _plain({depth: _ratio(tally, first, depth) for depth in depths})
+            figures["counts"] = {
+                name: list(accumulator.texts[name][shown]) for name in accumulator.texts
+            }  # accepted, steps at depth 5
+            figures["against_first"] = _plain({depth: _ratio(accumulator, first, depth) for depth in depths})
             drafters[drafter] = figures
         described.append({**condition.facts, "drafters": drafters})
     return {
@@ -61,25 +65,25 @@ def suite_result(
     }
 
 
-def _shares(tally: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int]) -> dict[str, Any]:
+def _shares(accumulator: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int]) -> dict[str, Any]:
     """Acceptance length as a share of the baseline's, over the questions that both have; and over those where neither loops."""
-    calm = tally.looping | base.looping
+    looping = accumulator.looping | base.looping
     found = {
-        "retention": _plain({depth: _ratio(tally, base, depth) for depth in depths}),
-        "retention_not_looping": _plain({depth: _ratio(tally, base, depth, without=calm) for depth in depths}),
+        "retention": _plain({depth: _ratio(accumulator, base, depth) for depth in depths}),
+        "retention_not_looping": _plain({depth: _ratio(accumulator, base, depth, without=looping) for depth in depths}),
     }
     return {
         "retention": {depth: one["value"] for depth, one in found["retention"].items()},
         "retention_error": {depth: one["error"] for depth, one in found["retention"].items()},
         "retention_not_looping": found["retention_not_looping"],
-        "pairs": len(_common(tally, base)),
-        "pairs_not_looping": len([name for name in _common(tally, base) if name not in calm]),
+        "pairs": len(_common(accumulator, base)),
+        "pairs_not_looping": len([name for name in _common(accumulator, base) if name not in looping]),
     }
 
 
 def _of_mean(drafter: str, condition: Measured, conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str, Any]:
     """No baseline: a share of the conditions' mean."""
-    lengths = {one.name: one.tallies[drafter].to_dict()["acceptance_length"] for one in conditions}
+    lengths = {one.name: one.accumulators[drafter].to_dict()["acceptance_length"] for one in conditions}
     means = {depth: sum(one[depth] for one in lengths.values()) / len(lengths) for depth in depths}
     return {"retention": {depth: lengths[condition.name][depth] / means[depth] for depth in depths}}
 
@@ -89,13 +93,13 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
 
     What is asked under several conditions is one sample, not several: its answers are alike, and so are their errors.
     """
-    names = list(conditions[0].tallies) if conditions else []
+    names = list(conditions[0].accumulators) if conditions else []
     result = {}
     for name in names[1:]:
         ratios = {}
         for depth in depths:
             mine, theirs = (
-                pooled([{text: counts[depth] for text, counts in one.tallies[who].texts.items()} for one in conditions])
+                pooled([{text: counts[depth] for text, counts in one.accumulators[who].texts.items()} for one in conditions])
                 for who in (name, names[0])
             )
             ratios[depth] = length_ratio(list(mine.values()), [theirs[text] for text in mine])
@@ -103,13 +107,15 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
     return result
 
 
-def _ratio(tally: MetricAccumulator, base: MetricAccumulator, depth: int, without: Set[str] = frozenset()) -> Estimate | None:
-    common = [name for name in _common(tally, base) if name not in without]
-    return length_ratio(tally.counts(depth, common), base.counts(depth, common)) if common else None
+def _ratio(
+    accumulator: MetricAccumulator, base: MetricAccumulator, depth: int, without: Set[str] = frozenset()
+) -> Estimate | None:
+    common = [name for name in _common(accumulator, base) if name not in without]
+    return length_ratio(accumulator.counts(depth, common), base.counts(depth, common)) if common else None
 
 
-def _common(tally: MetricAccumulator, base: MetricAccumulator) -> list[str]:
-    return [name for name in tally.texts if name in base.texts]
+def _common(accumulator: MetricAccumulator, base: MetricAccumulator) -> list[str]:
+    return [name for name in accumulator.texts if name in base.texts]
 
 
 def _plain(estimates: Mapping[int, Estimate | None]) -> dict[int, dict[str, float | None]]:
@@ -126,39 +132,6 @@ def suite_of(figures: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((one for one in figures["suites"] if one["name"] == name), None)
 
 
-def condition_of(suite: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
-    return next((one for one in suite["conditions"] if one["name"] == name), None) if suite else None
-
-
-def counts_of(condition: dict[str, Any], drafter: str) -> dict[str, Count] | None:
-    """By text, at the depth that sentences speak of; None in older figures."""
-    counts = condition["drafters"][drafter].get("counts")
-    return None if counts is None else {text: Count(*count) for text, count in counts.items()}
-
-
-def paired(condition: dict[str, Any], drafters: list[str]) -> list[list[Count]] | None:
-    """The counts of each drafter, in the same order of texts."""
-    found = [counts for name in drafters if (counts := counts_of(condition, name)) is not None]
-    if len(found) < len(drafters):
-        return None
-    common = [text for text in found[0] if all(text in other for other in found[1:])]
-    return [[counts[text] for text in common] for counts in found]
-
-
-def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Estimate | None:
-    """Over all conditions of a suite, question by question; None where the figures do not have the texts' counts."""
-    found = suite_of(figures, suite)
-    sides = []
-    for who in (name, base):
-        conditions = found["conditions"] if found else []
-        counts = [one for condition in conditions if (one := counts_of(condition, who)) is not None]
-        if not counts or len(counts) < len(conditions):
-            return None
-        sides.append(pooled(counts))
-    both = [text for text in sides[0] if text in sides[1]]
-    return length_ratio(*([side[text] for text in both] for side in sides)) if both else None
-
-
 def plus_minus(ratio: dict[str, float | None], pairs: int = ENOUGH_PAIRS) -> str:
     error = ratio["error"]
     if error is None or pairs < ENOUGH_PAIRS:
@@ -170,51 +143,50 @@ def percent(share: float, error: float | None, pairs: int = ENOUGH_PAIRS) -> str
     return f"{share:.0%}" if error is None or pairs < ENOUGH_PAIRS else f"{share:.0%} ± {error:.0%}"
 
 
-class Kept(NamedTuple):
-    """Of the baseline's acceptance length: over all questions, and over those where neither answer loops."""
+class Share(NamedTuple):
+    """Of the baseline's acceptance length, over pairs of texts."""
 
     value: float
     error: float | None
     pairs: int
-    calm: float | None  # None: all loop
-    calm_error: float | None
-    calm_pairs: int
+
+    def __str__(self) -> str:
+        return percent(*self)
+
+
+class Retention(NamedTuple):
+    """Over all questions, and over those where neither answer loops (None: all do)."""
+
+    all: Share
+    non_looping: Share | None
 
     @property
-    def least(self) -> float:
+    def least(self) -> Share:
         """Loops are easy to draft and may hide a loss: where enough pairs are free of them, those count too."""
-        return self.value if self._calm is None else min(self.value, self._calm)
+        both = (self.all, self.non_looping) if self.counts_non_looping else (self.all,)
+        return min((share for share in both if share is not None), key=lambda share: share.value)
 
     @property
-    def least_error(self) -> float | None:
-        is_calm = self._calm is not None and self._calm < self.value
-        error, pairs = (self.calm_error, self.calm_pairs) if is_calm else (self.error, self.pairs)
-        return error if pairs >= ENOUGH_PAIRS else None
-
-    @property
-    def counts_calm(self) -> bool:
-        return self._calm is not None
-
-    @property
-    def _calm(self) -> float | None:
-        return self.calm if self.calm_pairs >= ENOUGH_PAIRS else None
+    def counts_non_looping(self) -> bool:
+        return self.non_looping is not None and self.non_looping.pairs >= ENOUGH_PAIRS
 
     @property
     def without_loops(self) -> str:
-        return "–" if self.calm is None else f"{percent(self.calm, self.calm_error, self.calm_pairs)} ({self.calm_pairs})"
+        return "–" if self.non_looping is None else f"{self.non_looping} ({self.non_looping.pairs})"
 
     def __str__(self) -> str:
-        value = percent(self.value, self.error, self.pairs)
-        if self.calm is None or self.calm_pairs == self.pairs:  # all loop, or none does
-            return value
-        return f"{value}; {percent(self.calm, self.calm_error, self.calm_pairs)} without loops ({self.calm_pairs} pairs)"
+        if self.non_looping is None or self.non_looping.pairs == self.all.pairs:  # all loop, or none does
+            return str(self.all)
+        return f"{self.all}; {self.non_looping} without loops ({self.non_looping.pairs} pairs)"
 
 
-def kept(condition: dict[str, Any], name: str, depth: int) -> Kept:
+def retention(condition: dict[str, Any], name: str, depth: int) -> Retention:
+    """Where there is no baseline, the share is of the conditions' mean, and has no pairs of its own."""
     one = condition["drafters"][name]
     error, pairs = (one.get("retention_error") or {}).get(depth), one.get("pairs", one["texts"])
-    calm = one["retention_not_looping"][depth] if one.get("pairs_not_looping") else {"value": None, "error": None}
-    return Kept(one["retention"][depth], error, pairs, calm["value"], calm["error"], one.get("pairs_not_looping", 0))
+    found = one["retention_not_looping"][depth] if one.get("pairs_not_looping") else None
+    non_looping = None if found is None else Share(found["value"], found["error"], one["pairs_not_looping"])
+    return Retention(Share(one["retention"][depth], error, pairs), non_looping)
 
 
 def share_change(probes: dict[str, Any], name: str) -> tuple[float, float, float]:
@@ -252,26 +224,27 @@ def verdicts(figures: dict[str, Any], name: str) -> list[Verdict]:
             probes["rms_ratio"] <= FLAT,
         ),
     ]
-    for suite_name, limit in (("templates", KEPT_IN_TEMPLATES), ("system prompts", KEPT_IN_TEMPLATES)):
+    for suite_name, limit in (("templates", MIN_RETENTION_IN_TEMPLATES), ("system prompts", MIN_RETENTION_IN_TEMPLATES)):
         if suite := suite_of(figures, suite_name):
             others = [one for one in suite["conditions"] if one["name"] != suite["baseline"]]
-            shares = {one["name"]: kept(one, name, shown_depth(suite["depths"])) for one in others}
+            shares = {one["name"]: retention(one, name, shown_depth(suite["depths"])) for one in others}
             if shares:
-                worst = min(shares, key=lambda which: shares[which].least)
-                found.append(_kept_verdict(f"{suite_name}, lowest: {worst}", limit, shares[worst]))
+                worst = min(shares, key=lambda which: shares[which].least.value)
+                found.append(_retention_verdict(f"{suite_name}, lowest: {worst}", limit, shares[worst]))
     if (suite := suite_of(figures, "context length")) and len(suite["conditions"]) > 1:
         longest = suite["conditions"][-1]
         window = next(one["config"]["window"] for one in figures["drafters"] if one["name"] == name)
         seen = f"; attends to the last {window}" if window else ""
-        share = kept(longest, name, shown_depth(suite["depths"]))
-        found.append(_kept_verdict(f"context of {longest['name']}", KEPT_IN_LONG_CONTEXTS, share, seen))
+        share = retention(longest, name, shown_depth(suite["depths"]))
+        found.append(_retention_verdict(f"context of {longest['name']}", MIN_RETENTION_IN_LONG_CONTEXTS, share, seen))
     return found
 
 
-def _kept_verdict(what: str, limit: float, share: Kept, aside: str = "") -> Verdict:
-    error = share.least_error
-    close = error is None or abs(share.least - limit) < CLEARLY * error
-    return Verdict(f"acceptance length kept, {what}", f"≥ {limit:.0%}", f"{share}{aside}", share.least >= limit, close)
+def _retention_verdict(what: str, limit: float, found: Retention, aside: str = "") -> Verdict:
+    least = found.least
+    error = least.error if least.pairs >= ENOUGH_PAIRS else None
+    close = error is None or abs(least.value - limit) < CLEARLY * error
+    return Verdict(f"acceptance length kept, {what}", f"≥ {limit:.0%}", f"{found}{aside}", least.value >= limit, close)
 
 
 def verdict_table(figures: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

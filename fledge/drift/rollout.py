@@ -2,7 +2,7 @@
 
 Greedy acceptance depends on the target's greedy text alone: one rollout from each of its positions tells what any
 speculative run over it accepts, at every depth up to the one rolled out (`metrics.walk`). Sampled acceptance depends on
-the target's sampled text alone, too: given that the target wrote y, a draft drawn from q was y and stood with probability
+the target's sampled text alone, too: given that the target wrote y, a draft drawn from q was y and accepted with probability
 min(1, q(y)/p(y)). A rollout at a temperature therefore follows the text and gives those probabilities.
 
     row t, step 0:  pair (x_{t+1}, g_t) at position t, drafts x_{t+2}
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.drift.probes import AttentionFigures, attention_figures, cosine, rms
-from fledge.drift.row_attention import attend_rows, can_attend_rows
+from fledge.drift.probes import AttentionFigures, attend_rows, attention_figures, can_attend_rows, cosine, rms
 from fledge.drift.texts import PaddedBatch, TargetText
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -52,8 +51,8 @@ class Rollout:
     @property
     def on_path_MJ(self) -> Tensor:
         """The state of a step has seen only tokens that the target wrote: all drafts before it stand."""
-        stood = (self.accept_prob_MJ > 0).long().cumprod(1)
-        return torch.cat([torch.ones_like(stood[:, :1]), stood[:, :-1]], 1).bool()
+        accepted = (self.accept_prob_MJ > 0).long().cumprod(1)
+        return torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], 1).bool()
 
     @property
     def matched_M(self) -> list[int]:
@@ -164,7 +163,7 @@ def roll_out(
     """`noise` α: each state that enters a draft step gets Gaussian noise of α times its own RMS; the context stays clean.
 
     `temperature`: the texts were sampled at it, and `target_p` [M, J] is the probability that the target gave to the token
-    that each draft stands for (`target_probabilities`).
+    that each draft is accepted for (`target_probabilities`).
     The drafter must have been lent the target's embedding and head where it has none (`EagleDrafter.share`).
     """
     batch = PaddedBatch([texts] if isinstance(texts, TargetText) else texts, drafter)

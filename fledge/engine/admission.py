@@ -17,8 +17,8 @@ REFILL_SHARE = 1 / 32
 
 
 class AdmissionPolicy(Protocol):
-    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float) -> bool:
-        """Whether the waiting requests that could be admitted now should wait for more."""
+    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float, are_last: bool = False) -> bool:
+        """Whether the `waiting` requests that could be admitted now should wait for more. `are_last`: no others wait."""
         ...
 
     def admitted(self, left: int, now: float) -> None:
@@ -34,7 +34,7 @@ class ArrivalBatching:
         self.seen = 0  # waiting requests at the last call
         self.last_arrival = self.since = 0.0  # of the newest and of the oldest waiting request
 
-    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float) -> bool:
+    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float, are_last: bool = False) -> bool:
         if not self.seen:
             self.since = now
         arrived, self.seen = waiting - self.seen, waiting
@@ -54,8 +54,8 @@ class ArrivalBatching:
 class OfflineRefill:
     """For a set of prompts: keeps the batch full with few, large prefill passes. Latency does not matter."""
 
-    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float) -> bool:
-        return waiting < int(running * REFILL_SHARE)
+    def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float, are_last: bool = False) -> bool:
+        return not are_last and waiting < int(running * REFILL_SHARE)
 
     def admitted(self, left: int, now: float) -> None:
         """Keeps no record."""

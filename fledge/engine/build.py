@@ -12,11 +12,11 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints import gguf
-from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import open_gguf
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
-from fledge.checkpoints.hf import load_config, load_decoder, load_scheme
+from fledge.checkpoints.hf import kept_bits, load_config, load_decoder, load_scheme
+from fledge.checkpoints.provenance import Provenance
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
@@ -24,7 +24,6 @@ from fledge.engine.admission import AdmissionPolicy
 from fledge.engine.config import EngineConfig, check_head_size
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.executors.device_batch import DEVICE_PAGE_SIZE
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.executors.graphs import without_collection
 from fledge.engine.fit import check_fits
@@ -36,14 +35,14 @@ from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.formats.fp8 import reads_fp8
 from fledge.kernels.linear.packed import pack_linears
-from fledge.kernels.quantization import quantize_linears
+from fledge.kernels.quantization import quantize_linears, quantized_linear
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.moe import stack_experts
 from fledge.speculation.controller import SpeculationController
-from fledge.speculation.depth import DepthPolicy
+from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.methods.base import Drafter
-from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.eagle import EagleSpeculator, lookahead
 from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
@@ -68,24 +67,22 @@ def build_engine(
     """`capture`: None means CUDA graphs on a GPU and eager execution on a CPU. False runs the captured executor's functions
     without graphs, on any device (for tests)."""
     speculation, config = speculation or Speculation(), config or EngineConfig()
-    if config.threads:
+    if config.threads > 0:
         torch.set_num_threads(config.threads)
     is_cpu = resolve_device(config.device).type == "cpu"
     if is_cpu and not isinstance(model, Decoder):
         give_back_code()
     is_eager = is_cpu if capture is None else False
-    if not is_cpu and config.page_size == EngineConfig.page_size:
-        config = replace(config, page_size=DEVICE_PAGE_SIZE)
     if is_cpu and not is_eager:
         config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
-    is_checked = True
+    is_checked, kept = True, None
     if isinstance(model, Decoder):
         name, target, load = "", model.config, partial(_given, model)
         config = config.resolve(target)
     else:
         name, found = model, sources.find(model)
         # Now, while a GGUF file's header is in memory: the shipped drafter is found by the file's norms.
-        speculation = replace(speculation, drafter=speculation.resolve_drafter(model, found))
+        speculation = replace(speculation, drafter=speculation.resolve_drafter(model))
         if found.is_file() and is_eager and keeps_blocks(config):
             if speculation.tree is not None:
                 # A tree sums attention in another order than the text, and 8-bit activations make a rounding visible:
@@ -110,12 +107,13 @@ def build_engine(
                     f"--quantization {config.quantization}: {model} is quantised already ({scheme.description}); leave it out"
                 )
             place = (torch.float32, "cpu") if exact else (config.weight_dtype, config.device)
-            load = partial(load_decoder, folder, *place, keep=kept_formats(config, pack=is_eager))
-            is_checked = scheme is None  # how much of it stays as small as it is shows when it is read
+            keep = kept_formats(config, pack=is_eager)
+            load = partial(load_decoder, folder, *place, keep=keep, place=partial(fit_linear, config, is_eager))
+            kept = kept_bits(folder, target, keep, config.device)
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
     if name and is_checked:
-        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None)
+        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None, kept)
     decoder = load()
     if target.rope.kind == "longrope":
         decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
@@ -125,8 +123,11 @@ def build_engine(
         network.share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
     config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
-    pool = PagePool(-(-config.kv_cache_tokens // config.page_size), config.page_size)
-    drafter = _drafter(speculation, network, coverage, config, pool)
+    depth = DepthPolicy.parse(speculation.depth, on_cpu=is_cpu)
+    # Room for a draft behind the longest text: a cache of one context must serve a request of that length.
+    num_slots = config.kv_cache_tokens + (1 if network is None else lookahead(depth, speculation.tree))
+    pool = PagePool(-(-num_slots // config.page_size), config.page_size)
+    drafter = _drafter(network, depth, speculation.tree, coverage, config, pool)
     if name:
         give_back_heap()
         gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
@@ -170,23 +171,39 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
         quantize_linears(network, config.quantization, config.device)
     if not _is_cpu(config):
         network = network.to(device=config.device, dtype=config.weight_dtype)
-        stack_experts(network)
+        stack_experts(network, config.weight_dtype)
         return network
     if not pack:
         return network.float()
     # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
     embedding = network.embed_tokens
-    if config.dtype == "float16":
-        if isinstance(network, EagleDrafter):
-            pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
-        else:
-            pack_linears(network, 16)
-    elif native.library() is not None:
-        pack_linears(network, 32)
+    if config.dtype == "float16" and isinstance(network, EagleDrafter):
+        pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
+    else:
+        _pack(network, config)
     network = network.float()
     if config.dtype == "float16" and isinstance(embedding, torch.nn.Embedding):
         embedding.weight = torch.nn.Parameter(embedding.weight.half(), requires_grad=False)
     return network
+
+
+def fit_linear(config: EngineConfig, pack: bool, name: str, linear: torch.nn.Module) -> torch.nn.Module:
+    """What `fit` makes of one of a target's linears."""
+    linear.requires_grad_(False)
+    if config.quantization != "none" and isinstance(linear, torch.nn.Linear):
+        linear = quantized_linear(name, linear, config.quantization, config.device)
+    if not _is_cpu(config) or not pack:
+        return linear
+    holder = torch.nn.ModuleDict({"linear": linear})
+    _pack(holder, config)
+    return holder["linear"]
+
+
+def _pack(module: torch.nn.Module, config: EngineConfig) -> None:
+    if config.dtype == "float16":
+        pack_linears(module, 16)
+    elif native.library() is not None:
+        pack_linears(module, 32)
 
 
 def _load_network(
@@ -199,19 +216,24 @@ def _load_network(
             "in another order; leave out --tree"
         )
     found = speculation.resolve_drafter(model)
-    if found == "ngram" and speculation.tree is not None:
-        raise UserError("the n-gram drafter proposes chains only; leave out --tree or name an EAGLE drafter")
+    if speculation.tree is not None and (found is None or found == "ngram"):
+        what = "without a drafter there is no tree to draft" if found is None else "the n-gram drafter proposes chains only"
+        raise UserError(f"{what}; leave out --tree or name an EAGLE drafter")
     if found is None or isinstance(found, str):
         return found, None
     network = found if isinstance(found, EagleDrafter) else load_drafter(found, target, dtype=None)
-    coverage = recorded_coverage(found) if isinstance(found, Path) else None
+    coverage = Provenance.read(found).coverage if isinstance(found, Path) else None
     return fit(network, config, pack=pack), coverage
 
 
 def _drafter(
-    speculation: Speculation, network: EagleDrafter | str | None, coverage: float | None, config: EngineConfig, pool: PagePool
+    network: EagleDrafter | str | None,
+    depth: DepthPolicy,
+    tree: TreeShape | None,
+    coverage: float | None,
+    config: EngineConfig,
+    pool: PagePool,
 ) -> Drafter | None:
-    depth = DepthPolicy.parse(speculation.depth, on_cpu=_is_cpu(config))
     if network is None:
         return None
     if not isinstance(network, EagleDrafter):
@@ -219,7 +241,7 @@ def _drafter(
     shape = network.config
     check_head_size(config.kv_cache_dtype, shape.head_dim)
     cache = paged_kv(config, pool, shape.num_layers, shape.num_kv_heads, shape.head_dim)
-    return EagleSpeculator(network, cache, depth, speculation.tree, coverage)
+    return EagleSpeculator(network, cache, depth, tree, coverage)
 
 
 def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float16", "bfloat16")
 CPU_CACHE_DTYPES = ("float32", "float16", "q8_0")
+# Tokens of a KV page. On a GPU a block of the attention kernel's keys lies in one page.
+CPU_PAGE_SIZE, DEVICE_PAGE_SIZE = 16, 128
+# Sizes and their flags, for errors.
+SIZES = {
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "kv_cache_tokens": "--kv-cache-tokens",
+    "page_size": "--block-size",
+    "threads": "--threads",
+}
 QUANTIZATIONS = ("none", "fp8", "int8", "int4", "gguf")
 
 
@@ -48,11 +59,16 @@ class EngineConfig:
     kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
     kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU the activations' type alone
     gpu_memory_utilization: float = 0.0  # share of the GPU's memory for all of the engine; 0: what is free, less some
-    page_size: int = 16
+    page_size: int = 0  # tokens of a KV page; 0: 16 on CPU, 128 on GPU
     prefix_caching: bool = True  # texts that begin alike share pages
     deterministic: bool = False  # refuses draft trees, and takes exact references where there is no C compiler
     threads: int = 0  # CPU threads; 0: torch's choice
     reserved_bytes: int = 0  # of a GPU's memory, that the KV cache must leave to others
+
+    def _check_sizes(self) -> None:
+        for name, flag in SIZES.items():
+            if (value := getattr(self, name)) < 0:
+                raise UserError(f"{flag} must be positive, or 0 for the default, not {value}")
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         from fledge.devices import resolve_device
@@ -60,6 +76,7 @@ class EngineConfig:
         from fledge.kernels.formats.fp8 import reads_fp8
         from fledge.kernels.linear.packed import packing_supported
 
+        self._check_sizes()
         device = resolve_device(self.device)
         kind = device.type
         if self.dtype not in ("auto", *DTYPES):
@@ -97,6 +114,7 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
             # A chunk of a prompt holds up all streams: on two cores 512 tokens of a 0.5B target took 0.36 s.
             max_batched_tokens=self.max_batched_tokens or (256 if kind == "cpu" else 8192),
+            page_size=self.page_size or (CPU_PAGE_SIZE if kind == "cpu" else DEVICE_PAGE_SIZE),
         )
 
     def _cache_dtype(self, device: str, dtype: str, head_dim: int) -> str:

@@ -8,6 +8,7 @@ outputs = executor.collect()     eager: of this step; captured: of the steps bef
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from fledge.speculation.controller import SpeculationController
 from fledge.speculation.methods.base import Drafter
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer, bad_word_token_ids
+
+log = logging.getLogger("fledge.engine")
 
 
 class EngineHook(Protocol):
@@ -138,7 +141,9 @@ class Engine:
         return request
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with bad words as tokens; refuses what this executor cannot serve."""
+        """The parameters with bad words as tokens; refuses what this engine cannot serve."""
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids")
         if params.bad_words and not params.bad_word_ids:
             if self.tokenizer is None:
                 raise RequestError("bad_words needs a tokenizer; give bad_word_ids")
@@ -194,6 +199,7 @@ class Engine:
                     raise output.failure
                 delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
             except Exception as failure:  # its logits processor, its decoder or its stop strings
+                log.warning("request %s ended with an error: %.300r", request.id, failure)
                 request.fail(failure)
                 deltas.append(Delta(request, [], [], "", True, []))
                 continue

@@ -46,10 +46,10 @@ class MemoryPlan:
         parts = [f"weights {readable(self.weights)}"]
         if self.drafter_weights:
             parts.append(f"drafter {readable(self.drafter_weights)}")
-        parts.append(f"cache {readable(self.cache)} ({self.cache_tokens:,} tokens of {per_token:,} bytes)")
+        parts.append(f"KV cache up to {readable(self.cache)} ({self.cache_tokens:,} tokens of {per_token:,} bytes)")
         if self.tables + self.rows:
             parts.append(f"tables and rows {readable(self.tables + self.rows)}")
-        return f"memory: {' + '.join(parts)} = {readable(self.total)}"
+        return f"memory: {' + '.join(parts)} = at most {readable(self.total)}"
 
 
 def memory_plan(engine: Engine) -> MemoryPlan:

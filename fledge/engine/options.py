@@ -32,15 +32,16 @@ class Speculation:
         """Always to the depth that was asked for, to measure what it is worth."""
         return replace(self, adaptive=False, drift_guard=False)
 
-    def resolve_drafter(self, model: str, path: Path | None = None) -> str | Path | EagleDrafter | None:
-        """The drafter's folder or network, `ngram`, or None for plain decoding. `path`: where the model's files are."""
+    def resolve_drafter(self, model: str) -> str | Path | EagleDrafter | None:
+        """The drafter's folder or network, `ngram`, or None for plain decoding."""
         name = self.drafter
         if name is None or name == "none":
             return None
         if name == "auto":
-            if (shipped := default_drafter(model, path)) is None:
+            if (shipped := default_drafter(model)) is None:
                 return "ngram"
-            log.info("drafter %s: ships with Fledge for this model, %s", shipped.name, trained_on(shipped))
+            text = "drafter %s: ships with Fledge for this model or one that it was fine-tuned from; %s"
+            log.info(text, shipped.name, trained_on(shipped))
             return shipped
         if name == "ngram" or not isinstance(name, str):
             return name

@@ -30,7 +30,7 @@ class Delta(NamedTuple):
     request: Request
     tokens: list[int]
     drafted: list[bool]  # per token: it came from the drafter
-    text: str
+    text: str  # that may be shown now; what may turn out to be the start of a stop string comes with a later step
     finished: bool
     spans: list[tuple[str, bool]]  # `text` in parts, with whether the drafter proposed them
     passes: list[VerifiedPass] = []  # noqa: RUF012 - the target passes the tokens came from; never changed in place
@@ -68,6 +68,8 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.stop_matcher = StopMatcher(tuple(self.params.stop)) if self.params.stop else None
+        self._unsent: list[tuple[str, bool]] = []  # spans at the text's end that no delta has shown
+        self._num_sent = 0  # characters that deltas have shown
 
     @cached_property
     def seed(self) -> int:
@@ -101,14 +103,13 @@ class Request:
         if self.decoder is None:
             taken = self._take(tokens, max_len)
             return Delta(self, tokens[:taken], drafted[:taken], "", self.finished, [], passes or [])
-        before = len(self.text)
-        taken, spans = 0, []
+        taken = 0
         for token, from_draft in zip(tokens, drafted, strict=True):
             self.tokens.append(token)
             taken += 1
             ends = self._ends(token, self.num_answer)
             part = self._decode(token, ends)
-            spans.append((part, from_draft))
+            self._unsent.append((part, from_draft))
             if ends:
                 self.finish("stop", None if token in self.eos_token_ids else token)
             elif (found := self._stop_string(part)) is not None:
@@ -117,8 +118,9 @@ class Request:
                 self.finish("length")
             if self.finished:
                 break
-        spans = _clip(spans, before, self)
-        return Delta(self, tokens[:taken], drafted[:taken], self.text[before:], self.finished, spans, passes or [])
+        spans = self._ready_spans()
+        text = "".join(part for part, _ in spans)
+        return Delta(self, tokens[:taken], drafted[:taken], text, self.finished, spans, passes or [])
 
     def _take(self, tokens: list[int], max_len: int) -> int:
         """Takes all at once where no text is needed; returns how many were taken."""
@@ -164,24 +166,26 @@ class Request:
         return piece
 
     def _stop_string(self, piece: str) -> str | None:
-        """The stop string that `piece` completes, cut off the text unless it was asked for."""
+        """The stop string that `piece` completes, cut off the text unless it was asked for; none counts before `min_tokens`."""
         found = self.stop_matcher.push(piece) if self.stop_matcher is not None else None
-        if found is None:
+        if found is None or self.num_answer <= self.params.min_tokens:
             return None
         self.text = self.text[: found.end if self.params.include_stop_str_in_output else found.end - len(found.stop)]
         return found.stop
 
-    def held_back(self) -> int:
-        """Characters at the text's end that may turn out to be the start of a stop string: not to be streamed yet."""
-        return 0 if self.finished or self.stop_matcher is None else self.stop_matcher.num_held
-
-
-def _clip(spans: list[tuple[str, bool]], before: int, request: Request) -> list[tuple[str, bool]]:
-    """Spans of the text that stayed, after a stop string was cut off."""
-    left, kept = len(request.text) - before, []
-    for piece, drafted in spans:
-        kept.append((piece[: max(left, 0)], drafted))
-        left -= len(piece)
-    if left > 0 and kept:  # flushed at the end
-        kept[-1] = (kept[-1][0] + request.text[len(request.text) - left :], kept[-1][1])
-    return [(piece, drafted) for piece, drafted in kept if piece]
+    def _ready_spans(self) -> list[tuple[str, bool]]:
+        """Spans that may be shown now: not what a stop string cut off, nor what may turn out to be the start of one."""
+        num_held = 0 if self.finished or self.stop_matcher is None else self.stop_matcher.num_held
+        left = len(self.text) - self._num_sent  # characters that stay in the text
+        if (flushed := left - sum(len(part) for part, _ in self._unsent)) > 0:  # at the end, of no token of its own
+            self._unsent.append((self.text[-flushed:], self._unsent[-1][1] if self._unsent else False))
+        ready, spans, held = left - num_held, [], []
+        for part, drafted in self._unsent:
+            part, left = part[:left], max(left - len(part), 0)
+            now, later = part[: max(ready, 0)], part[max(ready, 0) :]
+            ready -= len(now)
+            spans += [(now, drafted)] if now else []
+            held += [(later, drafted)] if later else []
+        self._unsent = held
+        self._num_sent += sum(len(part) for part, _ in spans)
+        return spans

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from fledge.kernels.bits import has_bit
 from fledge.kernels.sample import PartialArgmax, pick, picked
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    by_device,
+    constant,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    wait_for_inputs,
+)
 
 DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
+_DRAFTED = constant(DRAFTED)
 
 
 class RowState(NamedTuple):
@@ -39,17 +49,10 @@ class Accepted(NamedTuple):
     counts_B: Tensor  # int32: tokens emitted; 0 where the row is empty or has ended
 
 
-def accept(
-    state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
-) -> Accepted:
-    """`rows_B`: the rows concerned; None: the first ones."""
-    run = accept_triton if use_triton(state.token) else accept_reference
-    return run(state, choice, drafts_RD, num_new, vocab_size, rows_B)
-
-
 def accept_reference(
     state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
+    """`rows_B`: the rows concerned; None: the first ones."""
     chosen_BT = picked(choice, vocab_size).view(-1, num_new)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
     going, answered, limit = state.active[rows] != 0, state.answered[rows], state.limit[rows]
@@ -108,6 +111,9 @@ def accept_triton(
         **overlap(tokens),
     )
     return Accepted(tokens, starts, counts)
+
+
+accept = by_device(accept_triton, accept_reference)
 
 
 @jit
@@ -171,7 +177,7 @@ def _accept(
     emitted = at < count
     ended = tl.max((emitted & ends).to(tl.int32), axis=0) > 0
     final = tl.sum(tl.where(at == count - 1, chosen, 0), axis=0).to(tl.int64)
-    reported = chosen + tl.where(emitted & drafted, 1073741824, 0)
+    reported = chosen + tl.where(emitted & drafted, _DRAFTED, 0)
     tl.store(report_ptr + row * REPORT + 1 + at, reported, mask=at < NEW)
     tl.store(tokens_ptr + index * NEW + at, chosen.to(tl.int64), mask=at < NEW)
     if TEXT:

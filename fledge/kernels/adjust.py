@@ -14,12 +14,12 @@ from torch import Tensor
 from fledge.kernels.accept import RowState
 from fledge.kernels.adjustments import BAD_WORDS, BIAS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, PENALTIES, Adjustments
 from fledge.kernels.bits import unpack_bits
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
 BLOCK = 2048
 
 
-def adjust(
+def adjust_reference(
     logits_NV: Tensor,
     state: RowState,
     adjustments: Adjustments,
@@ -31,18 +31,6 @@ def adjust(
 
     Where bans and grammar leave nothing, the stop tokens are allowed: the answer ends.
     """
-    run = adjust_triton if use_triton(logits_NV) else adjust_reference
-    return run(logits_NV, state, adjustments, drafts_RD, num_new, rows_B)
-
-
-def adjust_reference(
-    logits_NV: Tensor,
-    state: RowState,
-    adjustments: Adjustments,
-    drafts_RD: Tensor,
-    num_new: int,
-    rows_B: Tensor | None = None,
-) -> Tensor:
     a, vocab_size = adjustments, logits_NV.shape[1]
     x = logits_NV.float().clone().view(-1, num_new, vocab_size)
     rows = torch.arange(len(x), device=x.device) if rows_B is None else rows_B
@@ -125,10 +113,13 @@ def adjust_triton(
         enable_fp_fusion=False,  # a fused multiply-add rounds once where the reference rounds twice
         **shared,
     )
-    _end_where_nothing_is_left[(num_rows,)](
+    _allow_stop_tokens_if_all_banned[(num_rows,)](
         out, largest, rows, state.stop_bits, BLOCK=BLOCK, BLOCKS=blocks, PADDED=next_power_of_2(blocks), num_warps=4, **shared
     )
     return out
+
+
+adjust = by_device(adjust_triton, adjust_reference)
 
 
 @jit
@@ -229,7 +220,7 @@ def _adjust(
 
 
 @jit
-def _end_where_nothing_is_left(
+def _allow_stop_tokens_if_all_banned(
     out_ptr,
     largest_ptr,
     rows_ptr,

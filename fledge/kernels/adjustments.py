@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.errors import RequestError
 from fledge.kernels.bits import num_words, pack_bits
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
 MAX_BAD_WORDS = 16  # of several tokens; single tokens are banned by their bias
 MAX_BAD_WORD_TOKENS = 8
@@ -152,13 +152,8 @@ def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     ]
 
 
-def count_tokens(adjustments: Adjustments, tokens_BT: Tensor, counts_B: Tensor, rows_B: Tensor | None = None) -> None:
-    """Adds the first `counts_B` tokens of each row to the counts of its answer. `rows_B` None: the first rows."""
-    run = count_tokens_triton if use_triton(tokens_BT) else count_tokens_reference
-    run(adjustments, tokens_BT, counts_B, rows_B)
-
-
 def count_tokens_reference(adjustments: Adjustments, tokens_BT: Tensor, counts_B: Tensor, rows_B: Tensor | None = None) -> None:
+    """Adds the first `counts_B` tokens of each row to the counts of its answer. `rows_B` None: the first rows."""
     rows = torch.arange(len(tokens_BT), device=tokens_BT.device) if rows_B is None else rows_B
     counts = adjustments.counts_RV
     for t in range(tokens_BT.shape[1]):
@@ -183,6 +178,9 @@ def count_tokens_triton(adjustments: Adjustments, tokens_BT: Tensor, counts_B: T
         num_warps=1,
         **overlap(tokens_BT),
     )
+
+
+count_tokens = by_device(count_tokens_triton, count_tokens_reference)
 
 
 @jit

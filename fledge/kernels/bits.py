@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, overlap, tl, wait_for_inputs
 
 KEEP = -2  # as the first of a row's ids: the row stays as it is
 BLOCK = 1024
@@ -25,12 +25,8 @@ def pack_bits(ids: Iterable[int], words: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def set_bits_(bits_RW: Tensor, rows_B: Tensor, ids_BS: Tensor) -> Tensor:
-    """Makes each of these rows the set of its S ids (-1: none), or leaves it where the first id is KEEP. Capturable."""
-    return (set_bits_triton_ if use_triton(bits_RW) else set_bits_reference_)(bits_RW, rows_B, ids_BS)
-
-
 def set_bits_reference_(bits_RW: Tensor, rows_B: Tensor, ids_BS: Tensor) -> Tensor:
+    """Makes each of these rows the set of its S ids (-1: none), or leaves it where the first id is KEEP. Capturable."""
     new = torch.zeros((len(rows_B), bits_RW.shape[1]), dtype=bits_RW.dtype, device=bits_RW.device)
     for ids in ids_BS.unbind(1):
         word = (ids.clamp(min=0) // 32)[:, None]
@@ -57,6 +53,9 @@ def set_bits_triton_(bits_RW: Tensor, rows_B: Tensor, ids_BS: Tensor) -> Tensor:
             **overlap(bits_RW),
         )
     return bits_RW
+
+
+set_bits_ = by_device(set_bits_triton_, set_bits_reference_)
 
 
 @jit

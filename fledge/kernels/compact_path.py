@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 
-def compact_path(
+def compact_path_reference(
     keys_LKSE: Tensor,
     values_LKSE: Tensor,
     page_table_BP: Tensor,
@@ -26,19 +26,6 @@ def compact_path(
 
     A row whose count is 0 reads and writes nothing: its pages may be another's by now.
     """
-    run = compact_path_triton if use_triton(keys_LKSE) else compact_path_reference
-    run(keys_LKSE, values_LKSE, page_table_BP, page_size, starts_B, path_BT, counts_B)
-
-
-def compact_path_reference(
-    keys_LKSE: Tensor,
-    values_LKSE: Tensor,
-    page_table_BP: Tensor,
-    page_size: int,
-    starts_B: Tensor,
-    path_BT: Tensor,
-    counts_B: Tensor,
-) -> None:
     place_T = torch.arange(path_BT.shape[1], device=path_BT.device)
     moved = (place_T > 0) & (place_T <= counts_B[:, None])
     rows = torch.arange(len(path_BT), device=path_BT.device)[:, None].expand_as(path_BT)[moved]
@@ -81,6 +68,9 @@ def compact_path_triton(
         PAGE=page_size,
         num_warps=2,
     )
+
+
+compact_path = by_device(compact_path_triton, compact_path_reference)
 
 
 @jit

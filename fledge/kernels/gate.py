@@ -5,28 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
 
-def swiglu(gate_up_N2I: Tensor) -> Tensor:
-    return gate_triton(gate_up_N2I, gelu=False) if use_triton(gate_up_N2I) else swiglu_reference(gate_up_N2I)
-
-
-def geglu(gate_up_N2I: Tensor) -> Tensor:
-    return gate_triton(gate_up_N2I, gelu=True) if use_triton(gate_up_N2I) else geglu_reference(gate_up_N2I)
-
-
-def swiglu_reference(gate_up_N2I: Tensor) -> Tensor:
+def apply_gate_reference(gate_up_N2I: Tensor, *, gelu: bool = False) -> Tensor:
+    """silu(gate) * up, or gelu(gate) * up."""
     gate, up = gate_up_N2I.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
-def geglu_reference(gate_up_N2I: Tensor) -> Tensor:
-    gate, up = gate_up_N2I.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def gate_triton(gate_up_N2I: Tensor, *, gelu: bool) -> Tensor:
+def apply_gate_triton(gate_up_N2I: Tensor, *, gelu: bool = False) -> Tensor:
     assert gate_up_N2I.is_contiguous()
     num_rows, size = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out = gate_up_N2I.new_empty(num_rows, size)
@@ -35,6 +23,9 @@ def gate_triton(gate_up_N2I: Tensor, *, gelu: bool) -> Tensor:
         grid, warps = (num_rows, -(-size // block)), max(block // 256, 1)
         _gate[grid](gate_up_N2I, out, SIZE=size, BLOCK=block, GELU=gelu, num_warps=warps, **overlap(out))
     return out
+
+
+apply_gate = by_device(apply_gate_triton, apply_gate_reference)
 
 
 @jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fledge.kernels.triton_support import counts_of, kernel_names
+from fledge.kernels.triton_support import counts_of
 
 try:
     from triton.experimental import gluon
@@ -15,5 +15,4 @@ except ImportError:
 
 
 def jit(function):
-    kernel_names.add(function.__name__)
     return function if gluon is None else gluon.jit(function, do_not_specialize=counts_of(function))

@@ -11,7 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    INT_MAX,
+    by_device,
+    constant,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    wait_for_inputs,
+)
 
 MAX_LOGPROBS = 20
 BLOCK = 2048
@@ -34,12 +44,8 @@ def unpack_logprobs(packed: Tensor) -> TokenLogprobs:
     return TokenLogprobs(chosen[:, 0], values, ids.contiguous().view(torch.int32))
 
 
-def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
-    """`count`: how many of the likeliest; at most the vocabulary."""
-    return (token_logprobs_triton if use_triton(logits_NV) else token_logprobs_reference)(logits_NV, tokens_N, count)
-
-
 def token_logprobs_reference(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
+    """`count`: how many of the likeliest; at most the vocabulary."""
     logits = logits_NV.float()
     count = min(count, logits.shape[1])
     sums = logits.logsumexp(-1, keepdim=True)
@@ -98,18 +104,24 @@ def token_logprobs_triton(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_
     return TokenLogprobs(chosen, values, ids)
 
 
+token_logprobs = by_device(token_logprobs_triton, token_logprobs_reference)
+
+
+_SMALLEST = constant(-(2**63))  # a key below all others
+
+
 @jit
 def _key(x, ids):
     """Orders by x, then by the lower id. An IEEE number's bits order like an integer once a negative one's are flipped."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    ordered = bits ^ ((bits >> 31) & INT_MAX)
+    return (ordered.to(tl.int64) << 32) | (INT_MAX - ids).to(tl.int64)
 
 
 @jit
 def _value(key):
     ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (ordered ^ ((ordered >> 31) & INT_MAX)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -131,8 +143,7 @@ def _largest_of_block(
     inside = ids < VOCAB
     wait_for_inputs(PDL)
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    smallest: tl.constexpr = -0x8000000000000000
-    keys = tl.where(inside, _key(x, ids), smallest)
+    keys = tl.where(inside, _key(x, ids), _SMALLEST)
     # A block's sum is relative to its largest logit, which the first key holds.
     largest = tl.max(x, axis=0)
     exponentials = tl.where(x > float("-inf"), tl.exp(x - largest), 0.0)
@@ -141,7 +152,7 @@ def _largest_of_block(
     for place in range(COUNT):
         top = tl.max(keys, axis=0)
         tl.store(first + place, top)
-        keys = tl.where(keys == top, smallest, keys)
+        keys = tl.where(keys == top, _SMALLEST, keys)
 
 
 @jit
@@ -164,11 +175,10 @@ def _merge_blocks(
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     place = tl.arange(0, KEYS_PADDED)
-    smallest: tl.constexpr = -0x8000000000000000
     wait_for_inputs(PDL)
     sums = tl.load(sums_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
-    firsts = tl.load(keys_ptr + (row * BLOCKS + block) * COUNT, mask=block < BLOCKS, other=smallest)
-    keys = tl.load(keys_ptr + row * BLOCKS * COUNT + place, mask=place < BLOCKS * COUNT, other=smallest)
+    firsts = tl.load(keys_ptr + (row * BLOCKS + block) * COUNT, mask=block < BLOCKS, other=_SMALLEST)
+    keys = tl.load(keys_ptr + row * BLOCKS * COUNT + place, mask=place < BLOCKS * COUNT, other=_SMALLEST)
     token = tl.load(tokens_ptr + row)
     logit = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
     largest = _value(tl.max(firsts, axis=0))
@@ -178,5 +188,5 @@ def _merge_blocks(
     for index in range(COUNT):
         top = tl.max(keys, axis=0)
         tl.store(values_ptr + row * COUNT + index, _value(top) - total)
-        tl.store(ids_ptr + row * COUNT + index, 0x7FFFFFFF - (top & 0x7FFFFFFF).to(tl.int32))
-        keys = tl.where(keys == top, smallest, keys)
+        tl.store(ids_ptr + row * COUNT + index, INT_MAX - (top & INT_MAX).to(tl.int32))
+        keys = tl.where(keys == top, _SMALLEST, keys)

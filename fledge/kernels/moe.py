@@ -9,6 +9,9 @@
 A row's result does not depend on where its neighbours go: weights are the dot's first operand and rows the second, so other
 rows change other columns alone. Inputs are summed in one order; a row's pairs are added in the row's own order.
 
+Quantised experts are a `QuantizedWeight` with one dimension more, [E, O, …]; they become what `dequantize` gives in the
+activations' type, tile by tile (`linear.tile_codes`).
+
 Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts a row, P = N K pairs.
 """
 
@@ -20,20 +23,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
+from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
 MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
-
-
-def route(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] in fp32 and number [N, K] of the experts of each row."""
-    run = route_triton if use_triton(scores_NE) else route_reference
-    return run(scores_NE, num_chosen, normalise=normalise)
+GROUP_INPUTS = 32  # quantised groups are multiples of it
 
 
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Weight [N, K] in fp32 and number [N, K] of the experts of each row."""
     chosen = scores_NE.float().softmax(-1).topk(num_chosen, -1)
     weights = chosen.values / chosen.values.sum(-1, keepdim=True) if normalise else chosen.values
     # As transformers rounds them.
@@ -72,35 +73,46 @@ def route_triton(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tupl
     return weights, experts
 
 
+route = by_device(route_triton, route_reference)
+
+
 def experts_triton(
-    gate_up_EOD: Tensor, down_EDI: Tensor, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
+    gate_up_EOD: Tensor | QuantizedWeight,
+    down_EDI: Tensor | QuantizedWeight,
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    experts_NK: Tensor,
+    residual_ND: Tensor,
 ) -> Tensor:
     """`gate_up`: [E, 2I, D]."""
-    (num_rows, size), num_experts, inner = x_ND.shape, len(down_EDI), down_EDI.shape[2]
+    gate_up_codes = gate_up_EOD.codes if isinstance(gate_up_EOD, QuantizedWeight) else gate_up_EOD
+    (num_rows, size), num_experts, inner = x_ND.shape, len(gate_up_codes), gate_up_codes.shape[1] // 2
     per_row = experts_NK.shape[1]
     pairs = num_rows * per_row
     out = torch.empty_like(residual_ND)
     if not pairs:
         return out
-    assert all(x.is_contiguous() for x in (gate_up_EOD, down_EDI, x_ND, weights_NK, experts_NK, residual_ND))
+    assert all(x.is_contiguous() for x in (x_ND, weights_NK, experts_NK, residual_ND))
     groups = group_pairs(experts_NK.flatten(), num_experts)
     gated = x_ND.new_empty(pairs, inner)
     added = torch.empty(pairs, size, dtype=torch.float32, device=x_ND.device)
     block_rows = FEW_ROWS if pairs <= 8 * num_experts else MANY_ROWS
     slots = min(pairs, num_experts)
     for weight, x, y, is_gated in ((gate_up_EOD, x_ND, gated, True), (down_EDI, gated, added, False)):
-        outputs, inputs = y.shape[1], x.shape[1]
+        outputs = y.shape[1]
+        codes, scales, offsets, shape = _operands(weight, x.shape[1])
         _expert_linear[(-(-outputs // TILE_OUTPUTS), slots)](
             x,
-            weight,
+            codes,
+            scales,
+            offsets,
             y,
             *groups,
-            INPUTS=inputs,
+            CODES=shape,
             OUTPUTS=outputs,
             PER_ROW=per_row if is_gated else 1,
             GATED=is_gated,
             BLOCK_O=TILE_OUTPUTS,
-            BLOCK_I=TILE_INPUTS,
             BLOCK_R=block_rows,
             num_warps=4,
             num_stages=4,
@@ -110,6 +122,18 @@ def experts_triton(
         added, weights_NK, residual_ND, out, SIZE=size, PER_ROW=per_row, BLOCK=block, num_warps=max(block // 256, 1)
     )
     return out
+
+
+def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, CodesShape]:
+    """Codes, scales and offsets (any tensor where there are none), and the constant that says how to read them."""
+    if isinstance(weight, Tensor):
+        assert weight.is_contiguous()
+        return weight, weight, weight, CodesShape(inputs, 16, 1, 1, 0, TILE_INPUTS)
+    parts = (weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets)
+    assert all(part.is_contiguous() for part in parts)
+    assert weight.group_size % GROUP_INPUTS == 0
+    part = TILE_INPUTS if weight.group_size % TILE_INPUTS == 0 else GROUP_INPUTS
+    return *parts, CodesShape(inputs, weight.bits, weight.group_size, part, kind_of_offsets(weight), TILE_INPUTS)
 
 
 class Groups(NamedTuple):
@@ -218,20 +242,23 @@ def _group(
 def _expert_linear(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    offsets_ptr,
     out_ptr,
     order_ptr,
     slot_experts_ptr,
     starts_ptr,
     counts_ptr,
     num_slots_ptr,
-    INPUTS: tl.constexpr,
+    CODES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
+    INPUTS: tl.constexpr = CODES.size
+    BLOCK_I: tl.constexpr = CODES.step
     slot = tl.program_id(1)
     if slot >= tl.load(num_slots_ptr):
         return
@@ -241,9 +268,10 @@ def _expert_linear(
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     is_output = output < OUTPUTS
     step = tl.arange(0, BLOCK_I)
-    rows_of_weight = OUTPUTS * 2 if GATED else OUTPUTS
-    weight_ptr += expert * rows_of_weight * INPUTS
-    weights_ptr = weight_ptr + output.to(tl.int64)[:, None] * INPUTS + step[None, :]
+    # All experts' outputs lie below each other.
+    line = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + output
+    weights_ptr = weight_ptr + line[:, None] * INPUTS + step[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     for first in range(0, count, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)
         is_row = place < count
@@ -255,19 +283,42 @@ def _expert_linear(
             is_input = k + step < INPUTS
             x = tl.load(rows_ptr + k, mask=is_input[:, None] & is_row[None, :], other=0.0)
             mask = is_output[:, None] & is_input[None, :]
-            weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
-            sums = tl.dot(weight, x, sums, input_precision="ieee")
-            if GATED:
-                up = tl.load(weights_ptr + OUTPUTS * INPUTS + k, mask=mask, other=0.0)
-                ups = tl.dot(up, x, ups, input_precision="ieee")
+            if CODES.bits < 16:
+                weight = _quantised(weight_ptr, scales_ptr, offsets_ptr, line, is_output, k, BLOCK_O, CODES, dtype)
+                sums = finished_step(tl.dot(weight, x, sums, input_precision="ieee"))
+                if GATED:
+                    up = _quantised(weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k, BLOCK_O, CODES, dtype)
+                    ups = finished_step(tl.dot(up, x, ups, input_precision="ieee"))
+            else:
+                weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
+                if GATED:
+                    up = tl.load(weights_ptr + OUTPUTS * INPUTS + k, mask=mask, other=0.0)
+                    ups = tl.dot(up, x, ups, input_precision="ieee")
         to = out_ptr + pair[None, :] * OUTPUTS + output[:, None]
         if GATED:
             # Rounded where the unfused network rounds.
-            dtype = out_ptr.dtype.element_ty
             gate = sums.to(dtype).to(tl.float32)
             silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
             sums = silu * ups.to(dtype).to(tl.float32)
         tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@jit
+def _quantised(
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    line,
+    inside,
+    start,
+    LINES: tl.constexpr,
+    CODES: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[lines, step] of the weight, from input `start` on."""
+    scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, CODES)
+    return read_weights(codes_ptr, scale, offset, line, inside, start, LINES, CODES, dtype)
 
 
 @jit

@@ -83,8 +83,14 @@ class Library:
 @cache
 def library() -> Library | None:
     """None where there is no compiler, or FLEDGE_NATIVE=0."""
+    if os.environ.get("FLEDGE_NATIVE") == "0":
+        return None
     command = compiler()
-    if command is None or os.environ.get("FLEDGE_NATIVE") == "0":
+    if command is None:
+        log.warning(
+            "no C compiler was found, so torch serves, several times slower than the CPU kernels; install gcc or clang, or "
+            "`pip install ziglang`"
+        )
         return None
     try:
         return Library(str(built(command)))

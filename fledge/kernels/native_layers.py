@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fledge.kernels.attention.paged import HostLayouts
 from fledge.kernels.formats.gguf_blocks import FORMATS
 from fledge.kernels.linear.packed import GgufEmbedding
-from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.linear.reference import NormModule
 from fledge.kernels.native import PANEL, TENSOR_FORMATS, LinearArguments, address, library
 
 MAX_ROPES = 2  # rotary embeddings of a network; cpu/layer.h
@@ -85,25 +85,25 @@ class DrafterArguments(Structure):
 
 
 class LayerLike(Protocol):
-    """`models.layers.Layer`."""
+    """The parts of `models.layers.Layer`."""
 
     @property
-    def input_layernorm(self) -> NormLike: ...
+    def input_layernorm(self) -> NormModule: ...
 
     @property
     def self_attn(self) -> nn.Module: ...
 
     @property
-    def attention_output_norm(self) -> NormLike | None: ...
+    def attention_output_norm(self) -> NormModule | None: ...
 
     @property
-    def post_attention_layernorm(self) -> NormLike: ...
+    def post_attention_layernorm(self) -> NormModule: ...
 
     @property
     def mlp(self) -> nn.Module: ...
 
     @property
-    def mlp_output_norm(self) -> NormLike | None: ...
+    def mlp_output_norm(self) -> NormModule | None: ...
 
 
 class NativeBatch:

@@ -73,20 +73,6 @@ def ngram_drafts_triton(
     return drafts
 
 
-def append_tokens(tokens_RL: Tensor, new_tokens_BT: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
-    """Writes what an accepted step said behind the texts of the first rows; see `kernels.accept.Accepted`.
-
-    A row whose count is 0 stays as it is. `tokens_RL` is T wider than the longest text.
-    """
-    batch, num_new = new_tokens_BT.shape
-    rows_BL = tokens_RL[:batch]
-    offset_T = torch.arange(num_new, device=tokens_RL.device)
-    first_B = torch.where(counts_B > 0, starts_B + 1, 0).long()
-    places_BT = first_B[:, None] + offset_T
-    said = offset_T < counts_B[:, None]
-    rows_BL.scatter_(1, places_BT, torch.where(said, new_tokens_BT.to(rows_BL.dtype), rows_BL.gather(1, places_BT)))
-
-
 @jit
 def _ngram_drafts(
     tokens_ptr,

@@ -18,7 +18,7 @@ Rows may be permuted and concatenated freely, since groups lie within a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,18 +125,18 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
     return values.flatten(1).to(dtype)
 
 
-def held(weight_OI: Tensor) -> QuantizedWeight:
+def smallest_exact_format(weight_OI: Tensor) -> QuantizedWeight:
     """The smallest format that holds the weight as it is (a dequantised Q4_0, Q4_1 or Q8_0 of GGUF); 8 bits where none does."""
-    few = weight_OI[::29]  # tell soon what does not hold
+    few = weight_OI[::29]  # tell soon what is not exact
     for offsets in (False, True):
-        if holds(quantize(few, 4, offsets=offsets), few):
+        if is_exact(quantize(few, 4, offsets=offsets), few):
             weight = quantize(weight_OI, 4, offsets=offsets)
-            if holds(weight, weight_OI):
+            if is_exact(weight, weight_OI):
                 return weight
     return quantize(weight_OI, 8)
 
 
-def holds(weight: QuantizedWeight, original_OI: Tensor) -> bool:
+def is_exact(weight: QuantizedWeight, original_OI: Tensor) -> bool:
     """Exactly, or up to the rounding of fp16, in which large GGUF files are unpacked: far less than half a step of 4 bits."""
     groups = original_OI.detach().float().unflatten(1, (-1, weight.group_size))
     return bool(((dequantize(weight).view_as(groups) - groups).abs() <= groups.abs().amax(-1, keepdim=True) * 2**-9).all())
@@ -180,24 +180,46 @@ class QuantizedLinear(nn.Module):
         return self
 
 
+def stacked_weights(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
+    """Weights of one format and shape as one, with a first dimension more; None where they differ, or inputs are reordered."""
+    parts, first = [linear.quantized for linear in linears], linears[0].quantized
+    kinds = {(part.format, part.group_size, part.codes.shape) for part in parts}
+    if len(kinds) > 1 or first.group_size % GROUP_SIZE or any(linear.order is not None for linear in linears):
+        return None
+    offsets = None
+    if any(part.offsets is not None for part in parts):  # without them a nibble stands for itself less 8: the same in fp32
+        wide = [-8 * part.scales.float() if part.offsets is None else part.offsets.float() for part in parts]
+        offsets = torch.stack(wide)
+    # Not every torch stacks float8.
+    codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
+    scales = torch.stack([part.scales for part in parts])
+    return QuantizedWeight(codes, scales, offsets, first.bits, first.group_size, offsets_fold(scales, offsets))
+
+
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:
     """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
     linears = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linears:
-        if name.endswith(ROUTER):
-            continue
-        if linear.in_features % GROUP_SIZE:
-            raise UserError(
-                f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
-                f"{linear.in_features}; leave it out"
-            )
-        weight = linear.weight.to(device)
-        is_head = name == "lm_head"
-        if quantization == "fp8":
-            quantized = kept_fp8(quantize_fp8(weight))
-            assert quantized is not None
-        else:
-            quantized = held(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
-        bias = None if linear.bias is None else linear.bias.to(device)
         owner, _, attribute = name.rpartition(".")
-        setattr(network.get_submodule(owner), attribute, QuantizedLinear(quantized, bias))
+        setattr(network.get_submodule(owner), attribute, quantized_linear(name, linear, quantization, device))
+
+
+def quantized_linear(
+    name: str, linear: nn.Linear, quantization: str, device: str | torch.device | None = None
+) -> nn.Linear | QuantizedLinear:
+    """What `quantization` makes of one of a target's linears, on `device`; a router stays as it is."""
+    if name.endswith(ROUTER):
+        return linear
+    if linear.in_features % GROUP_SIZE:
+        raise UserError(
+            f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
+            f"{linear.in_features}; leave it out"
+        )
+    weight = linear.weight.to(device)
+    is_head = name == "lm_head"
+    if quantization == "fp8":
+        quantized = kept_fp8(quantize_fp8(weight))
+        assert quantized is not None
+    else:
+        quantized = smallest_exact_format(weight) if quantization == "gguf" else quantize(weight, BITS[quantization][is_head])
+    return QuantizedLinear(quantized, None if linear.bias is None else linear.bias.to(device))

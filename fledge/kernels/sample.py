@@ -22,25 +22,22 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
-
-BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
+from fledge.kernels.triton_support import (
+    INT_MAX,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
+from fledge.kernels.truncation import TruncationParams, floor_reference, floor_triton, keeps_all, scaled_logits
 
 
 class PartialArgmax(NamedTuple):
     best_NC: Tensor  # float32, one per block of the vocabulary
     ids_NC: Tensor  # int32, target ids
-
-
-class TruncationParams(NamedTuple):
-    """What B sequences do not draw. As in `speculation.distribution`: top-p counts what the others have left."""
-
-    top_ps_B: Tensor  # 1: all
-    top_ks_B: Tensor  # 0: all
-    min_ps_B: Tensor  # 0: all
-
-    def repeated(self, times: int) -> TruncationParams:
-        return TruncationParams(*(x.repeat_interleave(times) for x in self))
 
 
 class SamplingState(NamedTuple):
@@ -100,44 +97,21 @@ def picked(choice: PartialArgmax, vocab_size: int) -> Tensor:
     return tokens
 
 
-def sample(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, truncation: TruncationParams | None = None
-) -> Tensor:
-    """Token ids, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off."""
-    if use_triton(logits_BV):
-        floors = None if truncation is None else floor_triton(logits_BV, temperatures_B, truncation)
-        return sample_triton(logits_BV, temperatures_B, seeds_B, counters_B, floors)
-    run = sample_cpu if logits_BV.is_cpu else sample_reference
-    return run(logits_BV, temperatures_B, seeds_B, counters_B, truncation=truncation)
-
-
-def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
-    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
-    ordered = _scaled(logits_BV, temperatures_B).sort(-1, descending=True).values
-    place = torch.arange(ordered.shape[-1], device=ordered.device)
-    last_of_k = torch.where(truncation.top_ks_B > 0, truncation.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
-    kept = (ordered >= ordered.gather(-1, last_of_k)) & (ordered - ordered[:, :1] >= truncation.min_ps_B.log()[:, None])
-    probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    num_kept = (kept & (before < truncation.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(_keeps_all(temperatures_B, truncation), -torch.inf)
-
-
 def sample_reference(
     logits_BV: Tensor,
     temperatures_B: Tensor,
     seeds_B: Tensor,
     counters_B: Tensor,
-    floors_B: Tensor | None = None,
     truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Columns. `floors_B`: instead of `truncation`. `ids_V`: the ids that the columns stand for."""
-    scaled = _scaled(logits_BV, temperatures_B)
+    """Columns, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off.
+
+    `ids_V`: the ids that the columns stand for.
+    """
+    scaled = scaled_logits(logits_BV, temperatures_B)
     if truncation is not None:
-        floors_B = floor_reference(logits_BV, temperatures_B, truncation)
-    if floors_B is not None:
-        scaled = scaled.masked_fill(scaled < floors_B[:, None], -torch.inf)
+        scaled = scaled.masked_fill(scaled < floor_reference(logits_BV, temperatures_B, truncation)[:, None], -torch.inf)
     if bool((temperatures_B > 0).any()):
         noise = gumbel_noise(seeds_B, counters_B, logits_BV.shape[1] if ids_V is None else int(ids_V[-1]) + 1)
         noise = noise if ids_V is None else noise[:, ids_V]
@@ -154,10 +128,10 @@ def sample_cpu(
     ids_V: Tensor | None = None,
 ) -> Tensor:
     """`sample_reference`, fast."""
-    scaled, floors = _scaled(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
+    scaled, floors = scaled_logits(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
     if truncation is not None:
         settings = zip(
-            _keeps_all(temperatures_B, truncation).tolist(),
+            keeps_all(temperatures_B, truncation).tolist(),
             *(x.tolist() for x in (*truncation[:2], truncation.min_ps_B.log())),
             strict=True,
         )
@@ -166,15 +140,6 @@ def sample_cpu(
         ]
     rows = zip(scaled, seeds_B.tolist(), counters_B.tolist(), floors, (temperatures_B > 0).tolist(), strict=True)
     return torch.tensor([draw_row(*row, ids_V) if sampled else int(row[0].argmax()) for *row, sampled in rows])
-
-
-def _keeps_all(temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
-    cuts_nothing = (truncation.top_ps_B >= 1) & (truncation.top_ks_B <= 0) & (truncation.min_ps_B <= 0)
-    return cuts_nothing | (temperatures_B <= 0)
-
-
-def _scaled(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
-    return logits_BV.float() * torch.where(temperatures_B > 0, 1.0 / temperatures_B, 1.0)[:, None]
 
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
@@ -207,44 +172,16 @@ def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low_product & 0xFFFF)
 
 
-def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: TruncationParams, num_new: int = 1) -> Tensor:
-    """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
-    num_rows, vocab_size = logits_NV.shape
-    floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
-    if num_rows:
-        _floor[(num_rows,)](
-            logits_NV,
-            temperatures_B,
-            *truncation,
-            floors,
-            logits_NV.stride(0),
-            NEW=num_new,
-            VOCAB=vocab_size,
-            LOG_VOCAB=math.log(vocab_size),
-            BLOCK=min(next_power_of_2(vocab_size), 4096),
-            STEPS=BISECTIONS,
-            num_warps=8,
-        )
-    return floors
-
-
-def sample_triton(
-    logits_BV: Tensor, temperatures_B: Tensor, seeds_B: Tensor, counters_B: Tensor, floors_B: Tensor | None = None
-) -> Tensor:
-    draws = SamplingState(temperatures_B, seeds_B, counters_B)
-    return picked(choose_triton(logits_BV, draws, floors_N=floors_B), logits_BV.shape[1])
-
-
 def choose_triton(
     logits_NV: Tensor,
     draws: SamplingState | None = None,
     num_new: int = 1,
     ahead: int = 0,
     ids_V: Tensor | None = None,
-    floors_N: Tensor | None = None,
 ) -> PartialArgmax:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
+    floors_N = None
     if draws is not None and draws.truncation is not None:
         floors_N = floor_triton(logits_NV, draws.temperatures_B, draws.truncation, num_new)
     num_blocks = -(-vocab_size // (4 * QUARTER))
@@ -325,10 +262,10 @@ def _best_of_block(
     x2 = tl.load(logits + id2, mask=id2 < VOCAB, other=float("-inf")).to(tl.float32)
     x3 = tl.load(logits + id3, mask=id3 < VOCAB, other=float("-inf")).to(tl.float32)
     if HAS_IDS:
-        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=2147483647).to(tl.int32)
-        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=2147483647).to(tl.int32)
-        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=2147483647).to(tl.int32)
-        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=2147483647).to(tl.int32)
+        id0 = tl.load(target_ids_ptr + id0, mask=id0 < VOCAB, other=INT_MAX).to(tl.int32)
+        id1 = tl.load(target_ids_ptr + id1, mask=id1 < VOCAB, other=INT_MAX).to(tl.int32)
+        id2 = tl.load(target_ids_ptr + id2, mask=id2 < VOCAB, other=INT_MAX).to(tl.int32)
+        id3 = tl.load(target_ids_ptr + id3, mask=id3 < VOCAB, other=INT_MAX).to(tl.int32)
     if not GREEDY:
         temperature = tl.load(temperatures_ptr + sequence)
         if temperature > 0:
@@ -356,7 +293,7 @@ def _best_of_block(
     best, ids = tl.maximum(best01, best23), tl.where(best23 > best01, ids23, ids01)
     top = tl.max(best, axis=0)
     tl.store(best_ptr + row * BLOCKS + block, top)
-    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, 2147483647), axis=0))
+    tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, INT_MAX), axis=0))
 
 
 @jit
@@ -373,78 +310,3 @@ def pick(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADD
 def _best_of_row(best_ptr, ids_ptr, tokens_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     tl.store(tokens_ptr + row, pick(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED).to(tl.int64))
-
-
-@jit
-def _floor(
-    logits_ptr,
-    temperatures_ptr,
-    top_ps_ptr,
-    top_ks_ptr,
-    min_ps_ptr,
-    floors_ptr,
-    logits_stride,
-    NEW: tl.constexpr,
-    VOCAB: tl.constexpr,
-    LOG_VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row // NEW)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if temperature > 0:
-        scale = 1.0 / temperature
-        lane = tl.arange(0, BLOCK)
-        logits = logits_ptr + row * logits_stride
-        peaks = tl.full([BLOCK], float("-inf"), tl.float32)
-        least = tl.full([BLOCK], float("inf"), tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            peaks = tl.maximum(peaks, x)
-            least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
-        peak = tl.max(peaks, axis=0)
-        # From here on as differences from the largest, over temperature: all are 0 or less.
-        cut = tl.log(tl.load(min_ps_ptr + row // NEW))
-        top_k = tl.load(top_ks_ptr + row // NEW)
-        if top_k > 0:
-            low = (tl.min(least, axis=0) - peak) * scale
-            high = low * 0.0
-            for _ in range(STEPS + STEPS // 2):  # the range is wider than top-p's
-                middle = (low + high) * 0.5
-                counts = tl.zeros([BLOCK], tl.int32)
-                for start in range(0, VOCAB, BLOCK):
-                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-                    counts += ((x - peak) * scale >= middle).to(tl.int32)
-                enough = tl.sum(counts, axis=0) >= top_k
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-            cut = tl.maximum(cut, low)
-        sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            x = (x - peak) * scale
-            sums += tl.where(x >= cut, tl.exp(x), 0.0)
-        top_p = tl.load(top_ps_ptr + row // NEW)
-        wanted = top_p * tl.sum(sums, axis=0)
-        # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
-        low = tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB
-        high = low * 0.0
-        for _ in range(STEPS):
-            middle = (low + high) * 0.5
-            sums = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, VOCAB, BLOCK):
-                x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-                x = (x - peak) * scale
-                sums += tl.where((x >= middle) & (x >= cut), tl.exp(x), 0.0)
-            enough = tl.sum(sums, axis=0) >= wanted
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        low = tl.maximum(low, cut)
-        # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
-        lowest = tl.full([BLOCK], float("inf"), tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            lowest = tl.minimum(lowest, tl.where((x - peak) * scale >= low, x * scale, float("inf")))
-        floor = tl.min(lowest, axis=0)
-    tl.store(floors_ptr + row, floor)

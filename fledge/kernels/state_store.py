@@ -5,23 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 
-def store_states(
+def store_states_reference(
     states_ND: Tensor, buffer_SD: Tensor, slot_R: Tensor, starts_B: Tensor, active_B: Tensor, num_slots: int, limit: int
 ) -> None:
     """N = B rows of T verified tokens, the first at position `starts` of each. Slot s has the places s * limit … of the buffer.
 
     Nothing is stored where a row is not active or has no slot (`slot_R` >= `num_slots`), or from position `limit` on.
     """
-    run = store_states_triton if use_triton(states_ND) else store_states_reference
-    run(states_ND, buffer_SD, slot_R, starts_B, active_B, num_slots, limit)
-
-
-def store_states_reference(
-    states_ND: Tensor, buffer_SD: Tensor, slot_R: Tensor, starts_B: Tensor, active_B: Tensor, num_slots: int, limit: int
-) -> None:
     width = len(states_ND) // len(starts_B)
     positions_BT = starts_B[:, None].long() + torch.arange(width, device=starts_B.device)
     slots_BT = slot_R[: len(starts_B), None].expand(-1, width)
@@ -50,6 +43,9 @@ def store_states_triton(
         LANES=next_power_of_2(size),
         num_warps=4,
     )
+
+
+store_states = by_device(store_states_triton, store_states_reference)
 
 
 @jit

@@ -11,7 +11,7 @@ from fledge.config import DrafterConfig
 from fledge.learning.config import LearnConfig
 from fledge.learning.samples import Sample
 from fledge.training.data.packing import PackedBatch
-from fledge.training.losses import auto_chunk_rows
+from fledge.training.objective import auto_chunk_rows
 from fledge.training.targets.target import TargetStates
 
 # Logits that the loss computes at once on a CPU: 32 positions of a draft vocabulary of 16,384 take 0.09 s on one core.

@@ -18,9 +18,8 @@ from fledge.learning.micro_steps import Kind
 from fledge.learning.samples import Sample
 from fledge.learning.target import ServedTarget, training_dtype
 from fledge.models.drafter import EagleDrafter
-from fledge.training.losses import LossSettings
-from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.optimizers import build_optimizers, clip_gradients
+from fledge.training.arm import build_optimizers, clip_gradients
+from fledge.training.objective import LossSettings, Objective, ObjectiveSettings
 from fledge.training.targets.target import TargetStates
 from fledge.training.ttt import TrainBatch, step_masks
 

@@ -27,7 +27,7 @@ from fledge.learning.samples import Sample, SampleRing
 from fledge.learning.served import ServedDrafter
 from fledge.learning.target import MOST_READ_TOKENS, ServedTarget
 from fledge.learning.weights import are_finite
-from fledge.training.export import served_copy
+from fledge.training.checkpoint import served_copy
 from fledge.training.objective import compiler_error
 
 log = logging.getLogger("fledge.learning")

@@ -13,10 +13,10 @@ import torch
 
 from fledge import sources
 from fledge.checkpoints import gguf
-from fledge.checkpoints.coverage import recorded_coverage
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.hf import load_config
+from fledge.checkpoints.provenance import Provenance
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.devices import resolve_device
 from fledge.engine.build import Speculation, build_engine
@@ -67,9 +67,7 @@ def build_learning_engine(
     target = model.config if isinstance(model, Decoder) else _model_config(model)
     generations = Generations(learn.folder, learn.keep_generations) if learn.folder is not None else None
     number = generations.lock().current if generations is not None else None
-    found = (
-        speculation.resolve_drafter(model, sources.find(model)) if isinstance(model, str) else speculation.resolve_drafter("")
-    )
+    found = speculation.resolve_drafter(model if isinstance(model, str) else "")
     given = None
     if found is not None and not isinstance(found, str):
         given = found if isinstance(found, EagleDrafter) else load_drafter(found, target)
@@ -97,7 +95,7 @@ def build_learning_engine(
     engine = build_engine(model, replace(speculation, drafter=network), config, tokenizer=tokenizer, capture=capture)
     assert isinstance(engine.drafter, EagleSpeculator)
     if isinstance(found, Path):
-        engine.drafter.coverage.start_from(recorded_coverage(found))
+        engine.drafter.coverage.start_from(Provenance.read(found).coverage)
     if is_warm_start and number is None:
         _start(engine, master)
     if has_ngrams and isinstance(engine.executor, EagerExecutor) and engine.drafter.tree is None:

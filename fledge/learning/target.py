@@ -16,8 +16,7 @@ from fledge.drift.texts import TargetText, read_texts
 from fledge.kernels.linear.packed import GgufLinear, PackedLinear
 from fledge.kernels.quantization import QuantizedLinear, dequantize
 from fledge.models.decoder import Decoder
-from fledge.training.losses import Head
-from fledge.training.targets.target import Target, TargetStates
+from fledge.training.targets.target import Head, Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 # Of kept hidden states. bf16 has fp32's range, which massive activations of first tokens need, in half of the bytes.

@@ -20,7 +20,7 @@ from fledge.ops.torch_ops import AttendOps
 
 # The layers that let their attention start only after everything before them (a PDL barrier). One is enough: what attention
 # reads early (the settled keys, where sequences stand) was complete before the first. Benchmarks change it.
-HOLDING_LAYERS = 1
+PDL_BARRIER_LAYERS = 1
 
 
 class DecoderOutput(NamedTuple):
@@ -47,7 +47,7 @@ class DecoderLayer(Layer):
             output_bias=config.output_bias,
             qk_norm_eps=eps if config.qk_norm else None,
             window=window,
-            rope=int(config.local_rope is not None and window is not None),
+            rope=config.rope_of(layer),
             norm=norm,
         )
         self.attention_output_norm = norm(size, eps) if config.sandwich_norms else None
@@ -73,12 +73,10 @@ class Decoder(nn.Module):
         self.set_rotary()
 
     def set_rotary(self, max_positions: int | None = None, device: torch.device | str | None = None) -> None:
-        """Makes the rotary embeddings, for texts up to so many tokens (None: as many as the model knows): one, or a second one
-        for layers with a window."""
+        """Makes the rotary embeddings, for texts up to so many tokens (None: as many as the model knows)."""
         config = self.config
-        ropes = [config.rope, *([] if config.local_rope is None else [config.local_rope])]
         longest = max_positions or config.max_positions
-        made = [Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in ropes]
+        made = [Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in config.ropes]
         self.rotary, self.local_rotary = made[0], made[1] if len(made) > 1 else None
 
     @property
@@ -115,7 +113,7 @@ class Decoder(nn.Module):
         self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The layers, from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
-        return ops.layers(self.layers, x_ND, meta, taps, num_holding=HOLDING_LAYERS)
+        return ops.layers(self.layers, x_ND, meta, taps, num_pdl_barriers=PDL_BARRIER_LAYERS)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.scaled(self.embed_tokens(tokens).to(self.dtype))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fledge.config import DrafterConfig
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend
+from fledge.kernels.draft_inputs import DraftInputs
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.step_inputs import DraftInputs
 from fledge.models.layers import MLP, Attention, Layer, RMSNorm, Rotary, module_list
 from fledge.models.mla import LatentAttention
 from fledge.ops.base import Ops
@@ -141,7 +141,7 @@ class EagleDrafter(nn.Module):
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
         """The layers, to the states before the final norm."""
-        return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_holding=len(self.layers))[0]
+        return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_pdl_barriers=len(self.layers))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary."""

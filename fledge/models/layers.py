@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fledge.config import RopeConfig
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import Attend as Attend
+from fledge.kernels.gate import apply_gate
 from fledge.ops.base import Ops
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class Rotary(nn.Module):
 
 
 def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) -> tuple[Tensor, float]:
+    if rope.kind == "none":  # angles of zero: numbers times one, plus others times zero
+        return torch.zeros(head_dim // 2), 1.0
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inverse = 1.0 / rope.theta**exponents
     original = rope.original_max_positions or max_positions
@@ -201,10 +204,10 @@ class Attention(nn.Module):
         ops: Ops,
         norm: RMSNorm | None = None,
         *,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """[N, H * E]: what `o_proj` reads."""
-        return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, before_attention=before_attention), meta)
+        return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, pdl_barrier=pdl_barrier), meta)
 
 
 class MLP(nn.Module):
@@ -218,13 +221,13 @@ class MLP(nn.Module):
         """The residual stream with the MLP of its norm added."""
         gated = self.gated(x_ND, ops, norm)
         if output_norm is None:
-            return ops.linear(self.down_proj, gated, residual=x_ND, in_place=True)
+            return ops.linear(self.down_proj, gated, residual=x_ND)
         return ops.add_norm(output_norm, ops.linear(self.down_proj, gated), x_ND)
 
     def gated(self, x_ND: Tensor, ops: Ops, norm: RMSNorm | None = None) -> Tensor:
         if self.activation == "silu":
             return ops.linear(self.gate_up_proj, x_ND, norm=norm, gated=True)
-        return ops.geglu(ops.linear(self.gate_up_proj, x_ND, norm=norm))
+        return apply_gate(ops.linear(self.gate_up_proj, x_ND, norm=norm), gelu=True)
 
 
 class Layer(nn.Module):
@@ -252,19 +255,17 @@ class Layer(nn.Module):
         ops: Ops,
         attention_input: Tensor | None = None,
         *,
-        in_place: bool = False,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """Called by `Ops.layer`.
 
         `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
-
-        `in_place`: the residual stream that came in is not read again. `before_attention`: see `Ops.linear`.
+        `pdl_barrier`: see `Ops.linear`.
         """
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)
-        attended = self.self_attn(*inputs, before_attention=before_attention)
+        attended = self.self_attn(*inputs, pdl_barrier=pdl_barrier)
         if self.attention_output_norm is None:
-            x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND, in_place=in_place)
+            x_ND = ops.linear(self.self_attn.o_proj, attended, residual=x_ND)
         else:
             x_ND = ops.add_norm(self.attention_output_norm, ops.linear(self.self_attn.o_proj, attended), x_ND)
         return self.mlp(x_ND, ops, self.post_attention_layernorm, self.mlp_output_norm)

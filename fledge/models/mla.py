@@ -58,11 +58,11 @@ class LatentAttention(nn.Module):
         ops: Ops,
         norm: RMSNorm | None = None,
         *,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """[N, H * V]: what `o_proj` reads."""
         sizes, heads = self.sizes, (self.num_heads, -1)
-        projected = ops.linear(self.qkv_a_proj, x_ND, norm=norm, before_attention=before_attention)
+        projected = ops.linear(self.qkv_a_proj, x_ND, norm=norm, pdl_barrier=pdl_barrier)
         q, latent, k_rope = projected.split((self.query_size, sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
         if self.q_b_proj is not None:
             q = ops.linear(self.q_b_proj, q.contiguous(), norm=self.q_a_layernorm)

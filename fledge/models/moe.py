@@ -8,10 +8,14 @@ Shapes: N tokens, D hidden size, E experts, K experts a token.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from fledge.config import MoEConfig
+from fledge.kernels.moe import route
+from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, dequantize, stacked_weights
 from fledge.models.layers import MLP, RMSNorm, module_list
 from fledge.ops.base import Ops
 
@@ -25,7 +29,7 @@ class SparseMLP(nn.Module):
         self.gate = nn.Linear(hidden_size, config.num_experts + has_shared, bias=False)
         self.experts = module_list(MLP(hidden_size, config.intermediate_size) for _ in range(config.num_experts))
         self.shared_expert = MLP(hidden_size, config.shared_intermediate_size) if has_shared else None
-        self.stacked: tuple[Tensor, Tensor] | None = None
+        self.stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None = None
 
     def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm, output_norm: RMSNorm | None = None) -> Tensor:
         """The residual stream with the experts of its norm added."""
@@ -36,23 +40,43 @@ class SparseMLP(nn.Module):
             shared = ops.linear(self.shared_expert.down_proj, self.shared_expert.gated(normed, ops))
             x_ND = x_ND + torch.sigmoid(logits[:, -1:]) * shared
         scores = logits[:, : len(self.experts)]
-        weights_NK, experts_NK = ops.route(scores, self.experts_per_token, normalise=self.normalise)
+        weights_NK, experts_NK = route(scores, self.experts_per_token, normalise=self.normalise)
         return ops.experts(self, normed, weights_NK, experts_NK, x_ND)
 
-    def stack(self) -> None:
-        """Lays the experts' plain weights side by side, as the GPU's kernels read them; the linears become views."""
-        gate_up, down = (
-            torch.stack([getattr(expert, name).weight.detach() for expert in self.experts])
-            for name in ("gate_up_proj", "down_proj")
-        )
+    def stack(self, dtype: torch.dtype) -> None:
+        """Lays the experts' weights side by side, as the GPU's kernels read them; the linears become views."""
+        self.stacked = self._stacked("gate_up_proj", dtype), self._stacked("down_proj", dtype)
+
+    def _stacked(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        linears: list[nn.Module] = [getattr(expert, name) for expert in self.experts]
+        quantised = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+        if len(quantised) == len(linears) and (whole := stacked_weights(quantised)) is not None:
+            for index in range(len(quantised)):
+                offsets = None if whole.offsets is None else whole.offsets[index]
+                part = replace(whole, codes=whole.codes[index], scales=whole.scales[index], offsets=offsets)
+                setattr(self.experts[index], name, QuantizedLinear(part))
+            return whole
+        # Where formats differ (some experts may have no exact form), or the kernels have none: plain weights.
+        weights = [_plain(linear, dtype) for linear in linears]
+        plain = torch.stack(weights)
         for index, expert in enumerate(self.experts):
-            expert.gate_up_proj.weight = nn.Parameter(gate_up[index], requires_grad=False)
-            expert.down_proj.weight = nn.Parameter(down[index], requires_grad=False)
-        self.stacked = (gate_up, down)
+            view = nn.Linear(1, 1, bias=False)
+            view.out_features, view.in_features = plain.shape[1:]
+            view.weight = nn.Parameter(plain[index], requires_grad=False)
+            setattr(expert, name, view)
+        return plain
 
 
-def stack_experts(network: nn.Module) -> None:
-    """Of all layers of plain weights; quantised experts are read one by one."""
+def _plain(linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    if isinstance(linear, QuantizedLinear):
+        weight = dequantize(linear.quantized, dtype)
+        return weight if linear.order is None else torch.empty_like(weight).index_copy_(1, linear.order, weight)
+    assert isinstance(linear, nn.Linear)
+    return linear.weight.detach()
+
+
+def stack_experts(network: nn.Module, dtype: torch.dtype) -> None:
+    """Of all layers. `dtype`: the activations'."""
     for module in network.modules():
-        if isinstance(module, SparseMLP) and all(isinstance(expert.down_proj, nn.Linear) for expert in module.experts):
-            module.stack()
+        if isinstance(module, SparseMLP):
+            module.stack(dtype)

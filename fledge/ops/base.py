@@ -14,18 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.kernels.attention.metadata import AttentionMetadata
-from fledge.kernels.gate import geglu
-from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.moe import experts_reference, experts_triton, route
+from fledge.kernels.draft_inputs import DraftInputs
+from fledge.kernels.linear.reference import NormModule as NormModule
+from fledge.kernels.moe import experts_reference, experts_triton
+from fledge.kernels.native_layers import LayerLike
+from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax, SamplingState
-from fledge.kernels.step_inputs import DraftInputs
 from fledge.kernels.triton_support import use_triton
-
-
-class NormModule(NormLike, Protocol):
-    """`models.layers.RMSNorm`."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class AttentionModule(Protocol):
@@ -50,31 +45,19 @@ class FusedAttentionModule(AttentionModule, Protocol):
     def k_norm(self) -> NormModule | None: ...
 
 
-class LayerModule(Protocol):
+class LayerModule(LayerLike, Protocol):
     """`models.layers.Layer`."""
 
     index: int
 
-    @property
-    def input_layernorm(self) -> NormModule: ...
-
-    @property
-    def self_attn(self) -> nn.Module: ...
-
-    @property
-    def post_attention_layernorm(self) -> NormModule: ...
-
-    @property
-    def mlp(self) -> nn.Module: ...
-
-    @property
-    def attention_output_norm(self) -> NormModule | None: ...
-
-    @property
-    def mlp_output_norm(self) -> NormModule | None: ...
-
     def __call__(
-        self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, attention_input: Tensor | None = None, **hints: bool
+        self,
+        x_ND: Tensor,
+        meta: AttentionMetadata | None,
+        ops: Ops,
+        attention_input: Tensor | None = None,
+        *,
+        pdl_barrier: bool = False,
     ) -> Tensor: ...
 
 
@@ -119,7 +102,7 @@ class ExpertsModule(Protocol):
     @property
     def experts(self) -> Sequence[ExpertModule]: ...
 
-    stacked: tuple[Tensor, Tensor] | None
+    stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None
 
 
 class NetworkModule(Protocol):
@@ -185,13 +168,9 @@ class Ops(ABC):
         norm: NormModule | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
-        in_place: bool = False,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
-        """[residual +] [swiglu] ( module( [norm] x ) ).
-
-        `in_place`: the residual may be overwritten; what is returned counts. `before_attention`: see `kernels.linear.dispatch`.
-        """
+        """[residual +] [swiglu] ( module( [norm] x ) ). `pdl_barrier`: see `kernels.linear.dispatch`."""
 
     @abstractmethod
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
@@ -216,14 +195,6 @@ class Ops(ABC):
     def add_norm(self, module: NormModule, x_ND: Tensor, residual_ND: Tensor) -> Tensor:
         """residual + norm(x)"""
         return residual_ND + self.norm(module, x_ND)
-
-    def geglu(self, gate_up_N2I: Tensor) -> Tensor:
-        """gelu(gate) * up"""
-        return geglu(gate_up_N2I)
-
-    def route(self, scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """Weights [N, K] in fp32 and numbers [N, K] of the experts that each row goes to."""
-        return route(scores_NE, num_chosen, normalise=normalise)
 
     def experts(
         self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
@@ -263,7 +234,7 @@ class Ops(ABC):
     ) -> DraftInputs:
         """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
 
-        `drafting`: see `kernels.step_inputs.draft_inputs`.
+        `drafting`: see `kernels.draft_inputs.draft_inputs`.
         """
 
     def layer(
@@ -274,11 +245,13 @@ class Ops(ABC):
         attention_input: Tensor | None = None,
         *,
         in_place: bool = False,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
-        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call."""
-        hints = {"in_place": in_place, "before_attention": before_attention}
-        return layer(x_ND, meta, self, attention_input, **hints)
+        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call.
+
+        `in_place`: the residual stream that came in is not read again.
+        """
+        return layer(x_ND, meta, self, attention_input, pdl_barrier=pdl_barrier)
 
     def layers(
         self,
@@ -288,20 +261,20 @@ class Ops(ABC):
         taps: Sequence[int] = (),
         attention_input: Tensor | None = None,
         *,
-        num_holding: int,
+        num_pdl_barriers: int,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """All layers of a network: from embeddings (they may be overwritten) to the states before the final norm, and taps.
 
         Tap i is the residual stream after i layers. `attention_input`: of the first layer.
 
-        `num_holding`: the layers that let their attention start only after everything before them (a PDL barrier).
+        `num_pdl_barriers`: the layers that let their attention start only after everything before them (a PDL barrier).
         """
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(layers):
             if index in taps:
                 captured[index] = x_ND
             read = None if index else attention_input
-            x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, before_attention=index < num_holding)
+            x_ND = self.layer(layer, x_ND, meta, read, in_place=index not in taps, pdl_barrier=index < num_pdl_barriers)
         captured[len(layers)] = x_ND
         return x_ND, [captured[index] for index in taps]
 

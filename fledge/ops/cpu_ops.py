@@ -67,7 +67,7 @@ class CpuOps(TorchOps):
         attention_input: Tensor | None = None,
         *,
         in_place: bool = False,
-        before_attention: bool = False,
+        pdl_barrier: bool = False,
     ) -> Tensor:
         """Of a network with experts."""
         meta = given(meta)

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.kv_store import store_kv
-from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata, Form, given
+from fledge.kernels.attention.launch_config import arrival_counts
+from fledge.kernels.attention.metadata import AttentionForm, AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.prefill_attention import prefill_attention
-from fledge.kernels.attention.rope_attention import Norms, arrival_counts, rope_attention
+from fledge.kernels.attention.rope_attention import Norms, rope_attention
 from fledge.kernels.attention.rope_cache import rope_cache
+from fledge.kernels.draft_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.linear.dispatch import linear
 from fledge.kernels.linear.head import head_choice
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.step_inputs import DraftInputs, draft_inputs, fuse_inputs
 from fledge.kernels.triton_support import use_triton
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops
 
@@ -38,17 +39,15 @@ class CudaOps(Ops):
         # Of this backend alone: another engine's attention may run at the same time, in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
-    def linear(
-        self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, in_place: bool = False, **surroundings: Any
-    ) -> Tensor:
+    def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
         x, surroundings = self._in_order(module, x, surroundings)
         return linear(x, weight_of(module), bias_of(module), residual_MO=residual, **surroundings)
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         assert meta is not None
-        if meta.form is Form.HOST:
+        if meta.form is AttentionForm.HOST:
             meta = meta.as_packed(self.cache.page_size)
-        if meta.form is Form.DECODE:
+        if meta.form is AttentionForm.DECODE:
             return rope_attention(
                 qkv_NX,
                 self.rope_tables[module.rope],
@@ -79,7 +78,7 @@ class CudaOps(Ops):
 
     def norm(self, module: NormModule, x_ND: Tensor) -> Tensor:
         if use_triton(x_ND):
-            return add_rms_norm(x_ND, None, module.weight, module.eps)
+            return rms_norm(x_ND, module.weight, module.eps)
         return F.rms_norm(x_ND, module.weight.shape, module.weight, module.eps)
 
     def head(self, x_ND: Tensor, norm: NormModule, head: nn.Module, *sampling: Any, **options: Any) -> PartialArgmax:
@@ -119,14 +118,16 @@ class CudaOps(Ops):
 
     def _attend_stored(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
         """[N, H, E]; the new keys are in the cache already."""
-        if meta.form is Form.PREFILL:
-            return self._attend_prompts(module, q_NHE, meta)
+        if meta.form is AttentionForm.PREFILL:
+            keys, values = self._cache_of(module)
+            where = (given(meta.page_table_BP), given(meta.offsets_C), given(meta.starts_B), self.cache.page_size)
+            return prefill_attention(q_NHE, keys, values, *where, window=module.window)
         positions, lengths, bits, tail = meta.positions_N, meta.lengths_B, meta.tail_bits_BT, meta.tail
-        if meta.form is Form.DECODE:
+        if meta.form is AttentionForm.DECODE:
             positions, _ = meta.tokens(len(q_NHE), self.cache.page_size)
             lengths, bits, tail = meta.chain_as_tree(len(q_NHE))
         else:
-            assert meta.form is Form.TREE, f"{meta.form} has no kernel here"
+            assert meta.form is AttentionForm.TREE, f"{meta.form} has no kernel here"
         batch = len(given(lengths))
         attended = decode_attention(
             q_NHE.unflatten(0, (batch, -1)),
@@ -140,17 +141,6 @@ class CudaOps(Ops):
             window=module.window,
         )
         return attended.flatten(0, 1)
-
-    def _attend_prompts(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
-        pages, starts, places = given(meta.page_table_BP), given(meta.starts_B), meta.places_N
-        if places is not None:
-            num_places = len(starts) * BLOCK_TOKENS
-            q_NHE = q_NHE.new_zeros(num_places, *q_NHE.shape[1:]).index_copy_(0, places, q_NHE)
-        page_size = 1 if pages.dim() == 1 else self.cache.page_size
-        keys, values = self._cache_of(module)
-        where = (pages, given(meta.offsets_C), starts, page_size)
-        attended = prefill_attention(q_NHE, keys, values, *where, window=module.window)
-        return attended if places is None else attended[places]
 
 
 def weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
@@ -169,8 +159,3 @@ def head_norms(module: FusedAttentionModule) -> Norms | None:
     if module.q_norm is None or module.k_norm is None:
         return None
     return module.q_norm.weight, module.k_norm.weight, module.q_norm.eps
-
-
-def attends_by_device_lengths(q: Tensor) -> bool:
-    """Whether attention over whole prompts reads their lengths from the device; else the host's decide what is launched."""
-    return use_triton(q)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import Attend, PagedKV, paged_attention
 from fledge.kernels.attention.rope_cache import rotate
-from fledge.kernels.gate import swiglu_reference
+from fledge.kernels.draft_inputs import DraftInputs
+from fledge.kernels.gate import apply_gate_reference
 from fledge.kernels.sample import PartialArgmax, choose
-from fledge.kernels.step_inputs import DraftInputs
 from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionModule, NormModule, Ops, RotaryModule
 
 
@@ -35,7 +35,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         out = module(x if norm is None else norm(x))
         if gated:
-            out = swiglu_reference(out)
+            out = apply_gate_reference(out)
         return out if residual is None else residual + out
 
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:

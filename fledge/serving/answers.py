@@ -65,16 +65,28 @@ def spans(progress: Progress) -> dict[str, Any]:
 
 
 def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
-    """Without the end token, which has no text."""
+    """Without the token that ended the answer, unless its text is part of it."""
     answer, logprobs = progress.answer, progress.logprobs
-    ended = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
-    return logprobs[:-1] if ended else logprobs
+    by_token = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+    is_shown = answer.params.include_stop_str_in_output and answer.stop_reason is not None
+    return logprobs[:-1] if by_token and not is_shown else logprobs
+
+
+def num_last_tokens(texts: Sequence[str], length: int) -> int:
+    """How many tokens at the end of an answer have no more than so many characters."""
+    count = 0
+    for text in reversed(texts):
+        length -= len(text)
+        if length < 0:
+            break
+        count += 1
+    return count
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.text_of(token)
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+        shown = {"token": tokenizer.text_of(token), "bytes": list(tokenizer.bytes_of(token))}
+        return shown | {"logprob": max(logprob, LEAST_LOGPROB)}
 
     content = [
         entry(one.token, one.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in one.top]}
@@ -83,21 +95,25 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
     return {"content": content}
 
 
-def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    def text(token: int) -> str:
-        return tokenizer.text_of(token)
+class CompletionLogprobs:
+    """The log-probabilities of one completion, as its tokens come. `place`: where its text begins."""
 
-    texts = [text(one.token) for one in logprobs]
-    offsets = []
-    for piece in texts:
-        offsets.append(offset)
-        offset += len(piece)
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in logprobs],
-        "top_logprobs": [
-            {text(token): max(logprob, LEAST_LOGPROB) for token, logprob in [*one.top, (one.token, one.logprob)]}
-            for one in logprobs
-        ],
-        "text_offset": offsets,
-    }
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, place: int) -> None:
+        self.tokenizer, self.place = tokenizer, place
+        self.decoder = tokenizer.incremental_decoder(skip_special_tokens)
+
+    def read(self, logprobs: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
+        text_of = self.tokenizer.text_of
+        offsets = []
+        for one in logprobs:
+            offsets.append(self.place)
+            self.place += len(self.decoder.feed(one.token))
+        return {
+            "tokens": [text_of(one.token) for one in logprobs],
+            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in logprobs],
+            "top_logprobs": [
+                {text_of(token): max(logprob, LEAST_LOGPROB) for token, logprob in [*one.top, (one.token, one.logprob)]}
+                for one in logprobs
+            ],
+            "text_offset": offsets,
+        }

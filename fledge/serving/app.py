@@ -16,11 +16,11 @@ from fastapi.routing import APIRoute
 import fledge
 from fledge.serving import chat, completions, errors, page_files, prompts, responses
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import Gate, caller_of
 from fledge.serving.json_checks import check_json
 from fledge.serving.limits import Limits
 from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
+from fledge.serving.request_guard import RequestGuard, caller_of
 from fledge.serving.service import LONG_TEXT, Service
 from fledge.serving.streaming import while_there
 from fledge.tokenizer import Tokenizer
@@ -54,7 +54,8 @@ def create_app(service: Service) -> FastAPI:
 
     app = App(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = checked_route(service.limits)
-    app.add_middleware(Gate, keys=flags.api_key, limits=service.limits)
+    is_local = flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds and not flags.trusted_proxies
+    app.add_middleware(RequestGuard, keys=flags.api_key, limits=service.limits, local_only=is_local and not flags.api_key)
     if flags.allowed_origins:
         app.add_middleware(  # added last, so outermost: preflights carry no key
             CORSMiddleware,
@@ -78,12 +79,18 @@ def create_app(service: Service) -> FastAPI:
     async def text_responses(payload: ResponsesRequest, request: Request) -> Any:
         return await responses.create(service, payload, request)
 
-    @app.get("/v1/models", responses=ERRORS)
-    async def models() -> Any:
+    def described(name: str) -> dict[str, Any]:
         info = service.engine.check_ready()
         listed = {"object": "model", "created": started, "owned_by": "fledge", "root": flags.model, "parent": None}
-        listed |= {"max_model_len": info.max_model_len, "drafter": info.drafter}
-        return {"object": "list", "data": [{"id": name} | listed for name in flags.names]}
+        return {"id": name} | listed | {"max_model_len": info.max_model_len, "drafter": info.drafter}
+
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> Any:
+        return {"object": "list", "data": [described(name) for name in flags.names]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> Any:
+        return described(service.check_model(name))
 
     async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
         """Always on the thread for long texts, so that prompts of answers do not wait behind it."""

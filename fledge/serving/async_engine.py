@@ -1,7 +1,7 @@
 """The engine as the event loop sees it: calls go out, tokens come in, over a socket.
 
-The front counts what it handed over, so that the queue is bounded without asking the other side. Streams are written from
-`_receive` itself: no task is woken for a token.
+An HTTP process counts what it handed over, so that the queue is bounded without asking the other side. Streams are written
+from `_receive` itself: no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fledge.serving.messages import (
     Refused,
     Step,
     Taken,
-    ToFront,
+    ToApiServer,
     as_error,
     pack_params,
 )
@@ -63,12 +63,12 @@ def shutting_down() -> ApiError:
 
 
 class AsyncEngine:
-    """`host`: runs the engine; None in a front that another one has started. `prepare` is called in a thread when the engine is
-    ready, and gives the tokenizer."""
+    """`host`: runs the engine; None in an HTTP process that another one has started. `prepare` is called in a thread when the
+    engine is ready, and gives the tokenizer."""
 
     def __init__(
         self,
-        channel: Channel[ToFront],
+        channel: Channel[ToApiServer],
         host: EngineHost | None,
         prepare: Callable[[Ready], Tokenizer],
         max_queue: int,
@@ -76,15 +76,15 @@ class AsyncEngine:
     ) -> None:
         self.channel, self.host, self.max_queue, self.request_timeout = channel, host, max_queue, request_timeout
         self.state = "loading"  # loading | ready | failing | stopped
-        self.is_open = False  # the other fronts are ready too
+        self.is_open = False  # the other HTTP processes are ready too
         self.failure: UserError | None = None  # why the process must end
         self.info: Ready | None = None
         self.tokenizer: Tokenizer | None = None
         self.num_in_flight = 0  # answers handed over and not finished
-        self.others_in_flight = 0  # those of other fronts, when the engine last said
+        self.others_in_flight = 0  # those of other HTTP processes, when the engine last said
         self.draining = False  # SIGTERM has come: what runs may finish
         self.on_failure: Callable[[], None] = lambda: None
-        self.before_stop: Callable[[], Awaitable[None]] = _nothing  # other fronts need the engine until they have ended
+        self.before_stop: Callable[[], Awaitable[None]] = _nothing  # other HTTP processes need the engine until they have ended
         self.event_loop: asyncio.AbstractEventLoop
         self._prepare = prepare
         self._generations: dict[int, Generation] = {}
@@ -102,7 +102,7 @@ class AsyncEngine:
         self.event_loop.add_reader(self.channel.fileno(), self._receive)
 
     async def stop(self) -> None:
-        """Tells whoever waits, and hangs up: an engine whose first front has gone ends."""
+        """Tells whoever waits, and hangs up: an engine whose first HTTP process has gone ends."""
         if self.state != "stopped":
             await self.before_stop()
             was_loading = self.state == "loading"
@@ -160,7 +160,7 @@ class AsyncEngine:
 
     @property
     def status(self) -> str:
-        """The server's state: it is loading until every front takes requests, as the next one may reach any of them."""
+        """The server's state: it is loading until every HTTP process takes requests, as the next one may reach any of them."""
         return "loading" if self.state == "ready" and not self.is_open else self.state
 
     @property
@@ -324,7 +324,7 @@ class AsyncEngine:
         reason = await asyncio.to_thread(self.host.why_ended) if self.host is not None else "the engine has gone"
         self._die(UserError(reason), not_running())
 
-    def _take(self, message: ToFront) -> None:
+    def _take(self, message: ToApiServer) -> None:
         match message:
             case Ready():
                 self.info = message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -11,21 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from fledge import progress, sources
+from fledge.checkpoints.tensors import read_json
 from fledge.drift.live import coverage, watch_drafts
 from fledge.engine.build import build_engine
 from fledge.engine.engine import Engine
 from fledge.engine.memory import memory_plan
 from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
+from fledge.serving.defaults import generation_defaults
 from fledge.serving.flags import ServeFlags
 from fledge.serving.metrics import Metrics
 from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.methods.ngram import NgramSpeculator
 
 log = logging.getLogger("fledge.serving")
-
-# What a model's generation_config.json may set for requests that leave it open.
-DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
@@ -36,6 +34,12 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     if flags.generation_config != "vllm":
         defaults = generation_defaults(found if flags.generation_config == "auto" else Path(flags.generation_config))
     config = flags.engine_config
+    method = quantization_of(found)
+    if method and config.quantization == method:  # fp8, which plain weights could become: this checkpoint has it
+        config = replace(config, quantization="none")
+    if flags.checkpoint_quantization not in (None, method):
+        is_so = f"quantised by {method}" if method else "not quantised"
+        raise UserError(f"--quantization {flags.checkpoint_quantization}: {flags.model} is {is_so}; leave it out")
     if flags.gpu_memory_utilization is not None:
         config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
     speculative = flags.speculative_config
@@ -71,6 +75,13 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     return engine, defaults
 
 
+def quantization_of(found: Path) -> str | None:
+    """The method of a checkpoint that is quantised already, by its config.json."""
+    file = found / "config.json"
+    settings = read_json(file).get("quantization_config") if file.is_file() else None
+    return settings.get("quant_method") if isinstance(settings, dict) else None
+
+
 def process_seconds() -> float:
     """How long this process has run. Without /proc: a clock, so that differences hold."""
     try:
@@ -78,14 +89,3 @@ def process_seconds() -> float:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return time.perf_counter()
-
-
-def generation_defaults(folder: Path) -> dict[str, Any]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
-    return {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}

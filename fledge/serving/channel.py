@@ -1,8 +1,8 @@
 """Messages over a socket that never make their sender wait.
 
 A frame is its length and a msgpack message. What the socket does not take is kept, and sent when it can be. That is bounded
-without a limit of its own: a front has a bounded number of answers under way, each of bounded length, and the engine sends
-nothing else.
+without a limit of its own: an HTTP process has a bounded number of answers under way, each of bounded length, and the engine
+sends nothing else.
 """
 
 from __future__ import annotations

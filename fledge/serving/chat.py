@@ -10,14 +10,15 @@ from typing import Any
 
 from fastapi import Request
 
+from fledge.engine.request import TokenLogprob
 from fledge.serving import prompts
-from fledge.serving.answers import chat_logprobs, spans, usage, visible_logprobs
+from fledge.serving.answers import chat_logprobs, num_last_tokens, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
@@ -42,10 +43,32 @@ class ChatCall:
     def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def logprobs(self, progress: Progress) -> dict[str, Any] | None:
-        if not self.payload.logprobs:
-            return None
-        return chat_logprobs(self.service.tokenizer, visible_logprobs(progress))
+    def new_readers(self) -> list[ChoiceReader]:
+        return [ChoiceReader(self, self.new_parser()) for _ in self.works]
+
+
+class ChoiceReader:
+    """Takes one choice apart as it comes: deltas of its message, and log-probabilities of what is shown of it."""
+
+    def __init__(self, call: ChatCall, parser: MessageParser) -> None:
+        self.call, self.parser = call, parser
+        self._held: list[TokenLogprob] = []  # of a thought that is not shown, or of what may be one
+
+    def read(self, progress: Progress) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        parser = self.parser
+        is_hidden = not (parser.with_reasoning or parser.is_answering)
+        deltas = parser.push(progress.text)
+        if progress.finish_reason is not None:
+            deltas += parser.finish()
+        if not self.call.payload.logprobs:
+            return deltas, None
+        shown = visible_logprobs(progress)
+        if is_hidden:
+            self._held += shown
+            length = sum(len(delta.get("content") or "") for delta in deltas)
+            num_shown = num_last_tokens([self.call.service.tokenizer.text_of(one.token) for one in self._held], length)
+            shown, self._held = self._held[len(self._held) - num_shown :], [] if parser.is_answering else self._held
+        return deltas, chat_logprobs(self.call.service.tokenizer, shown) if shown or not is_hidden else None
 
 
 async def create(service: Service, payload: ChatRequest, request: Request) -> Any:
@@ -65,10 +88,11 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     length = prompts.length(payload.messages, tools, payload.chat_template_kwargs)
     text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length, caller)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
+    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
+    special = special or (reasoning is not None and reasoning.needs_special_tokens)
     logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
     shared = service.sampling_params(payload, max_tokens, logprobs, special)
-    reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
 
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None
@@ -118,7 +142,8 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
     if not payload.tools or choice == "none":
         return None, None
     functions = {tool.function.name: tool.function.parameters for tool in payload.tools}
-    if choice != "auto" and (payload.response_format or payload.structured_outputs):
+    wanted = payload.response_format is not None and payload.response_format.type != "text"
+    if choice != "auto" and (wanted or payload.structured_outputs):
         raise ApiError("a forced tool_choice and structured output exclude each other", param="tool_choice")
     if isinstance(choice, NamedTool):
         name = choice.function.name
@@ -149,24 +174,23 @@ def _end_of_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> 
 
 
 async def collect(call: ChatCall, generation: Generation) -> dict[str, Any]:
-    parsers = [call.new_parser() for _ in call.works]
+    readers = call.new_readers()
     logprobs: list[list[Any]] = [[] for _ in call.works]
 
     def push(progress: Progress) -> None:
-        parsers[progress.index].push(progress.text)
-        if (found := call.logprobs(progress)) is not None:
+        _, found = readers[progress.index].read(progress)
+        if found is not None:
             logprobs[progress.index] += found["content"]
 
     await generation.consume(push)
     choices = []
-    for answer, parser in zip(generation.answers, parsers, strict=True):
-        parser.finish()
+    for answer, reader in zip(generation.answers, readers, strict=True):
         choices.append(
             {
                 "index": answer.index,
-                "message": parser.message(),
+                "message": reader.parser.message(),
                 "logprobs": {"content": logprobs[answer.index]} if call.payload.logprobs else None,
-                "finish_reason": parser.finish_reason(answer.finish_reason),
+                "finish_reason": reader.parser.finish_reason(answer.finish_reason),
                 "stop_reason": answer.stop_reason,
             }
         )
@@ -179,7 +203,7 @@ class ChatStream:
 
     def __init__(self, call: ChatCall) -> None:
         self.call, self.envelope = call, call.envelope("chat.completion.chunk")
-        self.parsers = [call.new_parser() for _ in call.works]
+        self.readers = call.new_readers()
         self.answers: dict[int, Answer] = {}
         options = call.payload.stream_options
         self.with_usage = call.payload.include_speculation or (options is not None and options.include_usage)
@@ -187,7 +211,7 @@ class ChatStream:
             call.payload.logprobs
             or call.payload.include_speculation
             or (options is not None and options.continuous_usage_stats)
-            or any(parser.reasoning is not None or parser.tools is not None for parser in self.parsers)
+            or any(one.parser.reasoning is not None or one.parser.tools is not None for one in self.readers)
         )
         self.text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, logprobs=None))
 
@@ -207,11 +231,9 @@ class ChatStream:
                 data += self._last(progress)
             return data
         self.answers[index] = progress.answer
-        parser, payload = self.parsers[index], self.call.payload
-        deltas = parser.push(progress.text)
-        if progress.finish_reason is not None:
-            deltas += parser.finish()
-        extra: dict[str, Any] = {"logprobs": self.call.logprobs(progress)}
+        payload = self.call.payload
+        deltas, logprobs = self.readers[index].read(progress)
+        extra: dict[str, Any] = {"logprobs": logprobs}
         if payload.include_speculation:
             extra["speculation"] = spans(progress)
         if not deltas and (extra["logprobs"] or payload.include_speculation):
@@ -232,7 +254,7 @@ class ChatStream:
 
     def _last(self, progress: Progress) -> bytes:
         index, stop_reason = progress.index, progress.answer.stop_reason
-        reason = self.parsers[index].finish_reason(progress.finish_reason)
+        reason = self.readers[index].parser.finish_reason(progress.finish_reason)
         return self._chunk(index, {}, finish_reason=reason, stop_reason=stop_reason, logprobs=None)
 
     def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 
 from fastapi import Request
 
-from fledge.serving.answers import completion_logprobs, spans, usage, visible_logprobs
+from fledge.serving.answers import CompletionLogprobs, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import caller_of
 from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
 from fledge.tokenizer import Tokenizer
@@ -44,10 +44,12 @@ class CompletionCall:
     def echo(self, index: int) -> str:
         return self.echoes[index // self.payload.n]
 
-    def logprobs(self, progress: Progress, offset: int) -> dict[str, Any] | None:
+    def new_logprobs(self) -> list[CompletionLogprobs] | None:
+        """One for each choice; None if they are not wanted."""
         if self.payload.logprobs is None:
             return None
-        return completion_logprobs(self.service.tokenizer, visible_logprobs(progress), offset)
+        tokenizer, skips = self.service.tokenizer, self.payload.skip_special_tokens
+        return [CompletionLogprobs(tokenizer, skips, len(self.echo(index))) for index in range(len(self.works))]
 
 
 async def create(service: Service, payload: CompletionRequest, request: Request) -> Any:
@@ -86,8 +88,8 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
             works.append(Work(prompt, by_length[len(prompt)], service.answer_seed(payload.seed, choice)))
     echoes = [""] * len(prompts)
     if payload.echo:
-        length = 4 * sum(map(len, prompts))  # characters, about
-        echoes = await service.tokenize(lambda tokenizer: [tokenizer.decode(prompt) for prompt in prompts], length, caller)
+        length = sum(4 * len(one) for one in given if not isinstance(one, str))  # characters, about
+        echoes = await service.tokenize(lambda tokenizer: [_echo(tokenizer, one) for one in given], length, caller)
     grammar, number = service.grammar_of(payload), None
     if grammar is not None:
         service.check_grammar(*grammar, shared)
@@ -95,6 +97,11 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number)
     name = f"cmpl-{secrets.token_hex(16)}"
     return CompletionCall(service, payload, model, prompts, works, options, echoes, name, int(time.time()))
+
+
+def _echo(tokenizer: Tokenizer, given: str | list[int]) -> str:
+    """The prompt as it was sent."""
+    return given if isinstance(given, str) else tokenizer.decode(given, skip_special_tokens=False)
 
 
 async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int], caller: str) -> list[int]:
@@ -110,22 +117,27 @@ async def _tokens(service: Service, payload: CompletionRequest, given: str | lis
 
 
 async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any]:
-    texts = [call.echo(index) for index in range(len(call.works))]
-    logprobs: list[dict[str, Any] | None] = [None] * len(call.works)
+    texts = [[call.echo(index)] for index in range(len(call.works))]
+    readers = call.new_logprobs()
+    logprobs: list[dict[str, list[Any]] | None] = [None] * len(call.works)
 
     def push(progress: Progress) -> None:
         index = progress.index
-        before = logprobs[index]
-        offset = before["text_offset"][-1] + len(before["tokens"][-1]) if before and before["tokens"] else len(call.echo(index))
-        new = call.logprobs(progress, offset)
-        logprobs[index] = new if before is None or new is None else {name: before[name] + new[name] for name in new}
-        texts[index] += progress.text
+        texts[index].append(progress.text)
+        if readers is None:
+            return
+        new, before = readers[index].read(visible_logprobs(progress)), logprobs[index]
+        if before is None:
+            logprobs[index] = new
+        else:
+            for name, values in new.items():
+                before[name] += values
 
     await generation.consume(push)
     choices = [
         {
             "index": answer.index,
-            "text": texts[answer.index],
+            "text": "".join(texts[answer.index]),
             "logprobs": logprobs[answer.index],
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
@@ -142,7 +154,7 @@ class CompletionStream:
     def __init__(self, call: CompletionCall) -> None:
         self.call, self.envelope = call, call.envelope()
         self.answers: dict[int, Answer] = {}
-        self.offsets = [len(call.echo(index)) for index in range(len(call.works))]
+        self.logprobs = call.new_logprobs()
         payload, options = call.payload, call.payload.stream_options
         self.with_usage = payload.include_speculation or (options is not None and options.include_usage)
         self.has_plain_text = not (
@@ -164,8 +176,7 @@ class CompletionStream:
             text = progress.text
             return self.text_events.event(index, text) if text else b""
         self.answers[index] = answer
-        logprobs = self.call.logprobs(progress, self.offsets[index])
-        self.offsets[index] += sum(map(len, logprobs["tokens"])) if logprobs else 0
+        logprobs = self.logprobs[index].read(visible_logprobs(progress)) if self.logprobs is not None else None
         extra: dict[str, Any] = {"logprobs": logprobs}
         if self.call.payload.include_speculation:
             extra["speculation"] = spans(progress)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from fledge.engine.request import Delta, Request
 from fledge.sampling import SamplingParams
 from fledge.serving.channel import Channel
-from fledge.serving.messages import Add, Finish, Output, Span, ToEngine
+from fledge.serving.messages import Add, Finish, Output, ToEngine
 
 if TYPE_CHECKING:
     from fledge.serving.structured import Grammar
 
 
-class Front(Channel[ToEngine]):
+class ApiServer(Channel[ToEngine]):
     """A process that speaks HTTP."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, ToEngine)
         self.is_prepared = False
         self.num_in_flight = 0  # answers taken and not finished
+        self.told_in_flight = 0  # of the others, as it was told last
         self.outputs: list[Output] = []  # of the current step
 
 
@@ -29,7 +30,7 @@ class Front(Channel[ToEngine]):
 class Call:
     """The answers that one HTTP request waits for."""
 
-    front: Front
+    api_server: ApiServer
     message: Add
     params: list[SamplingParams]
     grammar: Grammar | None
@@ -43,8 +44,6 @@ class Tracked:
     call: Call
     index: int
     request: Request
-    held: list[Span] = field(default_factory=list)  # text not passed on yet: it may begin a stop string
-    num_sent: int = 0  # characters passed on
     started: float | None = None  # when it left the queue
     last_token: float = 0.0
 
@@ -59,7 +58,7 @@ class Tracked:
         if is_first:
             output.num_cached = request.num_cached
         if request.decoder is not None:
-            output.spans = self._spans(delta)
+            output.spans = delta.spans
         if request.params.logprobs is not None:
             output.logprobs, request.logprobs = request.logprobs, []
         if self.call.message.with_details:
@@ -72,22 +71,3 @@ class Tracked:
             times = request.first_token_time, request.finish_time
             output.finish = Finish(request.finish_reason, request.stop_reason, *times, list(astuple(request.stats)))
         return output
-
-    def _spans(self, delta: Delta) -> list[Span]:
-        """Text that may be shown: not what may turn out to be the start of a stop string."""
-        request = self.request
-        held, self.held = [*self.held, *delta.spans], []
-        ready = len(request.text) - request.held_back() - self.num_sent
-        kept = len(request.text) - self.num_sent  # less than was held when a stop string was cut off
-        spans: list[Span] = []
-        for text, drafted in held:
-            text = text[: max(kept, 0)]
-            kept -= len(text)
-            now, later = text[: max(ready, 0)], text[max(ready, 0) :]
-            ready -= len(now)
-            if now:
-                spans.append((now, drafted))
-            if later:
-                self.held.append((later, drafted))
-        self.num_sent += sum(len(text) for text, _ in spans)
-        return spans

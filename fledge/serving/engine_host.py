@@ -1,4 +1,4 @@
-"""Where the engine's loop runs: in a process of its own, or in a thread of the only front."""
+"""Where the engine's loop runs: in a process of its own, or in a thread of the only HTTP process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def begin_child(arguments: Sequence[str]) -> tuple[ServeFlags, list[socket.socke
 
 
 def main() -> None:
-    """The engine's process. Signals to a whole group are for the fronts, which let requests finish; then they hang up."""
+    """The engine's process. Signals to a whole group are for HTTP processes, which let requests finish; then they hang up."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     flags, connections = begin_child(sys.argv[1:])

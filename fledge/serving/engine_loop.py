@@ -1,11 +1,11 @@
-"""The engine's side of the server: takes calls from one or more fronts, steps the engine, sends each front its new tokens.
+"""The engine's side of the server: takes calls from one or more HTTP processes, steps the engine, sends each its new tokens.
 
-    fronts   Add, Abort  --->  between two steps: check, queue, abort
-                               from the queue into the engine: callers take turns
-             Step        <---  after each step, one message to each front that has tokens in it
+    HTTP processes   Add, Abort  --->  between two steps: check, queue, abort
+                                       from the queue into the engine: callers take turns
+                     Step        <---  after each step, one message to each of them that has tokens in it
 
-It runs in a process of its own, or in a thread of the only front. It never waits for a front. What is wrong with one call ends
-that call. An engine that cannot be trusted any more ends the loop: every front is told why.
+It runs in a process of its own, or in a thread of the only HTTP process. It never waits for one. What is wrong with one call
+ends that call. An engine that cannot be trusted any more ends the loop: every HTTP process is told why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta
 from fledge.errors import UserError
-from fledge.serving.engine_calls import Call, Front, Tracked
+from fledge.serving.engine_calls import ApiServer, Call, Tracked
 from fledge.serving.errors import ApiError, as_api_error, internal_error, overloaded
 from fledge.serving.fair_queue import FairQueue, room_for
 from fledge.serving.flags import ServeFlags
@@ -66,7 +66,7 @@ LAST_WORDS_SECONDS = 2.0
 
 
 class EngineLoop:
-    """`connections`: one for each front; the loop ends when the first one's other end closes."""
+    """`connections`: one for each HTTP process; the loop ends when the first one's other end closes."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class EngineLoop:
         self.metrics = Metrics(flags.names[0])
         self._engine: Engine | None = None  # until it is built
         self.failure: UserError | None = None
-        self.fronts = [Front(connection) for connection in connections]
-        self._grammar_jobs: GrammarJobs[tuple[Front, int]] | None = None
-        self._main = self.fronts[0]
+        self.api_servers = [ApiServer(connection) for connection in connections]
+        self._grammar_jobs: GrammarJobs[tuple[ApiServer, int]] | None = None
+        self._main = self.api_servers[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
         self._busy_until: float  # from the start on
         self._tracked: dict[str, Tracked] = {}
         self._unstarted: dict[str, Tracked] = {}
-        self._calls: dict[tuple[Front, int], Call] = {}
-        self._grammars: dict[tuple[Front, int], Grammar] = {}
+        self._calls: dict[tuple[ApiServer, int], Call] = {}
+        self._grammars: dict[tuple[ApiServer, int], Grammar] = {}
         self._failures = 0
         self._wake, self._woken = socket.socketpair()  # threads that compile end the wait for messages
         self._poll = select.poll()
-        self._by_descriptor = {front.fileno(): front for front in self.fronts}
+        self._by_descriptor = {api_server.fileno(): api_server for api_server in self.api_servers}
         for descriptor in (*self._by_descriptor, self._woken.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         self.metrics.num_queued = self._waiting.__len__
@@ -101,7 +101,7 @@ class EngineLoop:
         return self._engine
 
     @property
-    def grammars(self) -> GrammarJobs[tuple[Front, int]]:
+    def grammars(self) -> GrammarJobs[tuple[ApiServer, int]]:
         assert self._grammar_jobs is not None, "the engine is not built yet"
         return self._grammar_jobs
 
@@ -111,7 +111,7 @@ class EngineLoop:
         return self._grammar_jobs is not None and self._grammar_jobs.is_busy
 
     def run(self) -> UserError | None:
-        """Until the first front has gone; why it had to end before that."""
+        """Until the first HTTP process has gone; why it had to end before that."""
         try:
             self._start()
             while not self._main.is_closed:
@@ -119,6 +119,8 @@ class EngineLoop:
                 self._admit()
                 if self.engine.has_unfinished():
                     self._step()
+                if len(self.api_servers) > 1:
+                    self._tell_in_flight()
                 if not self.flags.disable_log_stats:
                     self.metrics.log_when_due(self.flags.log_interval)
         except UserError as error:
@@ -130,8 +132,8 @@ class EngineLoop:
             self._last_words(Failed(str(self.failure)))
         if self._grammar_jobs is not None:
             self._grammar_jobs.close()
-        for front in self.fronts:
-            front.close()
+        for api_server in self.api_servers:
+            api_server.close()
         if self._engine is not None and self._engine.hook is not None:
             self._engine.hook.close()
         return self.failure
@@ -157,18 +159,18 @@ class EngineLoop:
             tokenizer=str(engine.tokenizer.path),
             defaults=defaults,
         )
-        for front in self.fronts:
-            front.send(ready)
+        for api_server in self.api_servers:
+            api_server.send(ready)
         self._busy_until = time.monotonic()
 
     def _last_words(self, message: Failed) -> None:
-        for front in self.fronts:
-            front.send(message)
+        for api_server in self.api_servers:
+            api_server.send(message)
         deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while any(front.has_unsent for front in self.fronts) and time.monotonic() < deadline:
+        while any(api_server.has_unsent for api_server in self.api_servers) and time.monotonic() < deadline:
             time.sleep(0.01)
-            for front in self.fronts:
-                front.flush()
+            for api_server in self.api_servers:
+                api_server.flush()
 
     # Messages
 
@@ -188,13 +190,13 @@ class EngineLoop:
                 self._woken.recv(4096)
                 self._take_grammars()
                 continue
-            front = self._by_descriptor[descriptor]
+            api_server = self._by_descriptor[descriptor]
             if events & select.POLLOUT:
-                front.flush()
+                api_server.flush()
             if events & ~select.POLLOUT:
-                for message in front.receive():
-                    self._take(front, message)
-            self._watch(front)
+                for message in api_server.receive():
+                    self._take(api_server, message)
+            self._watch(api_server)
 
     def _patience(self, now: float, has_news: bool) -> float | None:
         """Milliseconds to wait: for ever, unless it will be quiet then, the hook has work then or there is a line to log."""
@@ -206,50 +208,50 @@ class EngineLoop:
             waits.append(min(due, LONGEST_WAIT))
         return 1000 * min(waits) if waits else None
 
-    def _watch(self, front: Front) -> None:
-        """Polls for what the front still has to be sent; one that has gone is forgotten."""
-        if front.is_closed:
-            if self._by_descriptor.pop(front.fileno(), None) is not None:
-                self._poll.unregister(front.fileno())
-                self.fronts.remove(front)
-                for call in [call for (owner, _), call in self._calls.items() if owner is front]:
+    def _watch(self, api_server: ApiServer) -> None:
+        """Polls for what the HTTP process still has to be sent; one that has gone is forgotten."""
+        if api_server.is_closed:
+            if self._by_descriptor.pop(api_server.fileno(), None) is not None:
+                self._poll.unregister(api_server.fileno())
+                self.api_servers.remove(api_server)
+                for call in [call for (owner, _), call in self._calls.items() if owner is api_server]:
                     self._abort(call)
-                for key in [key for key in self._grammars if key[0] is front]:
+                for key in [key for key in self._grammars if key[0] is api_server]:
                     del self._grammars[key]
             return
-        self._poll.modify(front.fileno(), select.POLLIN | select.POLLOUT if front.has_unsent else select.POLLIN)
+        self._poll.modify(api_server.fileno(), select.POLLIN | select.POLLOUT if api_server.has_unsent else select.POLLIN)
 
-    def _send(self, front: Front, message: object) -> None:
-        if front.is_closed:
+    def _send(self, api_server: ApiServer, message: object) -> None:
+        if api_server.is_closed:
             return
-        front.send(message)
-        if front.has_unsent or front.is_closed:
-            self._watch(front)
+        api_server.send(message)
+        if api_server.has_unsent or api_server.is_closed:
+            self._watch(api_server)
 
-    def _take(self, front: Front, message: ToEngine) -> None:
+    def _take(self, api_server: ApiServer, message: ToEngine) -> None:
         match message:
             case Add():
-                self._add(front, message)
+                self._add(api_server, message)
             case Abort(call):
-                if (found := self._calls.get((front, call))) is not None:
+                if (found := self._calls.get((api_server, call))) is not None:
                     self._abort(found)
             case Compile():
                 try:
-                    self.grammars.start((front, message.id), message)
+                    self.grammars.start((api_server, message.id), message)
                 except ApiError as error:
                     self.metrics.observed([], 1)
-                    self._send(front, refusal(message.id, error))
+                    self._send(api_server, refusal(message.id, error))
             case Forget(number):
-                self.grammars.forget((front, number))
-                self._grammars.pop((front, number), None)
+                self.grammars.forget((api_server, number))
+                self._grammars.pop((api_server, number), None)
             case Observe(lags, rejected):
                 self.metrics.observed(lags, rejected)
             case AskFigures(number, of_learning):
-                self._send(front, Figures(number, self._learning_history() if of_learning else self.metrics.render()))
+                self._send(api_server, Figures(number, self._learning_history() if of_learning else self.metrics.render()))
             case Prepared():
-                front.is_prepared = True
-                if all(other.is_prepared for other in self.fronts):
-                    for other in list(self.fronts):
+                api_server.is_prepared = True
+                if all(other.is_prepared for other in self.api_servers):
+                    for other in list(self.api_servers):
                         self._send(other, Open())
 
     def _learning_history(self) -> bytes:
@@ -257,18 +259,18 @@ class EngineLoop:
         return b"" if hook is None else json.dumps(hook.history()).encode()
 
     def _take_grammars(self) -> None:
-        for (front, number), result in self.grammars.finished():
+        for (api_server, number), result in self.grammars.finished():
             if isinstance(result, ApiError):
-                self._send(front, refusal(number, result))
-            elif not front.is_closed:
-                self._grammars[front, number] = result
-                self._send(front, Compiled(number))
+                self._send(api_server, refusal(number, result))
+            elif not api_server.is_closed:
+                self._grammars[api_server, number] = result
+                self._send(api_server, Compiled(number))
 
     # Calls
 
-    def _add(self, front: Front, message: Add) -> None:
+    def _add(self, api_server: ApiServer, message: Add) -> None:
         """Into the queue, if all of its answers can be produced."""
-        grammar = self._grammars.pop((front, message.grammar), None) if message.grammar is not None else None
+        grammar = self._grammars.pop((api_server, message.grammar), None) if message.grammar is not None else None
         try:
             self._check_capacity(len(message.answers), message.caller)
             assert message.grammar is None or grammar is not None
@@ -277,17 +279,17 @@ class EngineLoop:
             for prompt, one in {(answer.prompt, answer.params) for answer in message.answers}:
                 self.engine.check_request(message.prompts[prompt], params[one])
         except Exception as error:
-            return self._send(front, refusal(message.id, as_api_error(error)))
-        call = Call(front, message, params, grammar, len(message.answers))
-        self._calls[front, message.id] = call
-        front.num_in_flight += len(message.answers)
+            return self._send(api_server, refusal(message.id, as_api_error(error)))
+        call = Call(api_server, message, params, grammar, len(message.answers))
+        self._calls[api_server, message.id] = call
+        api_server.num_in_flight += len(message.answers)
         for index in range(len(message.answers)):
             self._waiting.push(message.caller, (call, index))
-        return self._send(front, Taken(message.id))
+        return self._send(api_server, Taken(message.id))
 
     def _check_capacity(self, num_answers: int, caller: str) -> None:
-        """Fronts refuse what has no room; several of them may do so too late."""
-        in_flight = sum(front.num_in_flight for front in self.fronts)
+        """HTTP processes refuse what has no room; several of them may do so too late."""
+        in_flight = sum(api_server.num_in_flight for api_server in self.api_servers)
         held = sum(call.num_unfinished for call in self._calls.values() if call.message.caller == caller)
         if in_flight + num_answers > room_for(num_answers, held, self.engine.config.max_num_seqs, self.flags.max_queue):
             self.metrics.observed([], 1)
@@ -322,15 +324,15 @@ class EngineLoop:
         self._unstarted.pop(tracked.request.id, None)
         self.metrics.finished(tracked.request, tracked.started)
         call.num_unfinished -= 1
-        call.front.num_in_flight -= 1
+        call.api_server.num_in_flight -= 1
         if not call.num_unfinished:
-            self._calls.pop((call.front, call.message.id), None)
+            self._calls.pop((call.api_server, call.message.id), None)
 
     def _abort(self, call: Call) -> None:
-        self._calls.pop((call.front, call.message.id), None)
+        self._calls.pop((call.api_server, call.message.id), None)
         num_waiting = len(self._waiting.remove(lambda item: item[0] is call))
         call.num_unfinished -= num_waiting
-        call.front.num_in_flight -= num_waiting
+        call.api_server.num_in_flight -= num_waiting
         for tracked in [one for one in self._tracked.values() if one.call is call]:
             self.engine.abort(tracked.request)
             self._finished(tracked)
@@ -338,7 +340,7 @@ class EngineLoop:
     def _fail(self, call: Call, error: ApiError) -> None:
         """Ends one call, with all its answers."""
         self._abort(call)
-        self._send(call.front, refusal(call.message.id, error))
+        self._send(call.api_server, refusal(call.message.id, error))
 
     # Steps
 
@@ -383,17 +385,26 @@ class EngineLoop:
                 log.error("a request failed in a step", exc_info=delta.request.failure)
                 failed[id(tracked.call)] = (tracked.call, internal_error())
             else:
-                tracked.call.front.outputs.append(tracked.output(delta, is_first))
+                tracked.call.api_server.outputs.append(tracked.output(delta, is_first))
             if delta.finished:
                 self._finished(tracked)
         self.metrics.progressed(num_tokens, gaps)
-        total = sum(front.num_in_flight for front in self.fronts)
-        for front in list(self.fronts):
-            if front.outputs:
-                outputs, front.outputs = front.outputs, []
-                self._send(front, Step(outputs, total - front.num_in_flight))
+        total = sum(api_server.num_in_flight for api_server in self.api_servers)
+        for api_server in list(self.api_servers):
+            if api_server.outputs:
+                outputs, api_server.outputs = api_server.outputs, []
+                api_server.told_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step(outputs, api_server.told_in_flight))
         for call, error in failed.values():
             self._fail(call, error)
+
+    def _tell_in_flight(self) -> None:
+        """What others wait for, to those whose last step said something else: they judge by it whether there is room."""
+        total = sum(api_server.num_in_flight for api_server in self.api_servers)
+        for api_server in list(self.api_servers):
+            if api_server.told_in_flight != total - api_server.num_in_flight:
+                api_server.told_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step([], api_server.told_in_flight))
 
 
 def _is_device_error(error: Exception) -> bool:

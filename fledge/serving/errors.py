@@ -66,9 +66,12 @@ def as_api_error(error: Exception) -> ApiError:
 def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     @app.exception_handler(UserError)
-    @app.exception_handler(Exception)
     async def known(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
+
+    @app.exception_handler(Exception)
+    async def unknown(_: Request, error: Exception) -> JSONResponse:
+        return internal_error().response()  # Starlette raises it again, and uvicorn logs it
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -44,7 +44,16 @@ class FairQueue(Generic[Item]):
         self._length += 1
 
     def pop(self) -> Item:
-        caller = self._turns.popleft()
+        item = self.pop_for(lambda _: True)
+        assert item is not None, "the queue is empty"
+        return item
+
+    def pop_for(self, may: Callable[[str], bool]) -> Item | None:
+        """Of the next caller that `may`; None: no caller may."""
+        caller = next(filter(may, self._turns), None)
+        if caller is None:
+            return None
+        self._turns.remove(caller)
         item = self._by_caller[caller].popleft()
         self._length -= 1
         if self._by_caller[caller]:

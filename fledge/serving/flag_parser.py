@@ -5,14 +5,26 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import re
 from pathlib import Path
 from typing import NoReturn
 
 from fledge.engine.options import DEFAULT_DEPTH
 from fledge.errors import UsageError
 from fledge.serving import limits
+from fledge.speculation.depth import CPU_LIMIT, GPU_LIMIT, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
+# Flags that vLLM has too; the others are our own.
+OF_VLLM = {
+    "-h", "--help", "--engine", "--model", "--dtype", "--quantization", "-q", "--max-model-len", "--chat-template",
+    "--generation-config", "--override-generation-config", "--seed", "--speculative-config", "-sc", "--max-num-seqs",
+    "--max-num-batched-tokens", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching", "--no-enable-prefix-caching",
+    "--gpu-memory-utilization", "--host", "--port", "--uds", "--root-path", "--served-model-name", "--api-key",
+    "--ssl-keyfile", "--ssl-certfile", "--allowed-origins", "--allow-credentials", "--api-server-count", "--shutdown-timeout",
+    "--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser", "--max-logprobs", "--uvicorn-log-level",
+    "--disable-uvicorn-access-log", "--disable-log-stats",
+}  # fmt: skip
 # From so many cores on the engine has a process of its own.
 PROCESS_CORES = 4
 
@@ -22,6 +34,15 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+class _Help(argparse.HelpFormatter):
+    """Appends each default; 0 and off are told by the help itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_told = re.search(r"\bdefault\b", text) or default in (None, False, 0, "", (), argparse.SUPPRESS) or callable(default)
+        return text if is_told else f"{text} (default {'on' if default is True else '%(default)s'})"
+
+
 def parser() -> argparse.ArgumentParser:
     from fledge.serving.reasoning import REASONING_PARSERS
     from fledge.serving.tool_parsers import TOOL_PARSERS
@@ -29,121 +50,201 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="fledge serve",
         description="Serve a model over an OpenAI-compatible API, with vLLM's flags. Without a model: the built-in one.",
+        usage="fledge serve [MODEL] [--drafter DRAFTER | --speculative-config JSON] [flags below]",
         allow_abbrev=False,
+        formatter_class=_Help,
     )
-    top.add_argument(
+
+    model = top.add_argument_group("Model")
+    model.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help=f"name, folder, GGUF file or hub id (default {DEFAULT_MODEL})"
     )
-    top.add_argument("--model", help="the same, as a flag")
-    top.add_argument("--engine", choices=("fledge", "vllm"), default="fledge", help="vllm: run vLLM with these arguments")
-
-    api = top.add_argument_group("API")
-    api.add_argument("--served-model-name", nargs="+", default=(), help="names that requests may use")
-    api.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network; give an --api-key then")
-    api.add_argument("--port", type=int, default=8000, help="TCP port")
-    api.add_argument("--uds", help="a Unix socket instead of host and port")
-    api.add_argument("--root-path", default="", help="the path under which a proxy shows the server")
-    api.add_argument("--api-key", nargs="+", default=(), help="wanted on every route but /health; also from VLLM_API_KEY")
-    api.add_argument("--ssl-keyfile", help="private key, for HTTPS")
-    api.add_argument("--ssl-certfile", help="certificate, for HTTPS")
-    api.add_argument(
-        "--allowed-origins", type=_json_list, default=(), metavar="JSON", help="sites whose pages may ask; none by default"
-    )
-    api.add_argument("--allow-credentials", action="store_true", help="let those pages send cookies and keys")
-    levels = ("critical", "error", "warning", "info", "debug", "trace")
-    api.add_argument("--uvicorn-log-level", choices=levels, default="info", help="what the HTTP side logs")
-    api.add_argument("--disable-uvicorn-access-log", action="store_true", help="no log line for each request")
-    api.add_argument("--disable-log-stats", action="store_true", help="no line of figures per interval")
-    api.add_argument("--chat-template", help="a file, or the template itself")
-    api.add_argument("--enable-auto-tool-choice", action="store_true", help="the model decides when to call a tool")
-    api.add_argument("--tool-call-parser", choices=sorted(TOOL_PARSERS), help="how the model writes tool calls")
-    api.add_argument("--reasoning-parser", choices=sorted(REASONING_PARSERS), help="how the model writes thoughts")
-    api.add_argument("--max-logprobs", type=int, default=20, help="most alternatives that a request may ask for")
-    api.add_argument("--generation-config", default="auto", help="auto: the model's own sampling defaults; vllm: none")
-    api.add_argument("--override-generation-config", default="{}", metavar="JSON", help="sampling defaults of your own")
-    api.add_argument("--shutdown-timeout", type=float, default=30.0, help="seconds for running requests after SIGTERM")
-
-    engine = top.add_argument_group("engine")
-    engine.add_argument("--speculative-config", "-sc", metavar="JSON", help="method, model, num_speculative_tokens, …")
-    engine.add_argument(
+    model.add_argument("--model", help="the same, as a flag")
+    model.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    model.add_argument(
         "--dtype",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         default="auto",
-        help="type of plain weights",
+        help="weight dtype; auto: bfloat16 on a GPU; on a CPU a GGUF file's own blocks, else float16",
     )
-    engine.add_argument("--quantization", "-q", default="none", help="fp8 (GPU), int8, int4, or gguf (as a GGUF file has them)")
-    engine.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, float16 or q8_0 (CPU)")
-    engine.add_argument("--max-model-len", type=human_int, default=0, help="tokens of prompt and answer; 0: the model's")
-    engine.add_argument("--max-num-seqs", type=int, default=0, help="answers decoded together; 0: by device")
-    engine.add_argument("--max-num-batched-tokens", type=human_int, default=0, help="tokens of a step; 0: by device")
-    engine.add_argument("--block-size", type=int, default=16, help="tokens a cache page")
-    engine.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="prompts share pages"
+    model.add_argument(
+        "--quantization",
+        "-q",
+        default="none",
+        help="quantise the weights at load: fp8 (GPU), int8, int4; gguf: keep the file's quantised blocks (default for GGUF on "
+        "CPU); awq, gptq, compressed-tensors: accepted for a checkpoint that has it",
     )
-    engine.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory for weights and cache")
-    engine.add_argument("--seed", type=int, help="for requests that give none")
+    model.add_argument(
+        "--max-model-len", type=human_int, default=0, metavar="N", help="tokens of prompt and answer; 0: the model's limit"
+    )
+    model.add_argument("--chat-template", help="a file, or the template itself")
+    model.add_argument("--generation-config", default="auto", help="auto: the model's own sampling defaults; vllm: none")
+    model.add_argument("--override-generation-config", default="{}", metavar="JSON", help="sampling defaults of your own")
+    model.add_argument("--seed", type=int, help="for requests that give none")
+    model.add_argument("--engine", choices=("fledge", "vllm"), default="fledge", help="vllm: run vLLM with these arguments")
 
-    own = top.add_argument_group("Fledge's own")
-    own.add_argument("--drafter", help="auto, none, ngram, a name, a folder or a hub id; instead of --speculative-config")
-    own.add_argument("--depth", help=f"tokens drafted a step at most, or auto: as many as pay (default {DEFAULT_DEPTH})")
-    own.add_argument("--tree-width", type=int, help="draft a tree with so many candidates a node")
-    own.add_argument("--tree-nodes", type=int, help="and so many nodes")
-    own.add_argument(
+    draft = top.add_argument_group("Speculation")
+    draft.add_argument(
+        "--drafter",
+        help="auto (the one shipped for the model, else ngram), none, ngram, a name, a folder or a hub id (default auto for a "
+        "built-in model, none for others)",
+    )
+    draft.add_argument(
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+        help="vLLM's: method, model, num_speculative_tokens, …; instead of --drafter",
+    )
+    draft.add_argument(
+        "--depth",
+        metavar="N",
+        help=f"tokens drafted per step at most; auto: as many as pay, up to {CPU_LIMIT} on a CPU and {GPU_LIMIT} on a GPU "
+        f"(default {DEFAULT_DEPTH})",
+    )
+    draft.add_argument("--tree", action="store_true", help="draft a tree instead of a chain")
+    draft.add_argument(
+        "--tree-width", type=int, metavar="N", help=f"candidates per tree node (default {TreeShape.width}); implies --tree"
+    )
+    draft.add_argument(
+        "--tree-nodes", type=int, metavar="N", help=f"tree nodes verified per step (default {TreeShape.nodes}); implies --tree"
+    )
+    draft.add_argument(
         "--adaptive-depth",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="draft less deeply, down to not at all, under load that makes drafting slower than plain decoding",
     )
-    own.add_argument(
+    draft.add_argument(
         "--drift-guard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="draft less deeply for a request whose drafts fare clearly worse than usual",
+        help="draft less deeply for a request whose drafts are accepted clearly less often than usual",
     )
-    own.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    own.add_argument(
+    draft.add_argument(
+        "--drift-probe-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="probe every N-th draft for drift metrics (default 256 with the drift guard, else never)",
+    )
+    draft.add_argument(
         "--deterministic",
         action="store_true",
-        help="accepted, and has nothing left to switch: answers do not depend on the batch or on speculation anyway",
+        help="on a CPU without a C compiler: exact, slower kernels; refuses --tree. Else no effect: output is exact anyway",
     )
-    own.add_argument("--threads", type=int, default=0, help="CPU threads")
-    own.add_argument("--kv-cache-tokens", type=human_int, default=0, help="room in the cache")
-    own.add_argument(
+
+    engine = top.add_argument_group("Engine")
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=0, metavar="N", help="requests decoded together; 0: 64 on CPU, 256 on GPU"
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=human_int,
+        default=0,
+        metavar="N",
+        help="max tokens per step; 0: 256 on CPU, 8192 on GPU",
+    )
+    engine.add_argument("--kv-cache-dtype", default="auto", help="auto; on a CPU also float32, float16 or q8_0")
+    engine.add_argument(
+        "--kv-cache-tokens", type=human_int, default=0, metavar="N", help="KV cache size in tokens; 0: from free memory"
+    )
+    engine.add_argument("--block-size", type=int, default=0, metavar="N", help="tokens per KV page; 0: 16 on CPU, 128 on GPU")
+    engine.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse KV pages of common prompt prefixes",
+    )
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="share of the GPU's memory for weights, KV cache and graphs (default: what is free, less some)",
+    )
+    engine.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS"
+    )
+    engine.add_argument(
         "--engine-process",
         action=argparse.BooleanOptionalAction,
         help="run the engine in a process of its own; without it, in a thread of the only HTTP process "
         f"(default: with {PROCESS_CORES} or more cores)",
     )
-    own.add_argument(
-        "--api-workers",
-        type=int,
-        default=0,
-        help="processes that speak HTTP (default: by cores, at most 4); several need --engine-process",
+
+    api = top.add_argument_group("HTTP")
+    api.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network; give an --api-key then")
+    api.add_argument("--port", type=int, default=8000, help="TCP port")
+    api.add_argument("--uds", help="a Unix socket instead of host and port")
+    api.add_argument("--root-path", default="", help="the path under which a proxy shows the server")
+    api.add_argument("--served-model-name", nargs="+", default=(), help="names that requests may use (default: MODEL)")
+    api.add_argument(
+        "--api-key", nargs="+", default=(), help="required on every route but /health and /ready; also from VLLM_API_KEY"
     )
-    own.add_argument(
+    api.add_argument("--ssl-keyfile", help="private key, for HTTPS")
+    api.add_argument("--ssl-certfile", help="certificate, for HTTPS")
+    api.add_argument(
+        "--allowed-origins",
+        type=_json_list,
+        default=(),
+        metavar="JSON",
+        help="CORS allowed origins (JSON list); none by default",
+    )
+    api.add_argument("--allow-credentials", action="store_true", help="CORS: allow cookies and keys")
+    api.add_argument(
         "--trusted-proxies",
         type=_addresses,
         default=(),
         metavar="ADDRESS,…",
-        help="proxies (addresses or networks) whose X-Forwarded-For tells callers apart; none by default",
+        help="proxies (addresses or networks) whose X-Forwarded-For tells clients apart; none by default",
     )
-    own.add_argument(
+    api.add_argument(
+        "--api-workers",
+        "--api-server-count",
+        type=int,
+        default=0,
+        metavar="N",
+        help="HTTP processes; 0: by cores, at most 4; several need --engine-process",
+    )
+    api.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="seconds for running requests after SIGTERM"
+    )
+
+    answers = top.add_argument_group("Answers")
+    answers.add_argument("--enable-auto-tool-choice", action="store_true", help="the model decides when to call a tool")
+    answers.add_argument("--tool-call-parser", choices=sorted(TOOL_PARSERS), help="how the model writes tool calls")
+    answers.add_argument("--reasoning-parser", choices=sorted(REASONING_PARSERS), help="how the model writes thoughts")
+    answers.add_argument(
+        "--max-logprobs", type=int, default=20, metavar="N", help="most alternatives that a request may ask for"
+    )
+
+    learn = top.add_argument_group("Learning from traffic (docs/learn.md)")
+    learn.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps")
+    learn.add_argument(
+        "--learn-budget", type=float, metavar="PERCENT", help="max share of serving time spent training (default 5)"
+    )
+    learn.add_argument("--learn-dir", type=Path, help="keep generations of the drafter there; without it nothing is written")
+    learn.add_argument("--learn-memory", type=int, metavar="MIB", help="training-sample buffer (default 256; 2048 on a GPU)")
+    learn.add_argument("--learn-max-age", type=float, metavar="HOURS", help="after which a sample is dropped (default 24)")
+    learn.add_argument(
+        "--learn-replay", metavar="DATA", help="prompts that the drafter must not get worse on (default: built in)"
+    )
+
+    logs = top.add_argument_group("Logging")
+    levels = ("critical", "error", "warning", "info", "debug", "trace")
+    logs.add_argument("--uvicorn-log-level", choices=levels, default="info", help="level of the whole log")
+    logs.add_argument("--disable-uvicorn-access-log", action="store_true", help="no log line for each request")
+    logs.add_argument("--disable-log-stats", action="store_true", help="disable periodic stats logging")
+    logs.add_argument("--log-interval", type=float, default=10.0, metavar="SECONDS", help="seconds between stats lines")
+
+    bounds = top.add_argument_group("Limits on requests")
+    bounds.add_argument(
         "--max-queue",
         type=int,
         default=256,
-        help="answers, and grammars, that may wait; a further quarter is kept for callers who have little in it",
+        metavar="N",
+        help="max queued answers and grammar compilations; +25 %% reserved for clients with few queued",
     )
-    own.add_argument("--drift-probe-every", type=int, default=0, help="look at every n-th draft; figures in /metrics")
-    own.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps; see docs/learn.md")
-    own.add_argument("--learn-budget", type=float, metavar="PERCENT", help="of the time that requests run, for it (default 5)")
-    own.add_argument("--learn-dir", type=Path, help="keep generations of the drafter there; without it nothing is written")
-    own.add_argument("--learn-memory", type=int, metavar="MIB", help="for texts to learn from (default 256; 2048 on a GPU)")
-    own.add_argument("--learn-max-age", type=float, metavar="HOURS", help="after which a text is dropped (default 24)")
-    own.add_argument(
-        "--learn-replay", metavar="DATA", help="prompts that the drafter must not get worse on (default: built in)"
-    )
-    own.add_argument("--log-interval", type=float, default=10.0, help="seconds between lines of figures")
-    limits.add_flags(own, human_int)
+    limits.add_flags(bounds, human_int)
     return top
 
 

@@ -1,6 +1,7 @@
-"""The command line of `fledge serve`: vLLM's names, defaults and JSON keys, so that a command line moves over unchanged.
+"""The command line of `fledge serve`: vLLM's names and JSON keys, so that a command line moves over unchanged. One default
+differs: `--host` is 127.0.0.1.
 
-A flag of vLLM's that has no meaning here is refused with the reason and what to do instead; nothing is ignored in silence.
+A flag of vLLM's that cannot be followed is refused with the reason and what to do instead; one that has no effect is logged.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
 DTYPES = {"half": "float16", "float": "float32"}
+# vLLM's names of quantised checkpoints, and what their config.json says. fp8 is not among them: plain weights can become it.
+CHECKPOINT_METHODS = {
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+}
 WORKER_CORES, MAX_WORKERS = 4, 4  # for every so many cores there is an HTTP process
 
 
@@ -64,6 +73,8 @@ class ServeFlags:
     log_interval: float = 10.0
     drift_probe_every: int = 0
     learn: LearnConfig | None = None
+    checkpoint_quantization: str | None = None  # the method that the checkpoint is said to have
+    notes: tuple[str, ...] = ()  # flags that have no effect, for the log
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     speculative_config: SpeculativeConfig = field(default_factory=lambda: SpeculativeConfig(Speculation("auto")))
 
@@ -75,7 +86,8 @@ class ServeFlags:
 def parse(arguments: Sequence[str]) -> ServeFlags:
     own = parser()
     known = {option for action in own._actions for option in action.option_strings}
-    given = own.parse_args(refuse_foreign(normalise(arguments), known))
+    followed, notes = refuse_foreign(normalise(arguments), known)
+    given = own.parse_args(followed)
     if given.model_tag and given.model and given.model_tag != given.model:
         raise UserError(f"two models were named, {given.model_tag} and --model {given.model}; name one")
     model = given.model_tag or given.model or DEFAULT_MODEL
@@ -87,7 +99,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     bounds: dict[str, tuple[float, float]] = {
         "--max-queue": (given.max_queue, 0),
         "--max-logprobs": (given.max_logprobs, 0),
-        "--block-size": (given.block_size, 1),
+        "--block-size": (given.block_size, 0),
         "--drift-probe-every": (given.drift_probe_every, 0),
         "--max-num-seqs": (given.max_num_seqs, 0),
         "--shutdown-timeout": (given.shutdown_timeout, 0),
@@ -101,10 +113,12 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
             raise UserError(f"{name} must be at least {least}, not {value}")
     if given.max_logprobs > 20:
         raise UserError("--max-logprobs: at most 20 alternatives can be reported")
+    quantization, of_checkpoint = _quantization(given.quantization)
+    speculative = _speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard)
     config = EngineConfig(
         device=given.device,
         dtype=DTYPES.get(given.dtype, given.dtype),
-        quantization=check_quantization("none" if given.quantization in ("null", "None") else given.quantization),
+        quantization=quantization,
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
         max_batched_tokens=given.max_num_batched_tokens,
@@ -129,13 +143,23 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         trusted_proxies=given.trusted_proxies,
         chat_template=read_template(given.chat_template),
         override_generation_config=json_object("--override-generation-config", given.override_generation_config),
+        checkpoint_quantization=of_checkpoint,
+        notes=(*notes, *speculative.notes),
         engine_config=config,
         limits=limits.from_flags(given),
         learn=_learn_config(given),
         **_processes(given),
-        speculative_config=_speculative_config(given, model).with_depth_rules(given.adaptive_depth, given.drift_guard),
+        speculative_config=speculative,
         **{name: getattr(given, name) for name in same},
     )
+
+
+def _quantization(name: str) -> tuple[str, str | None]:
+    """What the engine makes of the weights, and what the checkpoint should be already: vLLM's command lines name either."""
+    if name in ("null", "None"):
+        return "none", None
+    method = CHECKPOINT_METHODS.get(name)
+    return ("none", method) if method else (check_quantization(name), None)
 
 
 def _learn_config(given: argparse.Namespace) -> LearnConfig | None:
@@ -176,7 +200,7 @@ def _processes(given: argparse.Namespace) -> dict[str, Any]:
 
 def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeConfig:
     tree = None
-    if given.tree_width is not None or given.tree_nodes is not None:
+    if given.tree or given.tree_width is not None or given.tree_nodes is not None:
         tree = TreeShape(given.tree_width or TreeShape.width, given.tree_nodes or TreeShape.nodes)
     if given.speculative_config is None:
         # As in vLLM a user's model is served plainly unless a drafter is asked for; a built-in one comes with its own.

@@ -184,7 +184,7 @@ class Generation:
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
-    """One to an answer: a front that is behind catches up in larger pieces."""
+    """One to an answer: an HTTP process that is behind catches up in larger pieces."""
     by_index: dict[int, Output] = {}
     for output in outputs:
         before = by_index.get(output.index)

@@ -74,17 +74,14 @@ class GrammarJobs(Generic[Key]):
         return found
 
     def _start_waiting(self) -> None:
-        later = []
-        while self._waiting and self._running.total() < self.limits.max_grammars_compiling:
-            key, job = self._waiting.pop()
-            if self._running[job.caller] >= GRAMMARS_PER_CALLER:
-                later.append((key, job))
-                continue
+        while self._running.total() < self.limits.max_grammars_compiling:
+            found = self._waiting.pop_for(lambda caller: self._running[caller] < GRAMMARS_PER_CALLER)
+            if found is None:
+                return
+            key, job = found
             self._running[job.caller] += 1
             self._compiling.add(key)
             self._threads.submit(self._compile, key, job)
-        for key, job in later:
-            self._waiting.push(job.caller, (key, job))
 
     def _compile(self, key: Key, job: Compile) -> None:
         """In a thread, which waits for the process that compiles."""

@@ -35,9 +35,10 @@ class Limits:
     max_stop_characters: int = _limit(8192, "characters of all stop strings together")
     max_stop_token_ids: int = _limit(1024, "stop token ids")
     max_logit_bias: int = _limit(1024, "tokens with a bias")
+    max_bad_words: int = _limit(64, "bad words")
     max_tokenize_bytes: int = _limit(1 << 20, "bytes of text for /tokenize")
     max_tokenizer_queue: int = _limit(
-        32 << 20, "characters that wait for the tokenizer; a further quarter is kept for callers who have little in it"
+        32 << 20, "characters queued for the tokenizer; +25 %% reserved for clients with few queued"
     )
     request_timeout: float = _limit(3600.0, "seconds from a request's arrival to the end of its answer; 0: no limit", float)
     # Grammars
@@ -53,8 +54,9 @@ def add_flags(group: argparse._ArgumentGroup, whole: Callable[[str], int]) -> No
     for one in fields(Limits):
         kind = whole if one.metadata["kind"] is int else float
         assert one.default is not MISSING
-        text = f"{one.metadata['help']} (default {one.default:g})" if kind is float else one.metadata["help"]
-        group.add_argument(f"--{one.name.replace('_', '-')}", type=kind, default=one.default, help=text)
+        metavar = "N" if kind is whole else "SECONDS"
+        flag = f"--{one.name.replace('_', '-')}"
+        group.add_argument(flag, type=kind, default=one.default, metavar=metavar, help=one.metadata["help"])
 
 
 def from_flags(given: argparse.Namespace) -> Limits:

@@ -1,4 +1,4 @@
-"""Masks of grammars that may take for ever, found beside the engine's thread: it stops waiting for one that takes too long.
+"""Computes grammar masks on a thread with a CPU limit.
 
     engine's thread    run(work) ── waits ──▶ result
                                   └─ too long ─▶ MaskTimeout; the next mask has a new thread

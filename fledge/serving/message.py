@@ -20,8 +20,23 @@ class MessageParser:
         with_reasoning: bool = True,
     ) -> None:
         self.reasoning, self.tools, self.parallel, self.with_reasoning = reasoning, tools, parallel, with_reasoning
-        self.thought = self.content = ""
         self.calls: list[dict[str, Any]] = []
+        self._thought: list[str] = []
+        self._content: list[str] = []
+        self._arguments: list[list[str]] = []  # of each call
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether what comes is no thought any more, nor the line breaks after one."""
+        return self.reasoning is None or (self.reasoning.state == "answering" and not self.reasoning.trims)
 
     def push(self, text: str) -> list[dict[str, Any]]:
         if self.reasoning is None:
@@ -40,6 +55,8 @@ class MessageParser:
 
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        for call, arguments in zip(self.calls, self._arguments, strict=True):
+            call["function"]["arguments"] = "".join(arguments)
         if self.reasoning is not None and self.with_reasoning:
             message["reasoning"] = message["reasoning_content"] = self.thought or None
         if self.calls:
@@ -50,7 +67,8 @@ class MessageParser:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
     def _think(self, text: str) -> list[dict[str, Any]]:
-        self.thought += text
+        if text:
+            self._thought.append(text)
         return [{"reasoning": text, "reasoning_content": text}] if text and self.with_reasoning else []
 
     def _answer(self, text: str) -> list[dict[str, Any]]:
@@ -63,14 +81,15 @@ class MessageParser:
         for one in events:
             match one:
                 case Content(text):
-                    self.content += text
+                    self._content.append(text)
                     deltas.append({"content": text})
                 case CallStart(index, call_id, name) if self.parallel or index == 0:
                     function = {"name": name, "arguments": ""}
                     self.calls.append({"id": call_id, "type": "function", "function": dict(function)})
+                    self._arguments.append([])
                     call = {"index": index, "id": call_id, "type": "function", "function": function}
                     deltas.append({"tool_calls": [call]})
                 case CallArguments(index, text) if self.parallel or index == 0:
-                    self.calls[index]["function"]["arguments"] += text
+                    self._arguments[index].append(text)
                     deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
         return deltas

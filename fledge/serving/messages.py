@@ -1,19 +1,20 @@
 """What the HTTP side and the engine tell each other: msgpack over a socket.
 
-front                              engine
------                              ------
+HTTP process                       engine
+------------                       ------
 Compile, Forget   ------------->   a grammar, kept under the caller's number until it is used
 Add, Abort        ------------->   a call: one or more answers
 Observe, AskFigures ----------->   what /metrics needs
                   <-------------   Ready or Failed, once
 Prepared          ------------->   it has a tokenizer and takes requests
-                  <-------------   Open: every front takes requests
+                  <-------------   Open: every HTTP process takes requests
                   <-------------   Taken or Refused, Compiled, Figures: answers to the above
-                  <-------------   Step: after each engine step, the new tokens of all of this front's requests
+                  <-------------   Step: after each engine step, the new tokens of all of its requests
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -24,13 +25,8 @@ from fledge.serving.errors import ApiError
 
 Span = tuple[str, bool]  # a piece of text, and whether the drafter had proposed it
 
-# Of SamplingParams, what a call's answers share and a front can set.
-_SHARED = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "logprobs",
-)  # fmt: skip
-_DEFAULTS = {name: getattr(SamplingParams, name) for name in _SHARED}
+# Of SamplingParams, what a call's answers share: all but what is each answer's own, or no data.
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.name not in ("seed", "logits_processors")}
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
@@ -45,7 +41,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     seed: int | None
 
 
-# Front to engine
+# HTTP process to engine
 
 
 class Add(_Message, tag=1, frozen=True):
@@ -80,7 +76,7 @@ class Forget(_Message, tag=4, frozen=True):
 
 
 class Observe(_Message, tag=5, frozen=True):
-    """What the front saw of itself: how late its event loop was, and the requests it turned away."""
+    """What the HTTP process saw of itself: how late its event loop was, and the requests it turned away."""
 
     lags: list[float]
     rejected: int
@@ -92,17 +88,17 @@ class AskFigures(_Message, tag=6, frozen=True):
 
 
 class Prepared(_Message, tag=7, frozen=True):
-    """The front takes requests."""
+    """The HTTP process takes requests."""
 
 
 ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures | Prepared
 
 
-# Engine to front
+# Engine to HTTP process
 
 
 class Ready(_Message, tag=1, frozen=True):
-    """The engine, as far as a front has to know it."""
+    """The engine, as far as an HTTP process has to know it."""
 
     vocab_size: int
     max_model_len: int
@@ -152,7 +148,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What a step added to one answer. Text is made by the front, unless the engine needed it to find stop strings."""
+    """What a step added to one answer. Text is made by the HTTP process, unless the engine needed it to find stop strings."""
 
     id: int
     index: int
@@ -167,19 +163,19 @@ class Output(msgspec.Struct, array_like=True):
 
 class Step(_Message, tag=7, frozen=True):
     outputs: list[Output]
-    others_in_flight: int  # answers that other fronts wait for
+    others_in_flight: int  # answers that other HTTP processes wait for
 
 
 class Open(_Message, tag=8, frozen=True):
-    """Every front takes requests: /health may say so, whichever front the next connection reaches."""
+    """Every HTTP process takes requests: /health may say so, whichever HTTP process the next connection reaches."""
 
 
-ToFront = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Open
+ToApiServer = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Open
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
     """What is not as usual: most requests set two or three."""
-    return {name: value for name in _SHARED if (value := getattr(params, name)) != _DEFAULTS[name]}
+    return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
 
 
 def unpack_params(given: dict[str, Any]) -> SamplingParams:

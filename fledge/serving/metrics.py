@@ -126,7 +126,7 @@ class Metrics:
             self.inter_token.observe(seconds, count)
 
     def observed(self, lags: Iterable[float], rejected: int) -> None:
-        """What a front reports of itself."""
+        """What an HTTP process reports of itself."""
         for lag in lags:
             self.loop_lag.observe(lag)
             self.max_loop_lag = max(self.max_loop_lag, lag)
@@ -172,7 +172,7 @@ class Metrics:
         yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
         preemptions = engine.scheduler.num_preemptions if engine is not None else 0
-        yield counter("vllm:num_preemptions", "Requests that lost their cache to others and started over.", preemptions)
+        yield counter("vllm:num_preemptions", "Preemptions (KV freed, recomputed later).", preemptions)
         queried, found = (engine.pool.num_queried, engine.pool.num_found) if engine is not None else (0, 0)
         yield counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queried)
         yield counter("vllm:prefix_cache_hits", "Tokens of prompts that were found in the cache.", found)

@@ -6,9 +6,10 @@ true` asks for its figures and, in a stream, for which pieces of text the drafte
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -21,10 +22,55 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
+MAX_METADATA = 16  # pairs, as OpenAI has it
+
+
+def check_bias(given: Any) -> dict[int, float]:
+    """The first pair that is wrong ends the check, as with `Many`."""
+    if not isinstance(given, dict):
+        raise ValueError("maps token ids to numbers")
+    for token, bias in given.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 11):
+            raise ValueError(f"maps token ids to numbers; {token!r:.40} is no id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"values must lie between -100 and 100; {bias!r:.40} does not")
+    return {int(token): float(bias) for token, bias in given.items()}
+
+
+def check_metadata(given: Any) -> dict[str, str]:
+    if not isinstance(given, dict) or len(given) > MAX_METADATA or not all(isinstance(one, str) for one in given.values()):
+        raise ValueError(f"must be at most {MAX_METADATA} names, each with a text")
+    return given
+
+
 class Payload(BaseModel):
-    """Unknown fields are left aside, as OpenAI's own clients expect of servers that lag behind."""
+    """Unknown fields are left aside, as OpenAI's own clients expect of servers that lag behind. Those that are known and cannot
+    be followed are refused, unless they ask for nothing."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    # By name: values that change nothing, and why others are refused.
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    # Fields that have a default and take no null: OpenAI's clients send null for what is not set.
+    NOT_NULL: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = cls.model_fields.items()
+        cls.NOT_NULL = frozenset(
+            name for name, field in fields if not field.is_required() and NoneType not in get_args(field.annotation)
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (harmless, reason) in cls.REFUSED.items():
+            value = data.get(name)
+            if value is not None and value not in harmless:
+                raise ValueError(f"{name} {reason}")
+        nulls = [name for name in cls.NOT_NULL if name in data and data[name] is None]
+        return {name: value for name, value in data.items() if name not in nulls} if nulls else data
 
 
 class StreamOptions(Payload):
@@ -54,6 +100,9 @@ class StructuredOutputs(Payload):
     json_object: bool | None = None
 
 
+GUIDED = ("json", "regex", "choice", "grammar", "json_object")
+
+
 class SamplingFields(Payload):
     """Fields that chat and completions share. None: the model's or the server's default."""
 
@@ -66,7 +115,8 @@ class SamplingFields(Payload):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(check_bias, json_schema_input_type=dict[str, float])] | None = None
+    bad_words: Many[str] | None = None
     seed: Seed | None = None
     stop: str | Many[str] | None = None
     stop_token_ids: Many[TokenId] | None = None
@@ -83,23 +133,36 @@ class SamplingFields(Payload):
     learn: bool = True
     include_speculation: bool = False
 
-    # vLLM's and OpenAI's fields that cannot be followed: given with any other value they are refused.
     best_of: int | None = None
-    prompt_logprobs: int | None = None
-    use_beam_search: bool | None = None
-    truncate_prompt_tokens: int | None = None
+
+    REFUSED = {
+        "prompt_logprobs": ((), "is not supported: ask for logprobs of the answer"),
+        "use_beam_search": ((False,), "is not supported: use n and temperature"),
+        "truncate_prompt_tokens": ((), "is not supported: shorten the prompt"),
+        "allowed_token_ids": (([],), "is not supported: use structured_outputs or logit_bias"),
+        "return_token_ids": ((False,), "is not supported: /tokenize gives the ids of a text"),
+        "return_tokens_as_token_ids": ((False,), "is not supported: /tokenize gives the ids of a text"),
+        "prompt_embeds": ((), "is not supported: send text or token ids"),
+        "logits_processors": (([],), "is not supported over HTTP"),
+        "cache_salt": ((), "is not supported: callers share the prefix cache; start with --no-enable-prefix-caching"),
+        "guided_whitespace_pattern": ((), "is not supported"),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_guided(cls, data: Any) -> Any:
+        """vLLM's older names of `structured_outputs`."""
+        if not isinstance(data, dict):
+            return data
+        guided = {name: data[f"guided_{name}"] for name in GUIDED if data.get(f"guided_{name}") is not None}
+        if guided and data.get("structured_outputs") is not None:
+            raise ValueError("structured_outputs and guided_... exclude each other; give one")
+        return data | {"structured_outputs": guided} if guided else data
 
     @model_validator(mode="after")
     def check_unsupported(self) -> SamplingFields:
-        refusals = {
-            "best_of": (self.best_of not in (None, self.n), "must equal n: all answers are returned"),
-            "prompt_logprobs": (self.prompt_logprobs is not None, "is not supported: ask for logprobs of the answer"),
-            "use_beam_search": (bool(self.use_beam_search), "is not supported: use n and temperature"),
-            "truncate_prompt_tokens": (self.truncate_prompt_tokens is not None, "is not supported: shorten the prompt"),
-        }
-        for name, (refused, reason) in refusals.items():
-            if refused:
-                raise ValueError(f"{name} {reason}")
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of must equal n: all answers are returned")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: true")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -186,6 +249,15 @@ class ChatRequest(SamplingFields, ChatFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool = True
+
+    REFUSED = SamplingFields.REFUSED | {
+        "functions": (([],), "is not supported: use tools"),
+        "function_call": (("none", "auto"), "is not supported: use tools and tool_choice"),
+        "echo": ((False,), "is not supported: the answer alone is returned"),
+        "audio": ((), "is not supported: answers are text"),
+        "modalities": ((["text"],), "is not supported: answers are text"),
+        "web_search_options": ((), "is not supported"),
+    }
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatRequest:
@@ -288,25 +360,28 @@ class ResponsesRequest(Payload):
     top_p: float | None = None
     stream: bool | None = False
     text: TextOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], PlainValidator(check_metadata, json_schema_input_type=dict[str, str])] | None = None
     user: str | None = None
     store: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
+    include: Many[str] | None = None
     speculate: bool = True
     learn: bool = True
 
+    REFUSED = {
+        "tools": (([],), "are served by /v1/chat/completions"),
+        "tool_choice": (("none", "auto"), "is not supported: tools are served by /v1/chat/completions"),
+        "top_logprobs": ((0,), "is not supported: /v1/chat/completions gives log-probabilities"),
+        "previous_response_id": ((), "is not supported: no conversations are kept here; send all messages as input"),
+        "conversation": ((), "is not supported: no conversations are kept here; send all messages as input"),
+        "background": ((False,), "is not supported; stream instead"),
+        "truncation": (("disabled",), "is not supported: shorten the input"),
+        "prompt": ((), "is not supported: no prompts are kept here; send messages as input"),
+    }
+
     @model_validator(mode="after")
-    def check_unsupported(self) -> ResponsesRequest:
-        if self.tools:
-            raise ValueError("tools are served by /v1/chat/completions")
-        if self.previous_response_id or self.conversation:
-            raise ValueError("no conversations are kept here; send all messages as input")
-        if self.background:
-            raise ValueError("background responses are not supported; stream instead")
+    def check_input(self) -> ResponsesRequest:
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise ValueError("include: /v1/chat/completions gives log-probabilities")
         if isinstance(self.input, list):
             if not self.input:
                 raise ValueError("input is empty; give at least one message")

@@ -18,6 +18,7 @@ class ReasoningParser:
     start, end = "<think>", "</think>"
     thinks_first = False  # whether an answer without any tag begins as a thought
     also_ends: tuple[str, ...] = ()  # what ends a thought too, and stays in the content
+    needs_special_tokens = False  # whether its tags are tokens that decoding would skip
 
     def __init__(self, prompt: str = "") -> None:
         opened, closed = prompt.rfind(self.start), prompt.rfind(self.end)
@@ -83,4 +84,15 @@ class KimiK2(ReasoningParser):
     also_ends = ("<|tool_calls_section_begin|>",)
 
 
-REASONING_PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3, "deepseek_r1": DeepSeekR1, "kimi_k2": KimiK2}
+class Mistral(ReasoningParser):
+    """Magistral's."""
+
+    start, end, needs_special_tokens = "[THINK]", "[/THINK]", True
+
+
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
+    "qwen3": Qwen3,
+    "deepseek_r1": DeepSeekR1,
+    "kimi_k2": KimiK2,
+    "mistral": Mistral,
+}

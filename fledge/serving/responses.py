@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import Request
 
 from fledge.serving import chat, prompts
-from fledge.serving.answers import usage
-from fledge.serving.gate import caller_of
+from fledge.serving.answers import num_last_tokens, usage
 from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
+from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
 from fledge.serving.streaming import EventStream, begin, event, unless_gone
 
@@ -56,55 +56,86 @@ def as_chat(payload: ResponsesRequest) -> ChatRequest:
 
 
 class Response:
-    """A response on its way from `in_progress` to `completed`."""
+    """A response on its way from `in_progress` to `completed`: a reasoning item if the model thinks, then its message."""
 
     def __init__(self, payload: ResponsesRequest, call: chat.ChatCall) -> None:
         self.payload, self.call, self.parser = payload, call, call.new_parser()
-        self.id, self.item_id = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
-        self.place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        self.item = {"type": "message", "id": self.item_id, "role": "assistant"}
+        name = secrets.token_hex(16)
+        self.id, self.thought_id, self.item_id = f"resp_{name}", f"rs_{name}", f"msg_{name}"
         self.answer: Answer | None = None  # once it is complete
+        self.num_thought_tokens = 0
         self.sequence = -1
+        self._open: str | None = None  # which kind of item is being written
+        self._next_index = 0
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
         await generation.consume(self._take)
         return self.body(self.answer)
 
     def _take(self, progress: Progress) -> list[dict[str, Any]]:
+        is_thinking = not self.parser.is_answering
         deltas = self.parser.push(progress.text)
         if progress.finish_reason is not None:
             deltas += self.parser.finish()
             self.answer = progress.answer
+        if is_thinking:
+            content = sum(len(delta.get("content") or "") for delta in deltas)
+            texts = [self.call.service.tokenizer.text_of(token) for token in progress.tokens]
+            self.num_thought_tokens += len(texts) - num_last_tokens(texts, content)
         return deltas
 
     def begin(self) -> bytes:
-        opened = self.item | {"status": "in_progress", "content": []}
-        return b"".join(
-            (
-                self._event("response.created", response=self.body(None)),
-                self._event("response.in_progress", response=self.body(None)),
-                self._event("response.output_item.added", output_index=0, item=opened),
-                self._event("response.content_part.added", **self.place, part=_part("")),
-            )
-        )
+        return b"".join(self._event(f"response.{kind}", response=self.body(None)) for kind in ("created", "in_progress"))
 
     def push(self, progress: Progress) -> bytes:
-        return b"".join(
-            self._event("response.output_text.delta", **self.place, delta=delta["content"], logprobs=[])
-            for delta in self._take(progress)
-            if delta.get("content")
-        )
+        written = []
+        for delta in self._take(progress):
+            for kind, name in (("reasoning", "response.reasoning_text.delta"), ("message", "response.output_text.delta")):
+                if text := delta.get("content" if kind == "message" else kind):
+                    written.append(self._begin_item(kind))
+                    written.append(self._event(name, **self._place(), delta=text, **_no_logprobs(kind)))
+        return b"".join(written)
 
     def end(self) -> bytes:
-        text, body = self.parser.content, self.body(self.answer)
-        return b"".join(
-            (
-                self._event("response.output_text.done", **self.place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **self.place, part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=body["output"][-1]),
-                self._event(f"response.{body['status']}", response=body),
-            )
-        )
+        last = self._begin_item("message") + self._end_item()  # an answer without text has a message all the same
+        body = self.body(self.answer)
+        return last + self._event(f"response.{body['status']}", response=body)
+
+    def _place(self) -> dict[str, Any]:
+        item_id = self.item_id if self._open == "message" else self.thought_id
+        return {"item_id": item_id, "output_index": self._next_index - 1, "content_index": 0}
+
+    def _begin_item(self, kind: str) -> bytes:
+        """Opens an item of this kind, unless it is open; ends the one before."""
+        if self._open == kind:
+            return b""
+        ended = self._end_item()
+        self._open, index = kind, self._next_index
+        self._next_index += 1
+        opened = self._item(kind) | {"status": "in_progress", "content": []}
+        added = self._event("response.output_item.added", output_index=index, item=opened)
+        return ended + added + self._event("response.content_part.added", **self._place(), part=_part(kind, ""))
+
+    def _end_item(self) -> bytes:
+        if self._open is None:
+            return b""
+        kind, place = self._open, self._place()
+        text = self.parser.content if kind == "message" else self.parser.thought
+        name = "output_text" if kind == "message" else "reasoning_text"
+        written = self._event(f"response.{name}.done", **place, text=text, **_no_logprobs(kind))
+        written += self._event("response.content_part.done", **place, part=_part(kind, text))
+        item = self._item(kind)
+        self._open = None
+        return written + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        """As it stands: whole, once nothing is added to it."""
+        is_cut = self.answer is not None and self.answer.finish_reason == "length"
+        if kind == "reasoning":
+            item = {"type": "reasoning", "id": self.thought_id, "summary": [], "content": [_part(kind, self.parser.thought)]}
+            return item | {"status": "incomplete" if is_cut and not self.parser.content else "completed"}
+        item = {"type": "message", "id": self.item_id, "role": "assistant", "content": [_part(kind, self.parser.content)]}
+        return item | {"status": "incomplete" if is_cut else "completed"}
 
     def body(self, answer: Answer | None) -> dict[str, Any]:
         """`answer`: None while it is under way."""
@@ -112,11 +143,7 @@ class Response:
         status = "in_progress" if answer is None else "incomplete" if answer.finish_reason == "length" else "completed"
         output: list[dict[str, Any]] = []
         if answer is not None:
-            message = {"type": "message", "id": self.item_id, "role": "assistant", "status": status}
-            output = [message | {"content": [_part(self.parser.content)]}]
-            if self.parser.thought:
-                thought = {"type": "reasoning_text", "text": self.parser.thought}
-                output.insert(0, {"type": "reasoning", "id": f"rs_{self.id[5:]}", "summary": [], "content": [thought]})
+            output = [self._item(kind) for kind in ("reasoning", "message") if kind == "message" or self.parser.thought]
         wanted = payload.text.format if payload.text is not None else None
         params = self.call.works[0].params
         return {
@@ -146,7 +173,7 @@ class Response:
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts.get("prompt_tokens_details", {"cached_tokens": 0}),
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_thought_tokens if self.parser.thought else 0},
             "total_tokens": counts["total_tokens"],
         }
 
@@ -155,5 +182,11 @@ class Response:
         return event({"type": kind, "sequence_number": self.sequence} | fields, name=kind)
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _no_logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}

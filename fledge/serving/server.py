@@ -18,10 +18,12 @@ import math
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -38,6 +40,7 @@ from fledge.serving.streaming import ExposeSocket
 # How long after our own limit connections are cut: by then everyone has been told.
 BACKSTOP_SECONDS = 5
 WATCH_SECONDS = 0.05
+MAX_SOCKET_PATH = 107  # Linux's sun_path, with its zero at the end
 
 log = logging.getLogger("fledge.serving")
 
@@ -51,6 +54,7 @@ class Server(uvicorn.Server):
         self.service.engine.before_stop = self._wait_for_workers
         self.workers: list[subprocess.Popen] = []
         self.interrupted = False
+        self.ready_line = ""  # logged once, when requests are taken
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again when it has ended; whether that reaches us as an exception depends on the moment.
@@ -80,6 +84,9 @@ class Server(uvicorn.Server):
         """uvicorn's, ten times a second."""
         if any(worker.poll() is not None for worker in self.workers) and not self.should_exit:
             self.service.engine.fail("an HTTP process of the server ended")
+        if self.ready_line and self.service.engine.status == "ready":
+            log.info(self.ready_line)
+            self.ready_line = ""
         return await super().on_tick(counter)
 
 
@@ -90,6 +97,7 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
         ExposeSocket(create_app(service)),
         uds=flags.uds,
         root_path=flags.root_path,
+        log_config=None,  # `log_to_stderr` has set the format
         log_level=flags.uvicorn_log_level,
         access_log=not flags.disable_uvicorn_access_log,
         ssl_keyfile=flags.ssl_keyfile,
@@ -116,13 +124,18 @@ def with_mapped(addresses: Sequence[str]) -> list[str]:
 def run(flags: ServeFlags) -> None:
     log_to_stderr(flags.uvicorn_log_level)
     give_back_large_blocks()
+    check_files(flags)
     sockets = [] if flags.uds else bind(flags)
     server = build(flags)
     # The server waits for running requests and then raises the signal again: by then it has been followed.
     signal.signal(signal.SIGTERM, lambda *_: None)
     scheme = "https" if flags.ssl_certfile else "http"
     where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
-    log.info("serving %s at %s", printable(", ".join(flags.names)), where)
+    names = printable(", ".join(flags.names))
+    log.info("loading %s; it will be at %s", names, where)
+    server.ready_line = f"ready: {names} at {where}"
+    for note in flags.notes:
+        log.warning(printable(note))
     if flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds:
         log.info("open to this machine alone; --host 0.0.0.0 opens it to the network (give an --api-key then)")
     elif not flags.api_key and not flags.uds:
@@ -142,12 +155,45 @@ def run(flags: ServeFlags) -> None:
         if isinstance(engine.host, EngineThread) and not engine.host.join(0) and engine.failure is None:
             # Interrupted while a model is loaded, or while a mask takes minutes. Python's end would unwind that thread inside
             # C++, which aborts the process.
+            code = _exit_code(sys.exception(), server.interrupted)
             sys.stderr.flush()
-            os._exit(130 if server.interrupted or isinstance(sys.exception(), KeyboardInterrupt) else 0)
+            os._exit(code)
     if server.service.engine.failure is not None:
         raise server.service.engine.failure
     if server.interrupted:
         raise KeyboardInterrupt
+
+
+def _exit_code(error: BaseException | None, interrupted: bool) -> int:
+    """Of a process that cannot end in the usual way; `error`: what ended the server."""
+    if interrupted or isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):  # uvicorn's, which has said why
+        return error.code if isinstance(error.code, int) else 1
+    if error is not None:
+        log.error("the server could not start", exc_info=error)
+        return 1
+    return 0
+
+
+def check_files(flags: ServeFlags) -> None:
+    """What the server could not begin without, before a model is loaded for it."""
+    if flags.ssl_keyfile and not flags.ssl_certfile:
+        raise UserError("--ssl-keyfile needs --ssl-certfile")
+    if flags.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(flags.ssl_certfile, flags.ssl_keyfile, lambda: "")
+        except OSError as error:  # ssl's own are OSErrors too
+            files = " and ".join(filter(None, (flags.ssl_certfile, flags.ssl_keyfile)))
+            raise UserError(f"{files}: no certificate and key that can be used ({error})") from None
+    if flags.uds:
+        path = Path(flags.uds)
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise UserError(f"--uds {path}: {path.parent} is no folder that can be written to")
+        if path.exists() and not path.is_socket():
+            raise UserError(f"--uds {path}: there is something else of that name")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise UserError(f"--uds {path}: longer than the {MAX_SOCKET_PATH} bytes that a socket's path may have")
 
 
 def _count(number: int) -> str:

@@ -13,17 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fledge.errors import RequestError
 from fledge.sampling import SamplingParams, check_params
 from fledge.serving.async_engine import AsyncEngine
 from fledge.serving.channel import Channel
+from fledge.serving.defaults import overriding_defaults
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
-from fledge.serving.json_checks import check_grammar_size
-from fledge.serving.messages import Ready, ToFront
-from fledge.serving.protocol import SamplingFields
+from fledge.serving.json_checks import check_grammar_size, check_json
+from fledge.serving.json_schema import supported_schema
+from fledge.serving.messages import Ready, ToApiServer
+from fledge.serving.protocol import ChatRequest, SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
-from fledge.tokenizer import Tokenizer
+from fledge.tokenizer import Tokenizer, bad_word_token_ids
 
 Result = TypeVar("Result")
 
@@ -38,21 +41,21 @@ COUNTED_CHARACTERS = 65_536
 
 
 class Service:
-    """`connection`: to an engine that another front has started; None: this one starts it, by the flags."""
+    """`connection`: to an engine that another HTTP process has started; None: this one starts it, by the flags."""
 
     def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
         self.limits = flags.limits
-        self.other_connections: list[socket.socket] = []  # for other fronts, which this one starts
+        self.defaults: dict[str, Any] = overriding_defaults(flags.override_generation_config)
+        self.other_connections: list[socket.socket] = []  # for other HTTP processes, which this one starts
         host: EngineHost | None = None
         if connection is None:
             pairs = [socket.socketpair() for _ in range(flags.api_workers)]
             connection, *self.other_connections = [ours for ours, _ in pairs]
             theirs = [engine_side for _, engine_side in pairs]
             host = EngineProcess(flags, theirs) if flags.engine_process else EngineThread(flags, theirs, build)
-        channel: Channel[ToFront] = Channel(connection, ToFront)
+        channel: Channel[ToApiServer] = Channel(connection, ToApiServer)
         self.engine = AsyncEngine(channel, host, self._prepare, flags.max_queue, self.limits.request_timeout)
-        self.defaults: dict[str, Any] = dict(flags.override_generation_config)
         self._seeds = random.Random(flags.seed) if flags.seed is not None else None
         room, on_refusal = self.limits.max_tokenizer_queue, self.engine.count_rejected
         self._tokenizing = TokenizerThread("tokenizer", room, on_refusal)
@@ -114,12 +117,14 @@ class Service:
             "stop": (len(stops), limits.max_stop_strings, "stop strings", "max-stop-strings"),
             "stop_token_ids": (len(fields.stop_token_ids or ()), limits.max_stop_token_ids, "ids", "max-stop-token-ids"),
             "logit_bias": (len(fields.logit_bias or ()), limits.max_logit_bias, "tokens", "max-logit-bias"),
+            "bad_words": (len(fields.bad_words or ()), limits.max_bad_words, "words", "max-bad-words"),
             "structured_outputs": (len(choices or ()), limits.max_json_items, "choices", "max-json-items"),
         }
         for param, (count, most, what, flag) in counts.items():
             self.check_count(param, count, most, what, flag)
-        characters = sum(map(len, stops))
-        self.check_count("stop", characters, limits.max_stop_characters, "characters of stop strings", "max-stop-characters")
+        for param, texts in (("stop", stops), ("bad_words", fields.bad_words or [])):
+            characters = sum(map(len, texts))
+            self.check_count(param, characters, limits.max_stop_characters, f"characters of {param}", "max-stop-characters")
         self.engine.check_capacity(num_prompts * fields.n, caller)
 
     def check_chat_limits(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> None:
@@ -168,19 +173,18 @@ class Service:
         """What a request asks for by `response_format`, `structured_outputs` or a forced tool: a kind and its value."""
         wanted, extension = fields.response_format, fields.structured_outputs
         if forced_schema is not None:
-            return "json_schema", json.dumps(forced_schema)
+            return "json_schema", self._schema(forced_schema)
         if wanted is not None and wanted.type == "json_schema":
             schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
             if schema is None:
                 raise ApiError("response_format json_schema needs json_schema.schema", param="response_format")
-            return "json_schema", json.dumps(schema)
+            return "json_schema", self._schema(schema)
         if wanted is not None and wanted.type == "json_object":
             return "json_object", None
         if extension is None:
             return None
-        text = extension.json_ if isinstance(extension.json_, str | None) else json.dumps(extension.json_)
         kinds = {
-            "json": ("json_schema", text),
+            "json": ("json_schema", extension.json_),
             "regex": ("regex", extension.regex),
             "choice": ("choice", extension.choice),
             "grammar": ("ebnf", extension.grammar),
@@ -190,7 +194,21 @@ class Service:
         if len(given) != 1:
             raise ApiError(f"structured_outputs takes exactly one of {', '.join(kinds)}", param="structured_outputs")
         kind, value = given[0]
+        if kind == "json_schema":
+            return kind, self._schema(value)
         return kind, None if kind == "json_object" else value
+
+    def _schema(self, schema: Any) -> str:
+        """A schema that the grammar library follows in full, as JSON; RequestError says what it would not."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        check_grammar_size("JSON schema", len(text), self.limits)
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                raise RequestError("the JSON schema is not valid JSON") from None
+            check_json(schema, self.limits)
+        return json.dumps(supported_schema(schema))
 
     def check_grammar(self, kind: str, value: str | list[str] | None, params: SamplingParams) -> None:
         """Before it is queued. The compiler looks at its size again, as it writes the text."""
@@ -219,37 +237,42 @@ class Service:
     ) -> SamplingParams:
         """What all answers of a request share; `answer_seed` has the rest."""
         if logprobs is not None and logprobs > self.flags.max_logprobs:
-            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param="top_logprobs")
+            param = "top_logprobs" if isinstance(fields, ChatRequest) else "logprobs"
+            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param=param)
 
         def pick(name: str, fallback: float) -> float:
             value = getattr(fields, name)
             return value if value is not None else self.defaults.get(name, fallback)
 
-        temperature, penalty = pick("temperature", 1.0), pick("repetition_penalty", 1.0)
-        if not 0.01 <= penalty <= 100:
-            raise ApiError("repetition_penalty must lie between 0.01 and 100", param="repetition_penalty")
+        temperature = pick("temperature", 1.0)
         if 0 < temperature < LEAST_TEMPERATURE:
             temperature = LEAST_TEMPERATURE
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min(fields.min_tokens, max_tokens),
-            temperature=temperature,
-            top_p=pick("top_p", 1.0),
-            top_k=int(pick("top_k", 0)),
-            min_p=pick("min_p", 0.0),
-            repetition_penalty=penalty,
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=_logit_bias(fields.logit_bias),
-            stop=fields.stop or (),
-            stop_token_ids=fields.stop_token_ids or (),
-            ignore_eos=fields.ignore_eos,
-            include_stop_str_in_output=fields.include_stop_str_in_output,
-            skip_special_tokens=fields.skip_special_tokens and not special_tokens,
-            logprobs=logprobs,
-        )
         info = self.engine.check_ready()
-        check_params(params, info.vocab_size, info.eos_token_ids)
+        try:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=fields.min_tokens,
+                temperature=temperature,
+                top_p=pick("top_p", 1.0),
+                top_k=int(pick("top_k", 0)),
+                min_p=pick("min_p", 0.0),
+                repetition_penalty=pick("repetition_penalty", 1.0),
+                presence_penalty=fields.presence_penalty or 0.0,
+                frequency_penalty=fields.frequency_penalty or 0.0,
+                logit_bias=fields.logit_bias or None,
+                bad_words=fields.bad_words or (),
+                bad_word_ids=bad_word_token_ids(self.tokenizer, fields.bad_words or ()),
+                stop=fields.stop or (),
+                stop_token_ids=fields.stop_token_ids or (),
+                ignore_eos=fields.ignore_eos,
+                include_stop_str_in_output=fields.include_stop_str_in_output,
+                skip_special_tokens=fields.skip_special_tokens and not special_tokens,
+                logprobs=logprobs,
+            )
+            check_params(params, info.vocab_size, info.eos_token_ids)
+        except RequestError as error:  # its sentences begin with the parameter
+            param = str(error).partition(" ")[0]
+            raise ApiError(str(error), param=param if hasattr(fields, param) else None) from None
         return params
 
     def answer_seed(self, seed: int | None, choice: int) -> int | None:
@@ -257,10 +280,3 @@ class Service:
         if seed is not None:
             return (seed + choice) % (1 << 63) if choice else seed
         return self._seeds.getrandbits(63) if self._seeds is not None else None
-
-
-def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    try:
-        return {int(token): bias for token, bias in given.items()} if given else None
-    except ValueError:
-        raise ApiError("logit_bias maps token ids to numbers; a key is not an id", param="logit_bias") from None

@@ -11,6 +11,7 @@ from fledge.errors import UserError
 from fledge.speculation.depth import TreeShape
 
 METHODS = ("eagle3", "eagle", "ngram")
+EAGER = "a GPU always runs captured CUDA graphs, a CPU never does"
 
 # Keys of --speculative-config that may be given with these values only, and why.
 FIXED = {
@@ -18,9 +19,11 @@ FIXED = {
     "quantization": ((None,), "drafters are served in --dtype"),
     "max_model_len": ((None,), "the drafter follows the target's --max-model-len"),
     "revision": ((None,), "fetch the revision you want and give its folder as 'model'"),
-    "enforce_eager": ((None, True, False), ""),
-    "disable_by_batch_size": ((None,), 'speculation stays on; switch it off per request with "speculate": false'),
-    "speculative_token_tree": ((None,), "give the tree's shape with --tree-width and --tree-nodes"),
+    "disable_by_batch_size": (
+        (None,),
+        'the depth follows the load, down to 0, by measured cost; a request switches it off with "speculate": false',
+    ),
+    "speculative_token_tree": ((None,), "give --tree, and its shape with --tree-width and --tree-nodes"),
     "rejection_sample_method": ((None, "strict", "standard"), "verification is exact here; leave it out"),
     "parallel_drafting": ((None, False), "drafters that propose a block in one pass are not supported"),
 }
@@ -33,6 +36,7 @@ class SpeculativeConfig:
     speculation: Speculation
     prompt_lookup_max: int | None = None  # n-gram: the longest match tried
     prompt_lookup_min: int | None = None
+    notes: tuple[str, ...] = ()  # keys that have no effect, for the log
 
     @classmethod
     def parse(cls, text: str | dict[str, Any], tree: TreeShape | None = None) -> SpeculativeConfig:
@@ -40,6 +44,8 @@ class SpeculativeConfig:
         for key, (values, reason) in FIXED.items():
             if given.pop(key, None) not in values:
                 raise UserError(f"--speculative-config: {key!r} does not apply here: {reason}")
+        eager = "--speculative-config: enforce_eager has no effect: " + EAGER
+        notes = (eager,) if given.pop("enforce_eager", None) else ()
         model, method = given.pop("model", None), given.pop("method", None)
         depth = given.pop("num_speculative_tokens", None)
         longest, shortest = given.pop("prompt_lookup_max", None), given.pop("prompt_lookup_min", None)
@@ -63,7 +69,7 @@ class SpeculativeConfig:
         elif longest is not None or shortest is not None:
             raise UserError("--speculative-config: prompt_lookup_min and _max belong to method 'ngram'")
         speculation = Speculation("ngram" if method == "ngram" else model, depth or DEFAULT_DEPTH, tree)
-        return cls(speculation, longest, shortest)
+        return cls(speculation, longest, shortest, notes)
 
     def with_depth_rules(self, adaptive: bool, drift_guard: bool) -> SpeculativeConfig:
         return replace(self, speculation=replace(self.speculation, adaptive=adaptive, drift_guard=drift_guard))

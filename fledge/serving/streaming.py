@@ -17,8 +17,8 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from fledge.serving.errors import ApiError, as_api_error
-from fledge.serving.gate import CUT
 from fledge.serving.generation import CallOptions, Generation, Progress, Work
+from fledge.serving.request_guard import CUT
 
 if TYPE_CHECKING:
     from fledge.serving.async_engine import AsyncEngine

@@ -19,7 +19,8 @@ from fledge.kernels.bits import pack_bits
 from fledge.serving.errors import ApiError
 from fledge.serving.grammar_process import GrammarProcess
 from fledge.serving.grammar_worker import compile_grammar
-from fledge.serving.json_checks import check_grammar_size, check_json
+from fledge.serving.json_checks import check_grammar_size
+from fledge.serving.json_patterns import FORMATS
 from fledge.serving.limits import Limits
 from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
@@ -100,19 +101,12 @@ class GrammarCompiler:
             return Grammar(self._cache[kind, text], is_json=True, is_plain=True)
 
     def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
-        if isinstance(schema, str):
-            check_grammar_size("JSON schema", len(schema), self.limits)
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError):
-                raise RequestError("the JSON schema is not valid JSON") from None
-        if not isinstance(schema, dict | bool):
-            raise RequestError("the JSON schema must be an object, true or false")
-        check_json(schema, self.limits)
-        text = json.dumps(schema)
+        """The schema, or its JSON, as `supported_schema` writes it: the library leaves other keywords aside."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
         # JSON's own brackets and quotes leave one reading of a text. A regular expression in a schema (`pattern`,
-        # `patternProperties`) may have many.
-        return Grammar(self._compile("JSON schema", text), is_json=True, is_plain='"pattern' not in text)
+        # `patternProperties`) may have many; those of formats do not.
+        ours = sum(text.count(f'"pattern": {json.dumps(pattern)}') for pattern in FORMATS.values() if pattern is not None)
+        return Grammar(self._compile("JSON schema", text), is_json=True, is_plain=text.count('"pattern') == ours)
 
     def regex(self, pattern: str) -> Grammar:
         return Grammar(self._compile("regular expression", pattern))

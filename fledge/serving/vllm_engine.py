@@ -17,7 +17,7 @@ from pathlib import Path
 from fledge import sources
 from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
-from fledge.serving.flag_parser import DEFAULT_MODEL, parser
+from fledge.serving.flag_parser import DEFAULT_MODEL, OF_VLLM, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
 from fledge.sources import BUILT_INS
 
@@ -38,13 +38,7 @@ else:
 def command(arguments: Sequence[str]) -> list[str]:
     """The vLLM command: names that only Fledge knows become folders, all else is passed on as it is."""
     rest = normalise(arguments)
-    own = {
-        option
-        for group in parser()._action_groups
-        if group.title == "Fledge's own"
-        for a in group._group_actions
-        for option in a.option_strings
-    }
+    own = {option for action in parser()._actions for option in action.option_strings} - OF_VLLM
     own -= {"--drafter", "--depth"}
     refused = next((word for word in rest if word.partition("=")[0] in own), None)
     if refused is not None:

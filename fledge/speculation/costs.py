@@ -109,8 +109,6 @@ class CostTable:
 class StepCosts(Protocol):
     """What the controller asks of an executor's cost model."""
 
-    is_learnt: bool  # measured from the steps that are run: the controller has to explore
-
     def seconds(self, num_running: int, num_drafted: int, depth: int) -> float | None:
         """Of a step for so many requests, `num_drafted` of which are drafted for `depth` tokens deep; None: not known."""
         ...
@@ -118,8 +116,6 @@ class StepCosts(Protocol):
 
 class RowCosts:
     """Learnt by the eager executor: target passes by rows, drafting by requests and depth."""
-
-    is_learnt = True
 
     def __init__(self, acceptance: AcceptanceModel, nodes: Callable[[int], float] | None = None) -> None:
         """`nodes(depth)`: draft tokens verified per request; None: as many as the acceptance model expects of a chain."""
@@ -185,8 +181,6 @@ class GraphCosts:
     A shape that was not launched yet gets the smallest correction seen at its batch size, so that it is rather tried than
     not. Corrections of depths that are no longer used slowly approach that of the depth in use.
     """
-
-    is_learnt = False
 
     def __init__(self, recorded: Mapping[GraphShape, float]) -> None:
         """`recorded`: seconds by shape; it may grow."""

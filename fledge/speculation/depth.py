@@ -14,6 +14,9 @@ class DepthPolicy:
     limit: int
     threshold: float = 0.0  # 0: always to the limit
 
+    def __str__(self) -> str:
+        return f"auto (up to {self.limit})" if self.threshold else str(self.limit)
+
     def goes_on(self, depth: int, joint_probability: float) -> bool:
         """Whether a draft that is `depth` tokens deep gets another one."""
         return depth < self.limit and joint_probability >= self.threshold
@@ -24,7 +27,7 @@ class DepthPolicy:
         if isinstance(text, str) and text.strip().lower() == "auto":
             return cls(CPU_LIMIT if on_cpu else GPU_LIMIT, AUTO_THRESHOLD)
         try:
-            limit = int(text)
+            limit = int(text) if isinstance(text, str | int) and not isinstance(text, bool) else 0
         except ValueError:
             limit = 0
         if not 1 <= limit <= 64:

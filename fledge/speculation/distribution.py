@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample import TruncationParams, sample
+from fledge.kernels.sample import sample_cpu
+from fledge.kernels.truncation import TruncationParams
 from fledge.sampling import SamplingParams
 
 
@@ -49,7 +50,7 @@ def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> 
     """The token at `position` of an answer: the likeliest, or drawn with noise that belongs to (seed, position)."""
     if params.greedy:
         return int(logits_V.argmax())
-    return int(sample(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
+    return int(sample_cpu(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
 
 
 def sampling_tensors(
@@ -63,25 +64,3 @@ def sampling_tensors(
         top_p, min_p = (torch.tensor([x], device=device) for x in (max(params.top_p, LEAST_TOP_P), params.min_p))
         truncation = TruncationParams(top_p, torch.tensor([max(params.top_k, 0)], device=device), min_p)
     return temperature, numbers[0], numbers[1], truncation
-
-
-def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature, min-p, top-k and top-p over the last dimension. Not for temperature 0."""
-    probs = torch.softmax(logits.float() / params.temperature, -1)
-    keep = None
-    if params.min_p > 0:
-        keep = probs >= params.min_p * probs.amax(-1, keepdim=True)
-    if 0 < params.top_k < probs.shape[-1]:
-        kth = probs.topk(params.top_k, -1).values[..., -1:]
-        keep = probs >= kth if keep is None else keep & (probs >= kth)
-    if keep is not None:
-        probs = probs * keep
-        probs = probs / probs.sum(-1, keepdim=True)
-    if params.top_p < 1:
-        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the mass ahead of each token
-        cut[..., 0] = False  # the likeliest always stays: in fp32 the smallest top_p are 0
-        ordered = ordered.masked_fill(cut, 0)
-        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.checkpoints.drafter_config import config_to_hf
 from fledge.errors import UserError
 from fledge.files import write_atomically
-from fledge.training.checkpoint import flat_settings, load_checkpoint, save_checkpoint
+from fledge.training.checkpoint import export, load_checkpoint, save_checkpoint, served_copy
 from fledge.training.context import TrainingContext
 from fledge.training.data.prefetch import StepInput
 from fledge.training.distributed import DistributedContext
-from fledge.training.evaluate import HeldOut, evaluate
-from fledge.training.export import export, served_copy
-from fledge.training.journal import Journal
-from fledge.training.losses import LossSettings, StepMetrics
-from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.optimizers import build_optimizers, clip_gradients, learning_rate_factor
-from fledge.training.recipe import Recipe, RecipeError, with_overrides
-from fledge.training.targets.target import Target, TargetStates
+from fledge.training.evaluate import HeldOut, Judged, describe_lengths, evaluate
+from fledge.training.journal import Journal, describe_not_finite
+from fledge.training.objective import LossSettings, Objective, ObjectiveSettings, StepMetrics
+from fledge.training.targets.target import TargetStates
 from fledge.training.ttt import TrainBatch
-
-# Sections that arms may differ in, and keys of them that all arms share: the target's pass and the batches depend on these.
-OWN = ("drafter", "objective", "optimizer")
-SHARED = (
-    *("drafter.aux_layers", "drafter.draft_vocab_size"),
-    *("objective.ttt_steps", "objective.outside_vocabulary", "objective.chunk_rows"),
-)
 
 Recent = deque[tuple[int, StepInput]]
 
@@ -67,13 +56,13 @@ class _Window:
 class Arm:
     journal: Journal  # set by the trainer when the run starts
 
-    def __init__(self, context: TrainingContext, world: DistributedContext) -> None:
-        self.context, self.world, self.recipe, self.drafter = context, world, context.recipe, context.drafter
+    def __init__(self, context: TrainingContext, dist: DistributedContext) -> None:
+        self.context, self.dist, self.recipe, self.drafter = context, dist, context.recipe, context.drafter
         self.target, self.device = context.target, context.device
         self.folder, self.dtype = Path(self.recipe.output), getattr(torch, self.recipe.run.compute_dtype)
         self.best, self.stale = 0.0, 0
         self.evaluations: list[dict[str, Any]] = []  # of this process's part of the run
-        world.broadcast_parameters(self.drafter)
+        dist.broadcast_parameters(self.drafter)
         self.objective = self._objective(compile=self.recipe.run.compile == "yes")
         asked = self.recipe.optimizer
         self.optimizer = build_optimizers(
@@ -121,7 +110,7 @@ class Arm:
         loss.backward()
         self._metrics.append(metrics)
         self._window.loss += loss.detach()
-        self._window.tokens += batch.tokens_BT.numel() * self.world.size
+        self._window.tokens += batch.tokens_BT.numel() * self.dist.size
 
     def end_step(self, step: int) -> None:
         """Updates the weights by the gradients, which are summed over all processes by now."""
@@ -156,7 +145,7 @@ class Arm:
         sums = torch.stack([torch.stack([m.loss_K, m.acceptance_K, m.hits_K]) for m in self._metrics]).sum(0)
         facts = torch.cat([sums.flatten(), window.loss[None] / window.steps]).cpu().double()
         self.check_finite(recent)
-        facts = self.world.sum(facts)
+        facts = self.dist.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         passed = time.perf_counter() - window.began
         counts = counts_K.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
@@ -179,7 +168,7 @@ class Arm:
             step,
             seconds,
             f"loss {figures['loss']:.3f}, accuracy {accuracy[0]:.1%}…{accuracy[-1]:.1%}, "
-            f"acceptance {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
+            f"best acceptance length {self.best:.2f}, {figures['tokens_per_second']:,.0f} tokens/s",
         )
         self.reset_window()
 
@@ -192,16 +181,15 @@ class Arm:
             drafter = served_copy(self.drafter, self.target, self.dtype)
             return evaluate(drafter, held_out, asked.depths, asked.sink_column)
 
-        figures = self.world.on_first(measured)
-        if self.world.is_first:
+        figures = self.dist.on_first(measured)
+        if self.dist.is_first:
             self.journal.record("evaluation", step, figures)
-            shown = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in figures["acceptance_length"].items())
-            self.journal.say(f"step {step:,}: acceptance length {shown}")
+            self.journal.log(f"step {step:,}: acceptance length {describe_lengths(figures)}")
             self.evaluations.append({"step": step, **figures})
-        length = figures["acceptance_length"][asked.select_depth]
+        length = Judged.of(figures).length[asked.select_depth]
         if length > self.best:
             self.best, self.stale = length, 0
-            if self.world.is_first:
+            if self.dist.is_first:
                 record = {"step": step, "tokens": tokens, "evaluation": figures, **self.context.provenance}
                 export(self.drafter, self.folder / "best", self.dtype, {**record, "recipe": self.recipe.to_dict()})
         else:
@@ -229,7 +217,7 @@ class Arm:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Loads a checkpoint's weights and returns its whole state. The first process reads: others may not have the file."""
-        state = self.world.on_first(lambda: load_checkpoint(path))
+        state = self.dist.on_first(lambda: load_checkpoint(path))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
                 f"{path}: was trained with another draft vocabulary; put it back (data.vocabulary), or use another output "
@@ -247,47 +235,93 @@ class Arm:
         return state
 
 
-def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
-    """Parses arms, each `NAME=KEY=VALUE …`: the recipe with these keys, in a folder NAME of the output folder."""
-    recipes: dict[str, Recipe] = {}
-    for text in arms:
-        name, equals, keys = text.partition("=")
-        if not equals or not name or Path(name).name != name:
-            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
-        if name in recipes:
-            raise RecipeError(f"--arms: {name} is there twice")
-        recipes[name] = with_overrides(recipe, shlex.split(keys))
-        was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
-        changed = [key for key, value in now.items() if value != was[key]]
-        if refused := [key for key in changed if key.partition(".")[0] not in OWN or key in SHARED]:
-            raise RecipeError(
-                f"--arms {name}: {', '.join(refused)} must be the same in all arms, which share target, data and batches; "
-                "set it for all of them"
-            )
-    if recipe.run.patience is not None:
-        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
-    return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]
+# --- optimisers -------------------------------------------------------------------------------------------------------
 
 
-def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:
-    """Says which step failed and whether the target or the drafter caused it. Saves the batch in `folder`."""
-    text = f"step {step}: the loss is not a finite number"
-    if step_input is None:
-        return text
-    where = folder / "not-finite.pt"
-    write_atomically(where, lambda file: torch.save([vars(packed) for packed in step_input.packed], file))
-    text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
-    for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
-        finite = torch.stack([torch.isfinite(tap).all(-1) for tap in target.states(batch).taps]).all(0)
-        finite = finite.view(batch.tokens_BT.shape).cpu()
-        if not finite.all():
-            row, column = (~finite).nonzero()[0].tolist()
-            return text + (
-                f"; the target's own states are not finite in batch {number}, row {row}, "
-                f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
+class Optimizers:
+    """One or two optimisers as one; each keeps its own peak learning rate."""
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def set_factor(self, factor: float) -> None:
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def build_optimizers(
+    drafter: nn.Module,
+    kind: str,
+    learning_rate: float,
+    *,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    muon_learning_rate: float | None = None,
+) -> Optimizers:
+    """Norms and biases never decay. Muon takes the layers' matrices and fc; the head and embedding stay with AdamW.
+
+    Muon's update is scaled to AdamW's size, so that learning rates of the two compare; `muon_learning_rate` None: the same.
+    """
+    named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in named if kind == "muon" and p.ndim == 2 and not name.startswith(("lm_head", "embed"))]
+    taken = {id(p) for p in matrices}
+    others = [p for _, p in named if id(p) not in taken]
+    fused = others[0].is_cuda
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    parts: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)
+    ]
+    if matrices:
+        parts.append(
+            torch.optim.Muon(
+                matrices,
+                lr=muon_learning_rate or learning_rate,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             )
-    documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
-    return text + (
-        f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
-        "lower optimizer.learning_rate, or lengthen optimizer.warmup"
-    )
+        )
+    return Optimizers(parts)
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """The norm before clipping, on the device."""
+    return nn.utils.clip_grad_norm_(list(parameters), max_norm if max_norm else float("inf"))
+
+
+def learning_rate_factor(progress: float, kind: str, warmup: float, decay: float = 0.2, floor: float = 0.0) -> float:
+    """Share of the peak learning rate when `progress` (0…1) of the run is done.
+
+    `warmup` and, for wsd (warm-up, stable, decay), `decay` are shares of the run; `floor` is where it ends.
+    """
+    if progress < warmup:
+        return min(1.0, max(progress, 1e-4) / warmup)  # the first step learns something too, and none more than the peak
+    if kind == "constant":
+        return 1.0
+    done = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))
+    if kind == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * done))
+    elif kind == "linear":
+        shape = 1.0 - done
+    else:
+        shape = min(1.0, max(0.0, 1.0 - progress) / decay)
+    return floor + (1.0 - floor) * shape

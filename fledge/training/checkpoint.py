@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written atomically; and whether a run may continue with other settings."""
+"""Checkpoints of a run, written atomically; whether a run may continue with other settings; and drafters of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fledge import __version__
+from fledge.checkpoints import provenance
+from fledge.checkpoints.eagle3 import drafter_config_from_hf, save_drafter
 from fledge.errors import UserError, first_line
 from fledge.files import write_atomically
-from fledge.training.recipe import Recipe, build_recipe
+from fledge.models.drafter import EagleDrafter
+from fledge.training.recipe import Recipe, build_recipe, flat_settings
+from fledge.training.targets.target import Target
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -108,25 +114,19 @@ def earlier_settings(output: str) -> dict[str, Any] | None:
     found = checkpoints(Path(output) / "checkpoints")
     if not found:
         return None
-    settings = load_checkpoint(found[-1], lazily=True).get("recipe") or {}
-    if "global_batch_size" not in settings.get("data", {}):
-        raise UserError(
-            f"{found[-1]}: an earlier version of Fledge wrote it, which this one cannot continue; `fledge export` makes a "
-            "drafter of it, drafter.init_from trains that further, in another output folder"
-        )
-    return settings
+    return load_checkpoint(found[-1], lazily=True)["recipe"]
 
 
-def check_settings(recipe: Recipe, before: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def check_settings(recipe: Recipe, before: Mapping[str, Any], log: Callable[[str], None]) -> None:
     """Refuses to continue with another run than the one in the output folder; before anything is loaded or written."""
-    refused, told = changed_settings(before, recipe)
+    refused, logged = changed_settings(before, recipe)
     if refused:
         raise UserError(
             f"{recipe.output}: holds a run with other settings ({'; '.join(refused)}); put them back, or use another output "
             "folder"
         )
-    for change in told:
-        say(f"from here on: {change}")
+    for change in logged:
+        log(f"from here on: {change}")
 
 
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -135,12 +135,12 @@ def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[st
     usual = flat_settings(build_recipe(_LEAST).to_dict())
     free = _FREE | {"data.held_out_samples"} if recipe.data.held_out else _FREE
     refused: list[str] = []
-    told: list[str] = []
+    logged: list[str] = []
     for key, value in now.items():
         old = was.get(key, usual[key])  # a setting that is newer than the run had its usual value
         if free.isdisjoint((key, key.partition(".")[0])) and _within(old, before["output"]) != _within(value, recipe.output):
-            (told if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
-    return refused, told
+            (logged if key in _REMEDIES else refused).append(f"{key} was {json.dumps(old)}, now {json.dumps(value)}")
+    return refused, logged
 
 
 def _within(value: Any, output: str) -> Any:
@@ -148,9 +148,50 @@ def _within(value: Any, output: str) -> Any:
     return value.removeprefix(output.rstrip("/") + "/") if isinstance(value, str) else value
 
 
-def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Flattens nested settings to dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flat_settings(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
-    return flat
+# --- drafters -----------------------------------------------------------------------------------------------------------
+
+
+def served_copy(drafter: EagleDrafter, target: Target, dtype: torch.dtype) -> EagleDrafter:
+    """The drafter as it would be served: in the compute type, without gradients."""
+    with torch.device("meta"):
+        copy = EagleDrafter(drafter.config)
+    state = {n: v.detach().to(dtype) if v.is_floating_point() else v for n, v in drafter.state_dict().items()}
+    copy.load_state_dict(state, assign=True)
+    copy.rotary = drafter.rotary
+    return copy.share(target.embedding, target.lm_head).eval().requires_grad_(False)
+
+
+def export(drafter: EagleDrafter, folder: Path, dtype: torch.dtype, facts: dict[str, Any]) -> None:
+    """The raw EAGLE layout, with a `provenance.json` that says where it comes from."""
+    record = {"fledge": __version__, "torch": torch.__version__, **facts}
+    save_drafter(drafter, folder, dtype=dtype, texts={provenance.FILE: json.dumps(record, indent=2) + "\n"})
+
+
+def find_best(path: str | Path) -> Path | None:
+    """The best drafter of a run's folder, as training selected it. None: it is no such folder, or nothing was evaluated yet."""
+    best = Path(path) / "best"
+    return best if (best / "config.json").is_file() else None
+
+
+def find_checkpoint(path: str | Path) -> Path | None:
+    """The training checkpoint that a path means: a file, or the newest of a folder. None: it is no such thing."""
+    path = Path(path)
+    if path.is_file() and path.suffix == ".pt":
+        return path
+    found = [*checkpoints(path), *checkpoints(path / "checkpoints")]
+    return found[-1] if found else None
+
+
+def export_checkpoint(path: Path, folder: Path) -> None:
+    """Writes the drafter of a training checkpoint in the raw EAGLE layout."""
+    state = load_checkpoint(path, lazily=True)
+    if not {"recipe", "config", "drafter", "step"} <= state.keys():
+        raise UserError(f"{path}: is no checkpoint of fledge train")
+    weights = state["drafter"]
+    config = drafter_config_from_hf(state["config"])
+    config = replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)
+    drafter = EagleDrafter(config)
+    drafter.load_state_dict(weights)
+    dtype = getattr(torch, state["recipe"]["run"]["compute_dtype"])
+    record = {"step": state["step"], "tokens": state["tokens"], **state["provenance"], "recipe": state["recipe"]}
+    export(drafter, folder, dtype, record)

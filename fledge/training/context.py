@@ -20,7 +20,6 @@ from fledge.devices import resolve_device
 from fledge.errors import ModelError, UserError
 from fledge.models.drafter import EagleDrafter
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
 from fledge.training.data.loading import DataReport, data_hash, load_samples, tokenizer_hash
 from fledge.training.data.samples import SampleSet
 from fledge.training.data.vocabulary import DraftVocabulary
@@ -28,10 +27,11 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.drafter import drafter_config, start_from_drafter, start_from_target, start_random
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import DataRecipe, Recipe, RecipeError
+from fledge.training.targets import toy
 from fledge.training.targets.loading import find_target, greedy_answers, load_target
 from fledge.training.targets.target import DecoderTarget, Target
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TrainingContext:
     target_folder: Path
 
 
-def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any] | None = None) -> Recipe:
+def resolve(recipe: Recipe, dist: DistributedContext, before: Mapping[str, Any] | None = None) -> Recipe:
     """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it.
 
     `before`: the settings of the run that is resumed; its steps keep their size.
@@ -57,19 +57,19 @@ def resolve(recipe: Recipe, world: DistributedContext, before: Mapping[str, Any]
         device = str(resolve_device(recipe.run.device))
     except UserError as error:
         raise RecipeError(f"run.device is {recipe.run.device}, but {error}") from None
-    if device == "cuda" and world.size > 1:
-        device = f"cuda:{world.local_rank}"
+    if device == "cuda" and dist.size > 1:
+        device = f"cuda:{dist.local_rank}"
     on_gpu = device.startswith("cuda")
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if on_gpu else "float32"
     compute = dtype if recipe.run.compute_dtype == "auto" else recipe.run.compute_dtype
     compiled = ("yes" if on_gpu else "no") if recipe.run.compile == "auto" else recipe.run.compile
     target = replace(recipe.target, dtype=dtype if recipe.target.dtype == "auto" else recipe.target.dtype)
-    data = _batch_sizes(recipe.data, world.size, before["data"]["global_batch_size"] if before else None)
+    data = _batch_sizes(recipe.data, dist.size, before["data"]["global_batch_size"] if before else None)
     if "toy" in (target.model, *data.train):
         folder = Path(recipe.output) / "toy"
-        if world.is_first:
+        if dist.is_first:
             toy.make(folder)
-        world.barrier()
+        dist.barrier()
         if target.model == "toy":
             target = replace(target, model=str(folder / "target"))
         data = replace(data, train=tuple(str(folder / "answers.jsonl") if f == "toy" else f for f in data.train))
@@ -99,7 +99,7 @@ def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> D
     return replace(data, micro_batch_size=micro, global_batch_size=rows)
 
 
-def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Say) -> list[TrainingContext]:
+def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log) -> list[TrainingContext]:
     """One for each recipe, with a drafter of its own; target, data and draft vocabulary are shared. They must be resolved,
     and alike in what they share (`arm.arm_recipes`)."""
     recipe = recipes[0]
@@ -109,13 +109,13 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
     # One process reads and tokenises for all.
-    train, held_out, prompts, report, hashes = world.on_first(lambda: _data(recipe, tokenizer, say))
+    train, held_out, prompts, report, hashes = dist.on_first(lambda: _data(recipe, tokenizer, log))
 
-    loaded = load_target(recipe, world, folder)
+    loaded = load_target(recipe, dist, folder)
     target, config, shape = loaded.target, loaded.config, loaded.shape
     if config.rope != shape.rope:
         problem = MLAConfig.rope_problem(shape.rope) or "drafters have no longrope"
-        say(f"the drafter gets plain positions (theta {config.rope.theta:g}): {problem}")
+        log(f"the drafter gets plain positions (theta {config.rope.theta:g}): {problem}")
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
@@ -123,11 +123,11 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
         )
     stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
 
-    vocabulary, told = None, ""
+    vocabulary, counted = None, None  # the target's
     if config.draft_vocab_size < config.vocab_size:
-        vocabulary = world.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
-        told = f"{vocabulary}, {vocabulary.coverage_of(held_out):.2%} of those held out"
-        say(f"draft vocabulary: {told}")
+        vocabulary = dist.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
+        counted = {"size": len(vocabulary), "coverage": vocabulary.coverage, "held_out": vocabulary.coverage_of(held_out)}
+        log(f"draft vocabulary: {vocabulary}, {counted['held_out']:.2%} of those held out")
     some = train.tokens[: min(256, recipe.data.sequence_length)]
     drafters = []
     for one, source in zip(recipes, sources_of, strict=True):
@@ -135,13 +135,21 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
         if vocabulary is not None:
             drafter.d2t.copy_(vocabulary.d2t())
         drafter.requires_grad_(True)
-        start_drafter(one, drafter, target, loaded.last_layer, some, say, source)
+        start_drafter(one, drafter, target, loaded.last_layer, some, log, source)
         drafters.append(drafter.to(device))
     provenance = {
         "target": recipe.target.model,
         "target_fingerprint": None if recipe.target.endpoint is not None else target_fingerprint(folder),
-        "data": {"files": [Path(f).name for f in recipe.data.train], **hashes, "report": str(report)},
-        "draft_vocabulary": told or "the target's",
+        "data": {
+            "files": [Path(f).name for f in recipe.data.train],
+            **hashes,
+            "conversations": report.kept,
+            "tokens": report.tokens,
+            "answer_tokens": report.answer_tokens,
+            "report": str(report),
+        },
+        "draft_vocabulary": counted,
+        "target_positions": shape.max_positions,  # with longrope, the longest text chooses the factors
     }
     return [
         TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
@@ -150,7 +158,7 @@ def build_contexts(recipes: Sequence[Recipe], world: DistributedContext, say: Sa
 
 
 def _data(
-    recipe: Recipe, tokenizer: Tokenizer, say: Say
+    recipe: Recipe, tokenizer: Tokenizer, log: Log
 ) -> tuple[SampleSet, SampleSet, list[list[int]], DataReport, dict[str, str]]:
     """(training samples, held-out samples, held-out prompts, what became of the data, its hashes)."""
     data = recipe.data
@@ -165,12 +173,12 @@ def _data(
     )
     augmentation = data.augmentation
     samples, report = load(data.train, augmentation=augmentation, limit=data.limit, decontaminate=data.decontaminate)
-    say(f"data: {report}")
+    log(f"data: {report}")
     if data.held_out:
         asked, _ = load(data.held_out, limit=4 * data.held_out_samples)
         held_out = asked
         if shared := int(np.isin(held_out.prompt_keys, samples.prompt_keys).sum()):
-            say(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.decontaminate can leave them out")
+            log(f"held out: {shared:,} of {len(held_out):,} prompts are trained on too; data.decontaminate can leave them out")
     else:
         if samples.num_prompts < 2:
             raise UserError(
@@ -179,7 +187,7 @@ def _data(
             )
         samples, held_out = samples.split(min(data.held_out_samples, samples.num_prompts // 2), recipe.seed)
         asked = held_out.first_of_each_prompt()
-        say(f"held out: {len(asked):,} prompts, with all {len(held_out):,} conversations that begin with them")
+        log(f"held out: {len(asked):,} prompts, with all {len(held_out):,} conversations that begin with them")
     limit = recipe.evaluation.max_prompt_tokens
     prompts = [asked.prompt(i) for i in range(len(asked))]
     short = [p for p in prompts if 1 < len(p) <= limit]
@@ -187,7 +195,7 @@ def _data(
         raise UserError(f"no held-out prompt has at most {limit} tokens (evaluation.max_prompt_tokens)")
     if len(short) < len(prompts):
         unused = len(prompts) - len(short)
-        say(f"held out: {unused:,} of {len(prompts):,} prompts left out, as longer than evaluation.max_prompt_tokens or empty")
+        log(f"held out: {unused:,} of {len(prompts):,} prompts left out, as longer than evaluation.max_prompt_tokens or empty")
     prompts = short[: data.held_out_samples]
     hashes = {"data_hash": data_hash(data.train), "tokenizer_hash": tokenizer_hash(tokenizer)}
     return samples, held_out, prompts, report, hashes
@@ -225,7 +233,7 @@ def start_drafter(
     target: Target,
     weights: dict[str, Any],
     tokens: Sequence[int],
-    say: Say,
+    log: Log,
     source: EagleDrafter | None = None,
 ) -> None:
     """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
@@ -238,12 +246,12 @@ def start_drafter(
         with torch.no_grad():
             start_random(drafter, head, embedding, recipe.seed)
         new = start_from_drafter(drafter, source, head, embedding, taps)
-        say(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
+        log(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
     elif recipe.drafter.init == "target":
         copied = start_from_target(drafter, weights, head, embedding, taps, recipe.seed)
-        say(f"starting from the target's last layer: {', '.join(copied)}")
+        log(f"starting from the target's last layer: {', '.join(copied)}")
         if not {"qkv_proj", "qkv_a_proj"}.intersection(copied):
-            say("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
+            log("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
     else:
         start_random(drafter, head, embedding, recipe.seed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,10 +23,41 @@ PATIENCE = timedelta(days=2)  # while the first process tokenises or answers, th
 BROADCAST_BYTES = 1 << 28  # at a time
 
 
-def _as_tensor(array: Any, start: int) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first process's arrays may be read-only, and are only read
-        return torch.frombuffer(array, dtype=torch.uint8)[start : start + BROADCAST_BYTES]
+class _Pickler(pickle.Pickler):
+    """Leaves tensors and numpy arrays out, in `parts`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.parts: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
+        if isinstance(obj, np.ndarray) and obj.dtype.kind in "biuf" and obj.size:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it may be read-only, and is only read
+                part = torch.from_numpy(np.ascontiguousarray(obj))
+        elif isinstance(obj, Tensor) and obj.numel():
+            part = obj.detach().cpu().contiguous()
+        else:
+            return None
+        self.parts.append(part)
+        return isinstance(obj, np.ndarray), len(self.parts) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, parts: list[Tensor]) -> None:
+        super().__init__(file)
+        self.parts = parts
+
+    def persistent_load(self, pid: tuple[bool, int]) -> Any:
+        is_array, number = pid
+        return self.parts[number].numpy() if is_array else self.parts[number]
+
+
+def _pack(value: Any) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.parts
 
 
 class AgreedOutOfMemory(torch.OutOfMemoryError):
@@ -36,21 +69,22 @@ class DistributedContext:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1  # processes on this machine
     control: Any = None  # process group on the host, for small messages: it never waits for a GPU
 
     @classmethod
     def join(cls, use_cuda: bool) -> DistributedContext:
-        """Joins the process group that torchrun describes; without torchrun, a world of one."""
+        """Joins the process group that torchrun describes; without torchrun there is one process."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if use_cuda:
             torch.cuda.set_device(local_rank)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if use_cuda else "gloo", timeout=None if use_cuda else PATIENCE)
         control = dist.new_group(backend="gloo", timeout=PATIENCE) if use_cuda else dist.group.WORLD
-        return cls(dist.get_rank(), size, local_rank, control)
+        return cls(dist.get_rank(), size, local_rank, local_size, control)
 
     @property
     def is_first(self) -> bool:
@@ -64,20 +98,19 @@ class DistributedContext:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Sends the first process's value to all. Large numpy arrays inside are not copied."""
+        """Sends the first process's value to all. Numpy arrays and tensors inside are sent one by one and not copied."""
         if self.size == 1:
             return value
-        arrays: list[bytearray | memoryview] = []
-        packed = pickle.dumps(value, protocol=5, buffer_callback=lambda b: arrays.append(b.raw())) if self.is_first else b""
-        box = [(packed, [len(array) for array in arrays])]
+        packed, parts = _pack(value) if self.is_first else (b"", [])
+        box = [(packed, [(part.shape, part.dtype) for part in parts])]
         dist.broadcast_object_list(box, src=0, group=self.control)
-        packed, sizes = box[0]
+        packed, shapes = box[0]
         if not self.is_first:
-            arrays = [bytearray(size) for size in sizes]
-        for array in arrays:
-            for start in range(0, len(array), BROADCAST_BYTES):
-                dist.broadcast(_as_tensor(array, start), src=0, group=self.control)
-        return value if self.is_first else pickle.loads(packed, buffers=arrays)
+            parts = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        for part in parts:
+            for piece in part.flatten().view(torch.uint8).split(BROADCAST_BYTES):
+                dist.broadcast(piece, src=0, group=self.control)
+        return value if self.is_first else _Unpickler(io.BytesIO(packed), parts).load()
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Runs `work` on the first process and returns its result on all. A user's mistake, or memory that runs out there, is
@@ -96,6 +129,22 @@ class DistributedContext:
         result, problem = self.broadcast((result, problem))
         if problem is not None:
             raise problem
+        return result
+
+    def on_each(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on every process; each returns its own result. A user's mistake on one is raised by all."""
+        if self.size == 1:
+            return work()
+        result, problem = None, None
+        try:
+            result = work()
+        except UserError as error:
+            problem = error
+        found: list[UserError | None] = [None] * self.size
+        dist.all_gather_object(found, problem, group=self.control)
+        for problem in found:
+            if problem is not None:
+                raise problem
         return result
 
     @contextmanager

@@ -18,8 +18,8 @@ from fledge.errors import ModelError
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm
-from fledge.training.losses import Head
 from fledge.training.recipe import DrafterRecipe, LatentRecipe, RecipeError
+from fledge.training.targets.target import Head
 
 SMALL = 0.02  # standard deviation of what is not copied
 

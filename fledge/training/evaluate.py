@@ -3,31 +3,33 @@ templates and system prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.bench.loops import is_looping
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.drift.metrics import MetricAccumulator, by_text
 from fledge.drift.probes import find_sink
+from fledge.drift.prompts import SYSTEM_PROMPTS, foreign
 from fledge.drift.rollout import roll_out
+from fledge.drift.suites import user
 from fledge.drift.texts import TargetText, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.progress import track
 from fledge.tokenizer import Tokenizer
-from fledge.training.data.packing import pack
+from fledge.training.data.packing import pack, pack_texts, places
 from fledge.training.data.rendering import ChatFormat, TemplateError
-from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, TextTemplate
 from fledge.training.distributed import DistributedContext
 from fledge.training.recipe import Recipe
 from fledge.training.targets.loading import find_target, greedy_answers, load_target
-from fledge.training.targets.target import DecoderTarget, Target, TargetStates
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
 TOKENS_AT_ONCE = 1 << 15  # of the texts in one batch
@@ -52,17 +54,11 @@ class HeldOut:
         lengths = np.array([len(text) for text in texts])
         length = -(-int(lengths.max()) // BLOCK) * BLOCK
         rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # texts by number
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
-        document = torch.zeros(len(rows), length, dtype=torch.long)
-        answers = {}
-        for row, numbers in enumerate(rows):
-            at = 0
-            for count, number in enumerate(numbers, 1):
-                size = len(texts[number])
-                tokens[row, at : at + size] = torch.tensor(texts[number])
-                document[row, at : at + size] = count
-                answers[number] = (row * length + at, answer_starts[number], size)
-                at += size
+        tokens, document = pack_texts(texts, rows, length)
+        answers = {
+            number: (row * length + here.start, answer_starts[number], here.stop - here.start)
+            for row, _, number, here in places(rows, lengths)
+        }
         start = document_starts(document)
         positions = torch.arange(length) - start
         none = torch.zeros(0, dtype=torch.long)
@@ -97,52 +93,68 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(
-    drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None, per_text: bool = False
-) -> dict[str, Any]:
+def evaluate(drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None) -> dict[str, Any]:
     """Figures of greedy chain drafting over the held-out texts, with the drift lab's own probes.
 
     `sink_column`: None: the one that was found for the held-out texts.
 
-    acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it
+    acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it; both also
+                        …_not_looping: over the texts whose answers do not loop, which are easy to draft (None: all loop)
     accuracy            by draft step, whatever became of the steps before; out-of-vocabulary tokens are misses
     rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.metrics`)
     """
     texts = held_out.texts
     sink = held_out.sink_column if sink_column is None else sink_column
-    tally = MetricAccumulator(sorted(depths))
+    accumulator = MetricAccumulator(sorted(depths))
     for group in in_groups([len(text.tokens_T) for text in texts], TOKENS_AT_ONCE):
         rollout = roll_out(drafter, [texts[i] for i in group], max(depths), sink=sink)
-        for index, figures in zip(group, by_text(rollout, len(group), tally.depths), strict=True):
-            tally.add(str(index), figures)
-    whole = tally.to_dict()
-    names = ("acceptance_length", "standard_error", "accuracy", "rms", "sink_share", "own_share", "entropy", "cosine")
-    found = {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
-    if per_text:
-        found["texts"] = [
-            {depth: count._asdict() for depth, count in tally.texts[str(index)].items()} for index in range(len(texts))
-        ]
-    return found
+        for index, figures in zip(group, by_text(rollout, len(group), accumulator.depths), strict=True):
+            text = texts[index]
+            accumulator.add(str(index), figures, is_looping(text.tokens_T[text.answer_start :].tolist()))
+    whole = accumulator.to_dict()
+    lengths = ("acceptance_length", "standard_error", "acceptance_length_not_looping", "standard_error_not_looping")
+    names = (*lengths, "texts", "looping_texts", "accuracy", "rms", "sink_share", "own_share", "entropy", "cosine")
+    return {name: whole[name] for name in names} | {"tokens": sum(text.num_rows for text in texts)}
 
 
-def acceptance(
-    drafter: EagleDrafter,
-    decoder: Decoder,
-    texts: Sequence[Sequence[int]],
-    answer_starts: Sequence[int],
-    depths: Sequence[int] = (3, 5, 7),
-    sink_column: int | None = None,
-) -> dict[str, Any]:
-    """`evaluate` for texts at hand: `texts[i][answer_starts[i]:]` must be the target's greedy answer."""
-    target = DecoderTarget(decoder, drafter.config.aux_layer_ids)
-    drafter.share(decoder.embed_tokens, decoder.lm_head)
-    held_out = HeldOut.of(target, texts, answer_starts, target.device)
-    if sink_column is None:
-        held_out = held_out.with_sink(decoder)
-    return evaluate(drafter, held_out, depths, sink_column, per_text=True)
+class Judged(NamedTuple):
+    """What a drafter is selected by and advertised with: acceptance without answers that loop, unless all do."""
+
+    length: dict[Any, float]  # by depth
+    error: dict[Any, float | None]  # standard error; None: a single text
+    num_looping: int
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Judged:
+        """`figures`: of `evaluate`, as they are or from JSON."""
+        length, error = figures["acceptance_length_not_looping"], figures["standard_error_not_looping"]
+        if length is None:
+            length, error = figures["acceptance_length"], figures["standard_error"]
+        return cls(length, error, figures["looping_texts"])
+
+    def __str__(self) -> str:
+        return ", ".join(f"{with_error(value, self.error[depth])} at depth {depth}" for depth, value in self.length.items())
+
+
+def with_error(value: float, error: float | None) -> str:
+    return f"{value:.2f}" if error is None else f"{value:.2f} ± {error:.2f}"
+
+
+def describe_lengths(figures: Mapping[str, Any]) -> str:
+    """Acceptance lengths without answers that loop, and with them where there are some."""
+    judged = Judged.of(figures)
+    if not judged.num_looping:
+        return str(judged)
+    if judged.num_looping == figures["texts"]:
+        return f"{judged} (all {judged.num_looping} answers loop, which are easy to draft)"
+    all_of_them = "/".join(f"{value:.2f}" for value in figures["acceptance_length"].values())
+    return f"{judged} ({judged.num_looping} of {figures['texts']} answers loop and are left out; with them {all_of_them})"
 
 
 # --- other templates and system prompts ---------------------------------------------------------------------------------
+
+# The drift suites', which no training knows: its augmentation has others (`data.templates`).
+FOREIGN_TEMPLATES, FOREIGN_SYSTEM = ("Gemma", "Mistral"), "odd: persona"
 
 
 @dataclass(frozen=True)
@@ -151,8 +163,37 @@ class Retention:
 
     setting: str
     acceptance_length: float
-    standard_error: float
+    standard_error: float | None
     share: float
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {with_error(self.acceptance_length, self.standard_error)} at depth 5 ({self.share:.0%})"
+
+
+def conditions(chat: ChatFormat, *, texts: bool) -> dict[str, Callable[[str], list[int]]]:
+    """Prompts of a question as it is served, and under conditions that no drafter was trained in.
+
+    `texts`: whether the tokenizer can write other templates' marks.
+    """
+
+    def own(question: str) -> list[int]:
+        return chat.prompt_ids([user(question)], [])
+
+    def with_system(question: str) -> list[int]:
+        text = SYSTEM_PROMPTS[FOREIGN_SYSTEM]
+        try:
+            return chat.prompt_ids([{"role": "system", "content": text}, user(question)], [])
+        except TemplateError:  # it takes no system prompts: they then lead the user's turn
+            return own(f"{text}\n\n{question}")
+
+    def under(name: str) -> Callable[[str], list[int]]:
+        return lambda question: foreign(chat.tokenizer, name, [user(question)])
+
+    found: dict[str, Callable[[str], list[int]]] = {"as served": own}
+    if texts:
+        found["an odd system prompt (a persona)"] = with_system
+        found |= {f"{name}'s chat template": under(name) for name in FOREIGN_TEMPLATES}
+    return found
 
 
 def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *, texts: bool = True) -> list[Retention]:
@@ -160,42 +201,28 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
     templates' marks."""
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
-    chat, world = ChatFormat(tokenizer), DistributedContext()
-    loaded = load_target(recipe, world, folder)
+    chat, dist = ChatFormat(tokenizer), DistributedContext()
+    loaded = load_target(recipe, dist, folder)
     target, device = loaded.target, torch.device(recipe.run.device)
     dtype = getattr(torch, recipe.run.compute_dtype)
     drafter = load_drafter(drafter_folder, dtype=dtype, device=device).share(target.embedding, target.lm_head)
     stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
 
-    def with_system(question: str) -> list[int]:
-        messages = [{"role": "system", "content": SYSTEM_PROMPTS[0]}, {"role": "user", "content": question}]
-        return chat.prompt_ids(messages, [])
-
-    def by(template: TextTemplate) -> Callable[[str], list[int]]:
-        return lambda question: tokenizer.encode(template.user.replace("{}", question) + template.opening)
-
-    settings = {"as served": lambda question: chat.prompt_ids([{"role": "user", "content": question}], [])}
-    if texts:
-        settings |= {
-            "another system prompt": with_system,
-            "another chat template": by(TEXT_TEMPLATES["vicuna"]),
-            "no chat template": by(NO_TEMPLATE),
-        }
     found: list[Retention] = []
+    settings, usual = conditions(chat, texts=texts), None
     for name, render in track(settings.items(), "checking acceptance under other templates", "templates"):
-        try:
-            prompts = [render(question) for question in questions]
-        except TemplateError:  # a template without system prompts, say
-            continue
+        prompts = [render(question) for question in questions]
         prompts = [prompt for prompt in prompts if 1 < len(prompt) <= recipe.evaluation.max_prompt_tokens]
-        if not prompts:
+        if not prompts or prompts == usual:  # the last: the target's own template has another name
             continue
+        usual = usual or prompts
         answers = greedy_answers(target, prompts, recipe.evaluation.max_new_tokens, stop_ids)
         whole = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         held_out = HeldOut.of(target, whole, [len(prompt) for prompt in prompts], device)
         figures = evaluate(drafter, held_out, [ROBUSTNESS_DEPTH])
-        length = figures["acceptance_length"][ROBUSTNESS_DEPTH]
-        usual = found[0].acceptance_length if found else length
-        found.append(Retention(name, length, figures["standard_error"][ROBUSTNESS_DEPTH], length / usual))
+        judged = Judged.of(figures)
+        length = judged.length[ROBUSTNESS_DEPTH]
+        share = length / found[0].acceptance_length if found else 1.0
+        found.append(Retention(name, length, judged.error[ROBUSTNESS_DEPTH], share))
     target.close()
     return found

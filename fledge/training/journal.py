@@ -9,8 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fledge import progress
 from fledge.files import write_atomically
+from fledge.training.data.prefetch import StepInput
+from fledge.training.targets.target import Target
 
 
 class Journal:
@@ -47,11 +51,11 @@ class Journal:
         write_atomically(self.path, lambda file: file.write("".join(line + "\n" for line in kept).encode()))
 
     @staticmethod
-    def tell(text: str) -> None:
+    def log_early(text: str) -> None:
         """Before there is a journal."""
         progress.say(text)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if self.active:
             progress.say(self._label + text)
 
@@ -125,7 +129,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        Journal.tell(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
+        Journal.log_early(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -174,3 +178,27 @@ def draw_curves(log: Path, picture: Path) -> None:
     figure.savefig(content, format="png", dpi=110)
     plt.close(figure)
     write_atomically(picture, lambda file: file.write(content.getvalue()))
+
+
+def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:
+    """Says which step failed and whether the target or the drafter caused it. Saves the batch in `folder`."""
+    text = f"step {step}: the loss is not a finite number"
+    if step_input is None:
+        return text
+    where = folder / "not-finite.pt"
+    write_atomically(where, lambda file: torch.save([vars(packed) for packed in step_input.packed], file))
+    text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
+    for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
+        finite = torch.stack([torch.isfinite(tap).all(-1) for tap in target.states(batch).taps]).all(0)
+        finite = finite.view(batch.tokens_BT.shape).cpu()
+        if not finite.all():
+            row, column = (~finite).nonzero()[0].tolist()
+            return text + (
+                f"; the target's own states are not finite in batch {number}, row {row}, "
+                f"document {int(packed.document[row, column])}: try target.dtype=bfloat16 or float32"
+            )
+    documents = sum(int(packed.document.max(1).values.sum()) for packed in step_input.packed)
+    return text + (
+        f"; the target's states of its {documents} documents are fine, so the drafter diverged: "
+        "lower optimizer.learning_rate, or lengthen optimizer.warmup"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,23 @@ from typing import Any
 from fledge import progress as progress_bars
 from fledge import sources
 from fledge.bench.doctor import Diagnosis, diagnose
-from fledge.checkpoints.ends import fetch_ends
+from fledge.checkpoints.ends import fetch_ends, text_config
 from fledge.checkpoints.export import launch_commands
+from fledge.checkpoints.provenance import Provenance
+from fledge.config import ModelConfig
 from fledge.devices import release_memory, resolve_device
 from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
-from fledge.training import toy
 from fledge.training.arm import OutOfMemory
 from fledge.training.context import resolve
+from fledge.training.data.loading import data_hash
+from fledge.training.datagen.answers import Log, Progress, answer, num_lines, sizes
 from fledge.training.distributed import DistributedContext
-from fledge.training.evaluate import Retention, robustness
-from fledge.training.make_answers import Progress, Say, answer, num_lines, sizes
-from fledge.training.planning import MakePlan
+from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
+from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.targets.loading import target_shape
 from fledge.training.trainer import train, train_arms
 
@@ -48,7 +51,7 @@ class Interrupted(UserError):
 @dataclass(frozen=True)
 class Made:
     folder: Path
-    acceptance_length: dict[str, float]  # by depth, on held-out prompts
+    acceptance_length: dict[str, float]  # by depth, on held-out prompts; without answers that loop
     healthy: bool | None  # the verdict of `fledge doctor`; None: not run, because the target is on a server
     robustness: list[Retention]
     commands: dict[str, str]
@@ -65,7 +68,7 @@ def make(
     decontaminate: Sequence[Path] = (),
     twin: bool = False,
     device: str = "auto",
-    say: Say = print,
+    log: Log = print,
 ) -> Made | None:
     """Makes a drafter in `out`. Returns None in the processes of torchrun that are not the first.
 
@@ -73,42 +76,74 @@ def make(
     EAGLE 3 drafter on the same batches, to compare with.
     """
     place = resolve_device(device)
-    world = DistributedContext.join(use_cuda=place.type == "cuda")
-    settings = {"model": model, "prompts": None if prompts is None else str(prompts), "endpoint": endpoint, "twin": twin}
+    dist = DistributedContext.join(use_cuda=place.type == "cuda")
 
-    def prepare() -> tuple[MakePlan, dict[str, Any], Progress]:
+    def prepare() -> tuple[MakePlan, Any, Path, Progress]:
+        settings = {
+            "model": model,
+            "prompts": None if prompts is None else str(prompts),
+            "endpoint": endpoint,
+            "twin": twin,
+            "decontaminate": data_hash(decontaminate) if decontaminate else None,
+        }
         progress = Progress.load(out / "make.json", settings)
         name = str(toy.make(out / "toy", num_answers=1) / "target") if model == "toy" else model
         folder = fetch_ends(name) if endpoint else sources.resolve(name)
         shape, _ = target_shape(folder)
-        tokenizer = Tokenizer(folder)
-        plan = MakePlan.of(name, shape, tokenizer, place, hours, prompts, endpoint, endpoint_states)
-        say(f"the plan, for {hours:g} hours:\n{plan.describe()}")
+        if endpoint is None and not isinstance(shape, ModelConfig):
+            architecture = ", ".join(text_config(folder).get("architectures") or ["?"])
+            raise UserError(
+                f"{name}: Fledge does not run its architecture ({architecture}), so it cannot answer here; run it on a vLLM "
+                "server and name that with --endpoint (docs/scaling.md)"
+            )
+        plan = MakePlan.of(
+            name,
+            shape,
+            Tokenizer(folder),
+            place,
+            hours,
+            prompts,
+            endpoint,
+            endpoint_states,
+            num_processes=dist.size,
+            num_answering=1 if endpoint else dist.local_size,  # other machines may not see the same files
+            twin=twin,
+        )
+        log(f"the plan, for {hours:g} hours:\n{plan.describe()}")
+        if "training" not in progress.done:
+            progress.hours = hours
+        elif hours > progress.hours:
+            log(
+                f"the training is done, in the {progress.hours:g} hours that it was given: more time does not change it; name "
+                f"another output folder to train longer (--prompts {out / 'data' / 'train.jsonl'} uses the same prompts)"
+            )
         out.mkdir(parents=True, exist_ok=True)
         progress.save()
-        if "answers" not in progress.done:
-            answer(plan, shape, tokenizer, out, progress, decontaminate, say)
-        return plan, _recipe(plan, out, progress, twin, say).to_dict(), progress
+        return plan, shape, folder, progress
 
     try:
-        plan, content, progress = world.on_first(prepare)
-        recipe = build_recipe(content)
+        log = log if dist.is_first else (lambda text: None)
+        plan, shape, folder, progress = dist.on_first(prepare)
+        if "answers" not in progress.done:
+            tokenizer = Tokenizer(folder) if dist.rank < plan.num_answering else None
+            answer(plan, shape, tokenizer, out, progress, decontaminate, log, dist)
+        recipe = build_recipe(dist.on_first(lambda: _recipe(plan, out, progress, log).to_dict()))
         if "training" not in progress.done:
-            recipe = _train(recipe, twin, say if world.is_first else lambda text: None, world)
+            recipe = _train(recipe, twin, log, dist)
     finally:
-        world.leave()
-    if not world.is_first:
+        dist.leave()
+    if not dist.is_first:
         return None
     if "training" not in progress.done:
         progress.finish("training")
     release_memory(place)
-    return _finish(plan, recipe, out, progress, twin, say)
+    return _finish(plan, recipe, out, progress, twin, log)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say) -> Recipe:
+def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
     """Returns the training recipe. It is written once, so that a resumed run has the same steps; its times may change."""
     path, seconds = out / "recipe.yaml", plan.train_seconds(progress.spent)
     if path.is_file():
@@ -116,26 +151,24 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, twin: bool, say: Say)
         return replace(recipe, run=replace(recipe.run, **plan.run_times(seconds), device=plan.device))
     train_file = out / "data" / "train.jsonl"
     num_tokens, longest = sizes(train_file)
-    content = plan.recipe(out / "run", train_file, out / "data" / "held-out.jsonl", num_tokens, longest, seconds)
-    if twin:
-        content["run"]["patience"] = None  # arms end together
-    recipe = build_recipe(content)
+    held_out = out / "data" / "held-out.jsonl"
+    recipe = build_recipe(plan.recipe(out / "run", train_file, held_out, num_tokens, longest, seconds))
     write_atomically(path, lambda file: file.write(recipe.to_yaml().encode()))
-    say(f"training on about {num_tokens:,.0f} tokens, {recipe.data.global_batch_size} rows a step: {path}")
+    log(f"training on about {num_tokens:,.0f} tokens, {recipe.data.global_batch_size} rows a step: {path}")
     return recipe
 
 
-def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> Recipe:
+def _train(recipe: Recipe, twin: bool, log: Log, dist: DistributedContext) -> Recipe:
     """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
     Returns the recipe that fitted."""
     began = time.perf_counter()
     while True:
         try:
             if twin:
-                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, world=world)
+                results = train_arms(recipe, [f"{name}={keys}" for name, keys in ARMS.items()], began=began, dist=dist)
                 result = results["eagle3.1"]
             else:
-                result = train(recipe, began=began, world=world)
+                result = train(recipe, began=began, dist=dist)
             if not result.finished:
                 raise Interrupted("interrupted; the same command continues")
             return recipe
@@ -144,7 +177,7 @@ def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> R
             # Not on all: the others still wait in a collective. This process ends, and torchrun ends them.
             if not error.on_all or (not size and recipe.objective.recompute):
                 raise
-            say(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
+            log(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
             data, objective = replace(recipe.data, micro_batch_size=max(1, size)), replace(recipe.objective, recompute=True)
             recipe = replace(recipe, data=data, objective=objective)
         # Only here: the error holds on to everything that did not fit.
@@ -154,7 +187,7 @@ def _train(recipe: Recipe, twin: bool, say: Say, world: DistributedContext) -> R
 # --- checks and card --------------------------------------------------------------------------------------------------
 
 
-def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin: bool, say: Say) -> Made:
+def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin: bool, log: Log) -> Made:
     run, folder = Path(recipe.output), out / "drafter"
     if twin:
         shutil.rmtree(out / "twin", ignore_errors=True)
@@ -165,21 +198,20 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
     copy_folder(run / "best", fresh)
     questions = _questions(out / "data" / "held-out.jsonl")
     resolved = resolve(recipe, DistributedContext())
-    kept = robustness(resolved, fresh, questions[:16], texts=plan.augments)
+    retained = robustness(resolved, fresh, questions[:16], texts=plan.augments)
     diagnosis = None
     if plan.endpoint is None:
         with progress_bars.task("doctor", unit="trials") as shown:
             diagnosis = diagnose(
                 fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
             )
-    record = json.loads((fresh / "provenance.json").read_text())
-    evaluation = record["evaluation"]
+    record = Provenance.read(fresh).record
     # A built-in name or a GGUF file: other servers get the folder it was converted to.
     converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
     elsewhere = sources.resolve(plan.model) if converted else None
     commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS, elsewhere)
     healthy = None if diagnosis is None else diagnosis.healthy
-    made = Made(folder, evaluation["acceptance_length"], healthy, kept, commands)
+    made = Made(folder, Judged.of(record["evaluation"]).length, healthy, retained, commands)
     if (run / "curves.png").is_file():  # not without matplotlib
         shutil.copy(run / "curves.png", fresh / "curves.png")
     card = _card(plan, recipe, made, record, diagnosis, curves=(fresh / "curves.png").is_file())
@@ -188,7 +220,7 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
     fresh.rename(folder)
     if "drafter" not in progress.done:
         progress.finish("drafter")
-    say(card)
+    log(card)
     return made
 
 
@@ -202,17 +234,12 @@ def _card(
     plan: MakePlan,
     recipe: Recipe,
     made: Made,
-    record: dict[str, Any],
+    record: Mapping[str, Any],
     diagnosis: Diagnosis | None,
     *,
     curves: bool,
 ) -> str:
-    evaluation = record["evaluation"]
     seen = f"{record['step']:,} steps, {record['tokens']:,} tokens"
-    lengths = ", ".join(
-        f"{length:.2f} ± {evaluation['standard_error'][depth]:.2f} at depth {depth}"
-        for depth, length in evaluation["acceptance_length"].items()
-    )
     health = "not asked: the target runs on a server" if diagnosis is None else diagnosis.explanation
     lines = [
         f"# EAGLE 3.1 drafter for {Path(plan.model).name}",
@@ -220,11 +247,8 @@ def _card(
         f"Made by `fledge make` in {plan.hours:g} hours: {num_lines(Path(recipe.data.train[0])):,} conversations answered by "
         f"the target itself, then {seen} of training. `provenance.json` has the whole recipe.",
         "",
-        f"- acceptance length on held-out prompts, greedy chain: {lengths}",
-        *(
-            f"- {kept.setting}: {kept.acceptance_length:.2f} ± {kept.standard_error:.2f} at depth 5 ({kept.share:.0%})"
-            for kept in made.robustness
-        ),
+        f"- acceptance length on held-out prompts, greedy chain: {describe_lengths(record['evaluation'])}",
+        *(f"- {retention}" for retention in made.robustness),
         f"- doctor: {health}",
         "",
         *(("![loss, accuracy and acceptance over the run](curves.png)", "") if curves else ()),

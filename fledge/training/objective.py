@@ -1,9 +1,19 @@
-"""One training step's forward pass: target states, unrolled drafter, loss."""
+"""One training step's forward pass: target states, unrolled drafter, loss.
+
+The loss: the drafter's distributions against the target's, over the draft vocabulary, in chunks.
+
+Shapes: K draft steps, C scored target positions of one chunk, D hidden size, V draft vocabulary.
+
+A chunk holds target positions s. The target's distribution at s is worked out once and judges step j of row s−1−j, for every j.
+Gradients are worked out in the same pass (three matrix products instead of four with recomputation), so that no more than one
+chunk's [K·C, V] logits ever stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +21,223 @@ from torch import Tensor
 from fledge.errors import UserError, first_line
 from fledge.models.drafter import EagleDrafter
 from fledge.training.data.packing import PackedBatch
-from fledge.training.losses import DraftLoss, LossSettings, StepMetrics, auto_chunk_rows
-from fledge.training.targets.target import Target, TargetStates
+from fledge.training.targets.target import Head, Target, TargetStates
 from fledge.training.ttt import TrainBatch, Unroll, step_masks
+
+KINDS = ("kl", "lk", "mix")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    kind: str = "kl"  # kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both
+    lk_weight: float = 0.5  # of lk in mix; kl has the rest
+
+
+def chunk_loss(
+    hidden_KCD: Tensor,
+    weight_VD: Tensor,
+    target_logits_CV: Tensor,
+    coverage_C: Tensor,
+    row_weight_KC: Tensor,
+    settings: LossSettings,
+    with_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """One chunk: (loss_K, acceptance_K, predicted_KC, d_hidden_KCD, d_weight_VD).
+
+    The loss and its gradients are weighted by row; the acceptance is the plain sum over rows that have a weight.
+    `coverage_C`: the target's probability of the draft vocabulary (ones where unknown: acceptance is then too high).
+    """
+    logits = torch.nn.functional.linear(hidden_KCD, weight_VD).float()  # [K, C, V]
+    log_q = logits - logits.logsumexp(-1, keepdim=True)
+    q = log_q.exp()
+    p = target_logits_CV.float().softmax(-1)  # renormalised within the draft vocabulary
+
+    acceptance = torch.minimum(q, p * coverage_C[:, None]).sum(-1)
+    loss = torch.zeros_like(acceptance)
+    d_logits = torch.zeros_like(q) if with_gradients else None
+    if settings.kind != "lk":
+        share = 1.0 if settings.kind == "kl" else 1.0 - settings.lk_weight
+        loss = loss - share * (p * log_q).sum(-1)
+        if d_logits is not None:
+            d_logits = d_logits + share * (q - p)
+    if settings.kind != "kl":
+        share = 1.0 if settings.kind == "lk" else settings.lk_weight
+        alpha = torch.minimum(q, p).sum(-1).clamp_min(1e-8)
+        loss = loss - share * alpha.log()
+        if d_logits is not None:
+            # dα/dz = q·(m − Σ m·q) with m = 1 where q < p: only there does α follow q.
+            below = torch.where(q < p, q, 0.0)
+            d_logits = d_logits - share * (below - q * below.sum(-1, keepdim=True)) / alpha[..., None]
+
+    counted = (row_weight_KC > 0).float()
+    d_hidden = d_weight = None
+    if d_logits is not None:
+        d_logits = (d_logits * row_weight_KC[..., None]).to(hidden_KCD.dtype)
+        d_hidden = d_logits @ weight_VD
+        d_weight = d_logits.flatten(0, 1).T @ hidden_KCD.flatten(0, 1)
+    return (loss * row_weight_KC).sum(-1), (acceptance * counted).sum(-1), logits.argmax(-1), d_hidden, d_weight
+
+
+def target_over_all(hidden_CD: Tensor, head: Head, inside_logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's greedy token over its whole vocabulary, and the probability of the draft vocabulary."""
+    logits = head(hidden_CD).float()
+    coverage = (inside_logits_CV.float().logsumexp(-1) - logits.logsumexp(-1)).exp().clamp_max(1.0)
+    return logits.argmax(-1), coverage
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Sums over the scored positions, per draft step; on the device."""
+
+    loss_K: Tensor  # weighted as in the objective
+    acceptance_K: Tensor  # Σ_v min(p, q), the probability that sampling accepts
+    hits_K: Tensor  # the drafter's greedy token is the target's, over the target's whole vocabulary
+    measured: bool  # False: acceptance and hits were not worked out
+
+
+class DraftLoss:
+    """Σ_j weight_j · mean over the positions valid at step j, as a differentiable scalar of the unrolled states."""
+
+    def __init__(
+        self,
+        target_head: Head,
+        draft_to_target: Tensor | None,
+        settings: LossSettings,
+        *,
+        chunk_rows: int,
+        compile: bool = False,
+    ) -> None:
+        """`draft_to_target`: the target id of every draft id; None when the vocabularies are the same."""
+        self.full_head, self.settings, self.chunk_rows = target_head, settings, chunk_rows
+        self.inside_head = target_head if draft_to_target is None else target_head.rows(draft_to_target)
+        self.draft_to_target = draft_to_target
+        self.chunk_loss, self.target_over_all = chunk_loss, target_over_all
+        if compile:
+            self.compile()
+
+    def compile(self) -> None:
+        self.chunk_loss = torch.compile(chunk_loss, dynamic=False)
+        self.target_over_all = torch.compile(target_over_all, dynamic=False)
+
+    def __call__(
+        self,
+        hidden: Sequence[Tensor],
+        draft_weight: Tensor,
+        target_hidden_ND: Tensor,
+        scored_R: Tensor,
+        valid_KR: Tensor,
+        step_weight_K: Tensor,
+        measure: bool = False,
+    ) -> tuple[Tensor, StepMetrics]:
+        """`step_weight_K`: weight_j divided by the number of positions valid at step j (over all processes).
+
+        `measure`: also work out accuracy and acceptance, which need the target's whole head.
+        """
+        sums: list[Tensor] = []
+        loss = _ChunkedLoss.apply(
+            self, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure, sums, draft_weight, *hidden
+        )
+        loss_K, acceptance_K, hits_K = sums
+        return loss, StepMetrics(loss_K, acceptance_K, hits_K, measured=measure)
+
+    def run(
+        self,
+        hidden: Sequence[Tensor],
+        draft_weight: Tensor,
+        target_hidden_ND: Tensor,
+        scored_R: Tensor,
+        valid_KR: Tensor,
+        step_weight_K: Tensor,
+        measure: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
+        """Loops over chunks; returns ([loss_K, acceptance_K, hits_K], d_hidden per step, d_weight)."""
+        steps, device = len(hidden), scored_R.device
+        num_rows, size = hidden[0].shape
+        weight = draft_weight.to(hidden[0].dtype)
+        sums = [torch.zeros(steps, device=device) for _ in range(3)]
+        # One row more than there are: rows without a loss write there.
+        d_hidden = [x.new_zeros(num_rows + 1, size) for x in hidden] if needs_hidden else None
+        d_weight = torch.zeros_like(draft_weight, dtype=torch.float32) if needs_weight else None
+        before = 1 + torch.arange(steps, device=device)[:, None]
+        ones = torch.ones(self.chunk_rows, device=device)
+        for start in range(0, len(scored_R), self.chunk_rows):
+            scored = scored_R[start : start + self.chunk_rows]
+            valid = valid_KR[:, start : start + self.chunk_rows]
+            rows = torch.where(valid, scored[None, :] - before, num_rows)
+            states = torch.stack([x[r.clamp_max(num_rows - 1)] for x, r in zip(hidden, rows, strict=True)])
+            target_states = target_hidden_ND[scored]
+            inside = self.inside_head(target_states)
+            coverage, greedy = ones[: len(scored)], None
+            if measure:
+                greedy, coverage = self.target_over_all(target_states, self.full_head, inside)
+            loss, acceptance, predicted, d_states, d_chunk_weight = self.chunk_loss(
+                states, weight, inside, coverage, valid * step_weight_K[:, None], self.settings, needs_hidden
+            )
+            sums[0] += loss
+            if measure:
+                if self.draft_to_target is not None:
+                    predicted = self.draft_to_target[predicted]
+                sums[1] += acceptance
+                sums[2] += ((predicted == greedy) & valid).sum(-1)
+            if d_hidden is not None:
+                assert d_states is not None
+                for buffer, r, gradient in zip(d_hidden, rows, d_states, strict=True):
+                    buffer[r] = gradient
+            if d_weight is not None:
+                assert d_chunk_weight is not None
+                d_weight += d_chunk_weight
+        return sums, [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        owner: DraftLoss,
+        target_hidden: Tensor,
+        scored: Tensor,
+        valid: Tensor,
+        step_weight: Tensor,
+        measure: bool,
+        sums: list[Tensor],
+        draft_weight: Tensor,
+        *hidden: Tensor,
+    ) -> Tensor:
+        needs_hidden, needs_weight = any(ctx.needs_input_grad[8:]), ctx.needs_input_grad[7]
+        results, d_hidden, d_weight = owner.run(
+            hidden,
+            draft_weight,
+            target_hidden,
+            scored,
+            valid,
+            step_weight,
+            measure,
+            needs_hidden or needs_weight,
+            needs_weight,
+        )
+        sums.extend(results)
+        if d_hidden is not None:
+            ctx.save_for_backward(*([d_weight] if needs_weight else []), *d_hidden)
+        ctx.needs_weight = needs_weight
+        ctx.weight_dtype = draft_weight.dtype
+        return results[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        saved = list(ctx.saved_tensors)
+        d_weight = (saved.pop(0) * d_loss).to(ctx.weight_dtype) if ctx.needs_weight else None
+        return (*(None,) * 7, d_weight, *(x * d_loss.to(x.dtype) for x in saved))
+
+
+def auto_chunk_rows(steps: int, draft_vocab_size: int) -> int:
+    """Positions a chunk, so that one chunk's logits are about 170 M numbers: large products, small footprint."""
+    rows = 170_000_000 // (steps * draft_vocab_size)
+    return max(128, min(8192, 1 << max(rows, 1).bit_length() - 1))
+
+
+# --- the whole step -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

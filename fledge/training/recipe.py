@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, is_dataclass
+from dataclasses import asdict, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -253,17 +254,6 @@ class Recipe:
         return yaml.safe_dump(_plain(asdict(self)), sort_keys=False, allow_unicode=True)
 
 
-# Keys of earlier versions, and what they became.
-RENAMED = {
-    "data.batch_rows": "data.micro_batch_size",
-    "data.avoid": "data.decontaminate",
-    "run.accumulate": "data.global_batch_size (rows of a step over all GPUs)",
-    "run.distributed": "run.shard_target (true or false)",
-    "optimizer.clip": "optimizer.max_grad_norm",
-    "objective.renormalise": "objective.outside_vocabulary (mask or renormalise)",
-}
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """`overrides`: dotted keys and YAML values, as in `optimizer.learning_rate=5e-4`."""
     path = Path(path)
@@ -330,8 +320,6 @@ def _describe(problem: Mapping[str, Any]) -> str:
 
 def _unknown_key(place: list[str]) -> str:
     name = ".".join(place)
-    if name in RENAMED:
-        return f"{name} is now {RENAMED[name]}"
     section: Any = Recipe
     for part in place[:-1]:
         section = typing.get_type_hints(section)[part]
@@ -370,3 +358,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(v) for name, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Flattens nested settings to dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flat_settings(value, f"{where}{name}.") if isinstance(value, Mapping) else {where + name: value}
+    return flat
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+# Sections that arms may differ in, and keys of them that all arms share: the target's pass and the batches depend on these.
+OWN = ("drafter", "objective", "optimizer")
+SHARED = (
+    *("drafter.aux_layers", "drafter.draft_vocab_size"),
+    *("objective.ttt_steps", "objective.outside_vocabulary", "objective.chunk_rows"),
+)
+
+
+def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
+    """Parses arms, each `NAME=KEY=VALUE …`: the recipe with these keys, in a folder NAME of the output folder."""
+    recipes: dict[str, Recipe] = {}
+    for text in arms:
+        name, equals, keys = text.partition("=")
+        if not equals or not name or Path(name).name != name:
+            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
+        if name in recipes:
+            raise RecipeError(f"--arms: {name} is there twice")
+        recipes[name] = with_overrides(recipe, shlex.split(keys))
+        was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
+        changed = [key for key, value in now.items() if value != was[key]]
+        if refused := [key for key in changed if key.partition(".")[0] not in OWN or key in SHARED]:
+            raise RecipeError(
+                f"--arms {name}: {', '.join(refused)} must be the same in all arms, which share target, data and batches; "
+                "set it for all of them"
+            )
+    if recipe.run.patience is not None:
+        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
+    return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fledge import progress
 from fledge.errors import UserError
-from fledge.training.arm import OWN, Arm, OutOfMemory, Recent, arm_recipes
+from fledge.training.arm import Arm, OutOfMemory, Recent
 from fledge.training.checkpoint import (
     check_settings,
     earlier_settings,
@@ -34,7 +34,7 @@ from fledge.training.distributed import AgreedOutOfMemory, DistributedContext
 from fledge.training.evaluate import HeldOut
 from fledge.training.journal import Journal, draw_curves
 from fledge.training.objective import compiler_error
-from fledge.training.recipe import Recipe
+from fledge.training.recipe import OWN, Recipe, arm_recipes
 from fledge.training.targets.offline import StatesOnDisk, weights_fingerprint
 from fledge.training.ttt import TrainBatch
 
@@ -79,23 +79,23 @@ class Trainer:
     def __init__(
         self,
         contexts: Sequence[TrainingContext],
-        world: DistributedContext,
+        dist: DistributedContext,
         held_out: HeldOut | None,
         began: float | None = None,
     ) -> None:
         """`held_out`: on the first process, which evaluates. `began`: see `train`."""
         context = contexts[0]
-        self.context, self.world, self.recipe, self.held_out = context, world, context.recipe, held_out
+        self.context, self.dist, self.recipe, self.held_out = context, dist, context.recipe, held_out
         self.target, self.device = context.target, context.device
-        self.arms = [Arm(one, world) for one in contexts]
+        self.arms = [Arm(one, dist) for one in contexts]
         data = self.recipe.data
         self.loader = PackedLoader(
             context.train,
             data.sequence_length,
             data.micro_batch_size,
             self.recipe.seed,
-            world.rank,
-            world.size,
+            dist.rank,
+            dist.size,
             data.position_offset_max,
             data.global_batch_size,
         )
@@ -112,7 +112,7 @@ class Trainer:
         for arm in self.arms:
             arm.journal = Journal(
                 arm.folder,
-                active=world.is_first,
+                active=dist.is_first,
                 resumed_step=self.step,
                 total_steps=self.total_steps,
                 max_seconds=self.recipe.run.max_seconds,
@@ -143,12 +143,12 @@ class Trainer:
             "layers": list(layers),
         }
         place = Path(folder or Path(recipe.output) / "states")
-        states = StatesOnDisk(self.target, len(layers), place, identity, self.world.rank)
+        states = StatesOnDisk(self.target, len(layers), place, identity, self.dist.rank)
         with progress.task("computing the target's hidden states", 100, "%") as shown:
-            for share in states.fill(self.loader, self.arms[0].objective.plan, self.device, self.world):
-                if self.world.is_first:
+            for share in states.fill(self.loader, self.arms[0].objective.plan, self.device, self.dist):
+                if self.dist.is_first:
                     shown.update(100 * share)
-        self.world.barrier()
+        self.dist.barrier()
         states.reload()
         states.release_target()
         self.target = states
@@ -173,15 +173,15 @@ class Trainer:
             prefetch.close()
             for arm in self.arms:
                 arm.journal.close()
-                if self.world.is_first:  # a run that stops on an error most of all
+                if self.dist.is_first:  # a run that stops on an error most of all
                     draw_curves(arm.folder / "log.jsonl", arm.folder / "curves.png")
         for arm in self.arms:
             if finished:
-                arm.journal.say(
+                arm.journal.log(
                     f"done: {self.step:,} steps, acceptance length {arm.best:.3f}; drafter in {arm.folder / 'best'}"
                 )
             else:
-                arm.journal.say(f"interrupted at step {self.step:,}; the same command goes on from here")
+                arm.journal.log(f"interrupted at step {self.step:,}; the same command goes on from here")
         return [Result(self.step, finished, arm.best, arm.folder / "best", arm.evaluations) for arm in self.arms]
 
     def _loop(self, prefetch: Prefetcher) -> bool:
@@ -235,9 +235,9 @@ class Trainer:
     def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool]:
         """Sums over all processes: positions with loss at each draft step, positions left out because their token is outside
         the draft vocabulary, and whether one wants to stop. Also keeps the first process's clocks."""
-        clocks = (self.seconds, self.step_seconds) if self.world.is_first else (0.0, 0.0)
+        clocks = (self.seconds, self.step_seconds) if self.dist.is_first else (0.0, 0.0)
         mine = torch.tensor([float(self.interrupts.wanted), *clocks])
-        facts = self.world.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
+        facts = self.dist.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
         self.agreed_seconds, self.agreed_step_seconds = facts[-2:].tolist()
         valid, outside = facts[:-3].float().chunk(2)
         return valid, outside, bool(facts[-3] > 0)
@@ -258,16 +258,16 @@ class Trainer:
             for batch in step_input.batches:
                 self._backward(batch, counts, measure)
         for arm in self.arms:
-            self.world.sum_gradients(arm.drafter.parameters())
+            self.dist.sum_gradients(arm.drafter.parameters())
         with self._agree_on_memory():  # the first step allocates the optimiser's moments
             for arm in self.arms:
                 arm.end_step(self.step)
-        self.tokens += sum(batch.tokens_BT.numel() for batch in step_input.batches) * self.world.size
+        self.tokens += sum(batch.tokens_BT.numel() for batch in step_input.batches) * self.dist.size
         self._recent.append((self.step, step_input))
 
     def _agree_on_memory(self) -> AbstractContextManager[None]:
         """A sharded target's pass has collectives, in which the others would wait already: there the process ends."""
-        return nullcontext() if self.recipe.run.shard_target else self.world.agree_on_memory()
+        return nullcontext() if self.recipe.run.shard_target else self.dist.agree_on_memory()
 
     def _backward(self, batch: TrainBatch, counts: Tensor, measure: bool) -> None:
         states = None
@@ -279,7 +279,7 @@ class Trainer:
                 reason = compiler_error(error)
                 if not (arm.objective.settings.compile and reason and self.step < 2):
                     raise
-                arm.journal.say(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
+                arm.journal.log(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
                 self.target.without_compiler()
                 arm.without_compiler()
                 states = states or self.target.states(batch)
@@ -299,18 +299,18 @@ class Trainer:
     # --- keeping --------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        if self.world.is_first:
+        if self.dist.is_first:
             clocks = {"seconds": self.seconds, "step_seconds": self.step_seconds}
             position = {"loader": self.loader_state, "tokens": self.tokens, **clocks}
             # With several arms one more: a run that is killed between two saves resumes from the step that all arms have.
             keep = self.recipe.run.keep + (len(self.arms) > 1)
             for arm in self.arms:
                 arm.save(self.step, position, keep)
-        self.world.barrier()
+        self.dist.barrier()
 
     def _resume(self) -> None:
         """Resumes from the first process's files: others may run on machines that do not have them."""
-        paths = self.world.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
+        paths = self.dist.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
         for arm, path in zip(self.arms, paths, strict=False):
             state = arm.resume(path)
         if not paths:
@@ -323,25 +323,25 @@ class Trainer:
         self.loader_state = state["loader"]
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = self.agreed_seconds = state["seconds"]
-        self.step_seconds = self.agreed_step_seconds = state.get("step_seconds", state["seconds"])
+        self.step_seconds = self.agreed_step_seconds = state["step_seconds"]
         restore_random_state(state["random"])
 
 
-def train(recipe: Recipe, *, began: float | None = None, world: DistributedContext | None = None) -> Result:
+def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContext | None = None) -> Result:
     """A whole run, or the rest of one: everything `fledge train` does.
 
     `began`: when the clock of `run.max_seconds` started (time.perf_counter()); None: it starts with the first step.
-    `world`: of a caller that has joined it, and leaves it; None: joined and left here.
+    `dist`: of a caller that has joined it, and leaves it; None: joined and left here.
     """
-    return _train(recipe, None, began, world)[0]
+    return _train(recipe, None, began, dist)[0]
 
 
 def train_arms(
-    recipe: Recipe, arms: Sequence[str], *, began: float | None = None, world: DistributedContext | None = None
+    recipe: Recipe, arms: Sequence[str], *, began: float | None = None, dist: DistributedContext | None = None
 ) -> dict[str, Result]:
     """Several drafters on the same batches of target states: each as if it were trained alone (see `arm_recipes`)."""
     recipes = arm_recipes(recipe, arms)
-    results = _train(recipe, recipes, began, world)
+    results = _train(recipe, recipes, began, dist)
     return {Path(one.output).name: result for one, result in zip(recipes, results, strict=True)}
 
 
@@ -350,48 +350,49 @@ def _train(
 ) -> list[Result]:
     asked = common.run.device
     use_cuda = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
-    world = joined or DistributedContext.join(use_cuda=use_cuda)
-    say = Journal.tell if world.is_first else (lambda text: None)
+    dist = joined or DistributedContext.join(use_cuda=use_cuda)
+    log = Journal.log_early if dist.is_first else (lambda text: None)
     try:
-        recipes = _resolved(common, arms, world, say)
-        contexts = build_contexts(recipes, world, say)
+        recipes = _resolved(common, arms, dist, log)
+        contexts = build_contexts(recipes, dist, log)
         run = recipes[0].run
         # A sharded target needs all processes for every pass, though the first alone evaluates.
-        takes_part = world.is_first or run.shard_target
+        takes_part = dist.is_first or run.shard_target
         held_out = held_out_texts(contexts[0]) if takes_part else None
-        trainer = Trainer(contexts, world, held_out if world.is_first else None, began)
+        dist.barrier()  # on the host, with its patience: what comes next is a collective of GPUs, which waits for ten minutes
+        trainer = Trainer(contexts, dist, held_out if dist.is_first else None, began)
         del contexts, held_out  # the trainer may let go of the target
-        say(f"packing: {trainer.loader}")
+        log(f"packing: {trainer.loader}")
         if run.hidden_states == "offline":
             trainer.use_states_on_disk()
-        for arm in trainer.arms if world.is_first else ():  # only now: a run that is refused leaves things as they were
+        for arm in trainer.arms if dist.is_first else ():  # only now: a run that is refused leaves things as they were
             if arm.context.vocabulary is not None and not arm.recipe.data.vocabulary:
                 arm.context.vocabulary.save(arm.folder / "vocabulary")
             arm.save_recipe()
             remove_leftovers(arm.folder / "checkpoints")
         if trainer.step:
-            say(f"resuming at step {trainer.step:,}")
+            log(f"resuming at step {trainer.step:,}")
         return trainer.fit()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the GPU ran out of memory ({str(error).split('. ')[0]}): lower data.micro_batch_size, "
             "set objective.recompute=true, or lower objective.chunk_rows",
-            on_all=world.size == 1 or isinstance(error, AgreedOutOfMemory),
+            on_all=dist.size == 1 or isinstance(error, AgreedOutOfMemory),
         ) from error
     finally:
         if joined is None:
-            world.leave()
+            dist.leave()
 
 
-def _resolved(common: Recipe, arms: Sequence[Recipe] | None, world: DistributedContext, say: Any) -> list[Recipe]:
+def _resolved(common: Recipe, arms: Sequence[Recipe] | None, dist: DistributedContext, log: Any) -> list[Recipe]:
     """The recipes of all arms (None: the common one is the only), checked against what their folders hold."""
     outputs = [one.output for one in arms or (common,)]
-    before: list[Mapping[str, Any] | None] = world.on_first(lambda: [earlier_settings(output) for output in outputs])
-    common = resolve(common, world, before[0])
-    say(common.to_yaml())
+    before: list[Mapping[str, Any] | None] = dist.on_first(lambda: [earlier_settings(output) for output in outputs])
+    common = resolve(common, dist, before[0])
+    log(common.to_yaml())
     own = ({"output": one.output} | {key: getattr(one, key) for key in OWN} for one in arms or (common,))
     recipes = [replace(common, **settings) for settings in own]
     for recipe, earlier in zip(recipes, before, strict=True):
         if earlier is not None:
-            check_settings(recipe, earlier, say)
+            check_settings(recipe, earlier, log)
     return recipes

@@ -336,7 +336,7 @@ def test_vllm_runs_every_drafter_and_says_where_it_stopped(bench, folders, tmp_p
         "vllm, stopped after 3 runs: it ended with code 1: ValueError: no such drafter"
     ]
     console = Console(width=200, record=True, file=io.StringIO())
-    results = {"model": "m", "device": "cpu", "dtype": "float32", "turns": 3, "max_tokens": 10, "results": []}
+    results = {"model": "m", "device": "cpu", "weights": "float32", "turns": 3, "max_tokens": 10, "results": []}
     console.print(table(results | {"baselines": [result]}))
     shown = console.export_text()
     assert "EAGLE b/best, depth 3" in shown

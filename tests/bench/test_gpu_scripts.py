@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.kernels.quantization import QuantizedLinear, quantize
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_model_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -52,12 +53,11 @@ def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every setting is one that can still be changed, and is changed back."""
     gpu = sys.modules["gpu"]
     bench.args.depths = [4]
-    monkeypatch.setattr(gpu.triton_support, "SHARED_MEMORY", None)
     monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
-    before = gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS
+    before = gpu.triton_support.OVERLAP, gpu.launch_config.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS
     found = gpu.settings(bench)
-    assert {"as it is", "every layer holds", "no overlap", "shared memory 50 %"} <= set(found)
-    assert (gpu.triton_support.OVERLAP, gpu.rope_attention.few_programs, gpu.decoder_module.HOLDING_LAYERS) == before
+    assert {"as it is", "every layer holds", "no overlap"} <= set(found)
+    assert (gpu.triton_support.OVERLAP, gpu.launch_config.few_programs, gpu.decoder_module.PDL_BARRIER_LAYERS) == before
 
 
 def test_identity_of_answers(bench) -> None:
@@ -92,6 +92,23 @@ def test_mixed_options_are_sixteen_different_ones() -> None:
     settings = importlib.import_module("gpu_options").mixed_settings(128, 64)
     assert len(settings) == 16
     assert len({str(sorted(one.items(), key=str)) for one in settings}) == 16
+
+
+def test_all_plain_linears_on_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their shape is, and no quantised one; what dispatch chooses is back afterwards."""
+    forms = importlib.import_module("gpu_linear_forms")
+    dispatch = forms.dispatch
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    ran: list[str] = []
+    monkeypatch.setattr(dispatch, "cublas_linear", lambda *_, order, **__: ran.append(f"cublas, {order.slices} slices"))
+    monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, order, **__: ran.append(f"tiles, {order.slices} slices"))
+    x, weight = torch.zeros(1, 64), torch.zeros(40, 64)
+    dispatch.linear(x, weight)
+    with forms.on_cublas():
+        dispatch.linear(x, weight)
+        dispatch.linear(x, quantize(weight, 8))
+    dispatch.linear(x, weight)
+    assert ran == ["tiles, 4 slices", "cublas, 1 slices", "tiles, 4 slices", "tiles, 4 slices"]
 
 
 # models of a published shape
@@ -133,6 +150,8 @@ def test_steps_prefill_and_loop_of_a_shape(shape_bench, capsys) -> None:
         ("8b", 8.03, False),
         ("14b", 14.77, False),
         ("32b", 32.76, False),
+        ("30b-a3b", 30.53, False),
+        ("8b-int4", 8.03, False),
     ],
 )
 def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bool) -> None:
@@ -140,6 +159,36 @@ def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bo
     config = shapes.SHAPES[name]
     assert shapes.num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.004)
     assert config.tie_embeddings == head_is_tied
+
+
+@pytest.mark.parametrize("kind", ["experts", "8b-fp8", "8b-int4"])
+def test_steps_of_experts_and_of_quantised_shapes(kind: str, shape_bench) -> None:
+    """As a card would run them, with references for kernels."""
+    sizes = sys.modules["gpu_sizes"]
+    small = {"num_layers": 6, "max_positions": 2048, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    if kind == "experts":
+        shape_bench.config = tiny_model_config("Qwen3MoeForCausalLM", num_layers=6, max_positions=2048)
+    else:
+        shape_bench.name, shape_bench.config = kind, tiny_model_config(**small)
+    shape_bench.args.cublas = False
+    found = sizes.steps(shape_bench)
+    assert all(found[f"2 rows, {what}"]["us"] > 0 for what in ("plain", "depth 3"))
+    formats = {m.quantized.format for m in shape_bench.decoder.modules() if isinstance(m, QuantizedLinear)}
+    assert formats == {"experts": set(), "8b-fp8": {"fp8"}, "8b-int4": {"int4"}}[kind]
+
+
+def test_least_times_of_experts_and_of_quantised_weights() -> None:
+    """At one row, bandwidth alone: the experts of one token, and the bits of a weight."""
+    shapes = importlib.import_module("gpu_shapes")
+    moe, dense = shapes.Work(shapes.SHAPES["30b-a3b"], None), shapes.Work(shapes.SHAPES["8b"], None)
+    assert moe.all_weights == pytest.approx(61.06e9, rel=0.01)
+    assert moe.cycle_us(1, 0, 0) == pytest.approx(
+        1e6 * 2 * (3.35e9 - 0.311e9) / 4.8e12, rel=0.02
+    )  # of 3.3B active, no embedding
+    assert moe.cycle_us(64, 0, 0) > 8 * moe.cycle_us(1, 0, 0)
+    fp8, int4 = (shapes.Work(shapes.SHAPES["8b"], None, layer_bits=bits) for bits in (8.0, 4 + 48 / 128))
+    assert 1.7 < dense.cycle_us(1, 0, 0) / fp8.cycle_us(1, 0, 0) < 2
+    assert 2.6 < dense.cycle_us(1, 0, 0) / int4.cycle_us(1, 0, 0) < 3.7
 
 
 def test_random_networks_have_the_type_and_draft_vocabulary_asked_for() -> None:
@@ -238,10 +287,10 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     forms.fill(report["lines"], table)
     filled = {}
     exec(table.read_text(), filled)
-    monkeypatch.setattr(dispatch, "FORMS", filled["FORMS"])
+    monkeypatch.setattr(dispatch, "CONFIGS", filled["CONFIGS"])
     for line in report["lines"]:
         shape = (line["rows"], line["K"], line["N"], "plain", torch.bfloat16, torch.device("cuda", 0))
-        chosen = dispatch.choose_form(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
+        chosen = dispatch.choose_kernel(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
         assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
 
 
@@ -300,6 +349,6 @@ def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     form = ["tma_tiles", list(found("1.5b", "down", 4096)[0])]
     lines = [{"K": 8960, "N": 1536, "linear": "down", "rows": rows, "form": form} for rows in (1024, 4096)]
-    monkeypatch.setattr(dispatch, "FORMS", forms.filled(lines))
+    monkeypatch.setattr(dispatch, "CONFIGS", forms.filled(lines))
     case = dispatch.Case(8192, 8960, 1536, "plain", torch.bfloat16, torch.device("cuda", 0))
-    assert list(dispatch.choose_form(case)) == ["tma_tiles", tuple(form[1])]
+    assert list(dispatch.choose_kernel(case)) == ["tma_tiles", tuple(form[1])]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fledge.training import toy
+from fledge.training.targets import toy
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -9,10 +9,27 @@ import gguf
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from fledge.checkpoints.gguf import NAMES
-from fledge.checkpoints.hf import file_names
+from fledge.checkpoints.gguf import NAMES, OWN_NAMES
+from fledge.checkpoints.layouts import Layout
+from fledge.config import ModelConfig, MoEConfig, RopeConfig
 from fledge.models.decoder import Decoder
 
+# Architectures, and what their files do not say or cannot say of a tiny model.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", {"moe": MoEConfig(8, 3, 32, layers=(0, 1, 2, 3))}),
+    "gemma3": ("Gemma3ForCausalLM", {
+        "num_layers": 7, "windows": (8,) * 5 + (None, 8), "query_scale": 1.0,
+        "local_rope": RopeConfig(original_max_positions=512),
+    }),
+    "phi3": ("Phi3ForCausalLM", {"rope": RopeConfig(1e4, original_max_positions=512)}),
+    "phi3-longrope": ("Phi3ForCausalLM", {
+        "rope": RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.25, short_factor=(1.0, 2.0, 3.0),
+                           long_factor=(2.0, 4.0, 6.0)),
+    }),
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TEMPLATE += "<|im_start|>assistant"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -46,31 +63,38 @@ def write_gguf(
     tokens, types, merges = byte_level_vocabulary(list(merges))
     tokens += [f"[PAD{number}]" for number in range(len(tokens), config.vocab_size)]
     types += [UNUSED] * (len(tokens) - len(types))
-    values: dict[str, Any] = {
-        f"{arch}.block_count": config.num_layers,
-        f"{arch}.context_length": config.max_positions,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_heads,
-        f"{arch}.attention.head_count_kv": config.num_kv_heads,
-        f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.rope.freq_base": config.rope.theta,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": TEMPLATE,
-    } | (metadata or {})
+    values: dict[str, Any] = (
+        {
+            f"{arch}.block_count": config.num_layers,
+            f"{arch}.context_length": config.max_positions,
+            f"{arch}.embedding_length": config.hidden_size,
+            f"{arch}.feed_forward_length": config.intermediate_size,
+            f"{arch}.attention.head_count": config.num_heads,
+            f"{arch}.attention.head_count_kv": config.num_kv_heads,
+            f"{arch}.attention.key_length": config.head_dim,
+            f"{arch}.attention.value_length": config.head_dim,
+            f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+            f"{arch}.rope.freq_base": config.rope.theta,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.merges": merges,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.chat_template": TEMPLATE,
+        }
+        | own_metadata(config, arch)
+        | (metadata or {})
+    )
     for key, value in values.items():
         if value is not None:
             _add(writer, key, value)
-    weights = gguf_weights(decoder, permute=arch == "llama") | (tensors or {})
+    weights = gguf_weights(decoder, arch) | (tensors or {})
+    if config.rope.kind == "longrope":
+        weights["rope_factors_short.weight"] = np.array(config.rope.short_factor)
+        weights["rope_factors_long.weight"] = np.array(config.rope.long_factor)
     for name, value in weights.items():
         its = next((other for part, other in (others or {}).items() if part in name), quantisation)
         kind = gguf.GGMLQuantizationType[its]
@@ -86,34 +110,53 @@ def write_gguf(
     return path
 
 
-def gguf_weights(decoder: Decoder, *, permute: bool) -> dict[str, np.ndarray]:
-    config = decoder.config
-    kv_rows = config.num_kv_heads * config.head_dim
-    weights = {}
+def gguf_weights(decoder: Decoder, arch: str) -> dict[str, np.ndarray]:
+    config, layout = decoder.config, Layout(decoder.config)
+    weights, experts = {}, {}
     for name, parameter in decoder.named_parameters():
-        value = parameter.detach().numpy()
-        if "qkv_proj" in name:
-            rows = config.num_heads * config.head_dim
-            parts = [value[:rows], value[rows : rows + kv_rows], value[rows + kv_rows :]]
-            if permute:
-                parts[0] = _permuted(parts[0], config.num_heads)
-                parts[1] = _permuted(parts[1], config.num_kv_heads)
-        elif "gate_up_proj" in name:
-            parts = np.split(value, 2)
-        else:
-            parts = [value]
-        for hf_name, part in zip(file_names(name), parts, strict=True):
-            weights[_gguf_name(hf_name)] = np.ascontiguousarray(part)
-    return weights
+        for hf_name, part in zip(layout.file_names(name), layout.split(name, parameter.detach()), strict=True):
+            value = part.numpy()
+            if config.unit_norms and hf_name.endswith("norm.weight"):
+                value = value + 1  # the converter adds it
+            if arch == "llama" and ".q_proj." in hf_name:
+                value = _permuted(value, config.num_heads)
+            if arch == "llama" and ".k_proj." in hf_name:
+                value = _permuted(value, config.num_kv_heads)
+            if ".experts." in hf_name:
+                _, _, layer, _, _, _, kind, _ = hf_name.split(".")
+                experts.setdefault(f"blk.{layer}.ffn_{kind.removesuffix('_proj')}_exps.weight", []).append(value)
+            else:
+                weights[_gguf_name(hf_name, arch)] = np.ascontiguousarray(value)
+    return weights | {name: np.stack(values) for name, values in experts.items()}
 
 
-def _gguf_name(name: str) -> str:
+def own_metadata(config: ModelConfig, arch: str) -> dict[str, Any]:
+    """What the converter writes for these architectures alone."""
+    if arch == "gemma3":
+        window = next(window for window in config.windows if window)
+        scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
+        values = {"attention.sliding_window": window, **(scaling if config.rope.kind == "linear" else {})}
+    elif arch == "phi3":
+        values = {"rope.dimension_count": config.rotary_dim}
+        if config.rope.kind == "longrope":
+            values["rope.scaling.original_context_length"] = config.rope.original_max_positions
+            values["rope.scaling.attn_factor"] = config.rope.attention_factor
+    elif config.moe is not None:
+        moe = config.moe
+        values = {"expert_count": moe.num_experts, "expert_used_count": moe.experts_per_token}
+        values["expert_feed_forward_length"] = moe.intermediate_size
+    else:
+        return {}
+    return {f"{arch}.{key}": value for key, value in values.items()}
+
+
+def _gguf_name(name: str, arch: str) -> str:
     prefix = ""
     if name.startswith("model.layers."):
         _, _, layer, name = name.split(".", 3)
         prefix = f"blk.{layer}."
     stem, _, kind = name.rpartition(".")
-    theirs = {ours: theirs for theirs, ours in NAMES.items()}
+    theirs = {ours: theirs for theirs, ours in (NAMES | OWN_NAMES.get(arch, {})).items()}
     return f"{prefix}{theirs[stem]}.{kind}"
 
 

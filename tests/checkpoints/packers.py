@@ -134,9 +134,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gptq-v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
     "gptq-act-order": GPTQ | {"desc_act": True},
     "gptq-8": GPTQ | {"bits": 8},
+    "awq-64": AWQ | {"group_size": 64},
+    "gptq-32-act-order": GPTQ | {"group_size": 32, "desc_act": True},
+    "gptq-whole-rows": GPTQ | {"group_size": -1},
     "ct-int4": _ct(4, True),
     "ct-int4-asymmetric": _ct(4, False),
     "ct-int4-act-order": _ct(4, True, actorder="group"),
+    "ct-int4-32-asymmetric": _ct(4, False, group_size=32),
+    "ct-int4-channel": _ct(4, True, strategy="channel", group_size=None),
     "ct-int8": CT_INT8,
     "ct-fp8": CT_FP8,
     "fp8-tensor": FP8 | {"activation_scheme": "static"},
@@ -159,23 +164,25 @@ def packed_linear(name: str, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tens
         codes = (weight_OI / scales.float()).round().clamp(-127, 127).to(torch.int8)
         return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
     act_order = "act-order" in name
-    symmetric = name not in ("awq", "gptq-asymmetric", "gptq-v2", "ct-int4-asymmetric")
+    symmetric = not name.startswith("awq") and "asymmetric" not in name and name != "gptq-v2"
     bits = 8 if name == "gptq-8" else 4
     dtype = torch.bfloat16 if name.startswith("ct") else torch.float16
-    weight = grouped(weight_OI, bits, 128, symmetric=symmetric, act_order=act_order, dtype=dtype)
-    if name == "awq":
+    said = config["config_groups"]["group_0"]["weights"] if name.startswith("ct") else config
+    group = said["group_size"] if (said["group_size"] or -1) > 0 else weight_OI.shape[1]
+    weight = grouped(weight_OI, bits, group, symmetric=symmetric, act_order=act_order, dtype=dtype)
+    if name.startswith("awq"):
         return awq_tensors(weight), weight.values()
     if name.startswith("gptq"):
         return gptq_tensors(weight, bits, v2=config["checkpoint_format"] == "gptq_v2"), weight.values()
     return compressed_tensors(weight, bits, symmetric=symmetric, act_order=act_order), weight.values()
 
 
-def write_quantised(decoder: Decoder, folder: Path, name: str) -> tuple[Path, Path]:
-    """A quantised checkpoint, and its dequantised twin. Router and head stay plain."""
+def write_quantised(decoder: Decoder, folder: Path, name: str, *, also: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """A quantised checkpoint, and its dequantised twin. Router and head stay plain unless `also` names them."""
     plain, packed = (save_decoder(decoder, folder / part) for part in ("twin", name))
     tensors, values = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for weight in list(tensors):
-        is_linear = weight.endswith("_proj.weight") or ".experts." in weight
+        is_linear = weight.endswith(("_proj.weight", *also)) or ".experts." in weight
         if is_linear:
             parts, values[weight] = packed_linear(name, tensors.pop(weight))
             tensors |= {weight.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}

@@ -42,8 +42,21 @@ MOE, GEMMA, PHI = "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
         (PHI, {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "must have 3 numbers"),
         (PHI, {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": [1.0]}}, "short_factor"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("LlamaForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers"),
+        ("MistralForCausalLM", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ("Qwen2ForCausalLM", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
+        ("GemmaForCausalLM", {"hidden_act": "relu"}, "hidden_act"),
+        ("GemmaForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": 4}, "no_rope_layers"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
         ("LlamaForCausalLM", {"attention_multiplier": 0.1}, "attention_multiplier"),
         ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4, "use_sliding_window": True}, "linear_attention"),
+        ("Qwen3ForCausalLM", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "layer_types sliding_attention of layer 0"),
+        ("LlamaForCausalLM", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_attention of layer 3"),
+        (MOE, {"layer_types": ["full_attention"] * 4, "use_sliding_window": True}, "full_attention of layer 0"),
+        ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
     ],
 )
 def test_what_is_close_but_not_the_same_is_refused(architecture: str, change: dict[str, Any], named: str) -> None:
@@ -87,6 +100,49 @@ def test_the_text_of_a_model_of_texts_and_images(prefix: str, tmp_path: Path) ->
     assert loaded.config.eos_token_ids == (1, 106)
     for (name, mine), (_, theirs) in zip(decoder.named_parameters(), loaded.named_parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, msg=name)
+
+
+def test_a_configuration_of_texts_and_images_may_be_flat() -> None:
+    """As Qwen/Qwen2.5-VL-3B-Instruct says it: tied, and no rope base of its own in `rope_scaling`."""
+    content = config_to_hf(tiny_model_config("Qwen2ForCausalLM", tie_embeddings=True)) | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "rope_theta": 2e6,
+        "vision_config": {"hidden_size": 1280},
+    }
+    config = ModelConfig.from_hf(content)
+    assert (config.architecture, config.rope.kind, config.rope.theta) == ("Qwen2ForCausalLM", "default", 2e6)
+    assert config.tie_embeddings
+    del content["rope_theta"]
+    assert ModelConfig.from_hf(content).rope.theta == 1e6
+    stretched = {"type": "yarn", "mrope_section": [1, 1, 2], "factor": 4.0, "original_max_position_embeddings": 512}
+    assert ModelConfig.from_hf(content | {"rope_scaling": stretched}).max_positions == 2048
+
+
+def test_layers_without_rope_of_smollm3() -> None:
+    content = config_to_hf(tiny_model_config("SmolLM3ForCausalLM", num_layers=9))
+    del content["no_rope_layers"]
+    assert ModelConfig.from_hf(content).unrotated == (3, 7)
+    assert ModelConfig.from_hf(content | {"no_rope_layer_interval": 2}).unrotated == (1, 3, 5, 7)
+
+
+def test_yarn_as_model_cards_tell_to_set_it() -> None:
+    """Qwen2.5's and Qwen3's: max_position_embeddings stays what it was."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    content = config_to_hf(tiny_model_config("Qwen2ForCausalLM"))
+    for said, found in ((32768, 131_072), (40960, 131_072), (262_144, 262_144)):
+        config = ModelConfig.from_hf(content | {"rope_scaling": scaling, "max_position_embeddings": said})
+        assert config.max_positions == found
+        assert ModelConfig.from_hf(config_to_hf(config)) == config
+    assert ModelConfig.from_hf(content | {"rope_scaling": scaling | {"type": "linear"}}).max_positions == 512
+
+
+def test_keys_that_mixtral_and_phi_leave_out_have_their_own_defaults() -> None:
+    mixtral, phi = (config_to_hf(tiny_model_config(name)) for name in ("MixtralForCausalLM", PHI))
+    for key in ("rope_theta", "rms_norm_eps"):
+        del mixtral[key], phi[key]
+    assert (ModelConfig.from_hf(mixtral).rope.theta, ModelConfig.from_hf(mixtral).rms_norm_eps) == (1e6, 1e-5)
+    assert (ModelConfig.from_hf(phi).rope.theta, ModelConfig.from_hf(phi).rms_norm_eps) == (1e4, 1e-5)
 
 
 def test_keys_that_gemma_leaves_out_have_its_own_defaults() -> None:

@@ -9,13 +9,15 @@ import shutil
 import pytest
 import torch
 
-from fledge import drafters
+from fledge import drafters, sources
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.fingerprint import is_same_model, target_fingerprint
 from fledge.checkpoints.hf import save_decoder
+from fledge.checkpoints.provenance import Provenance
 from fledge.engine.build import build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.options import Speculation
+from fledge.errors import ModelError
 from tests.checkpoints.gguf_files import write_gguf
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -40,7 +42,7 @@ def shipped(tmp_path, monkeypatch):
     record = {
         "target": "some/target",
         "target_fingerprint": target_fingerprint(target),
-        "data": {"report": "1,200 of 1,300 conversations kept: 45,000 tokens, 30,000 of them answers"},
+        "data": {"conversations": 1200, "tokens": 45_000},
     }
     here = tmp_path / "drafters"
     config = tiny_drafter_config(decoder.config)
@@ -94,17 +96,31 @@ def test_what_cannot_be_read_has_none(tmp_path):
     assert drafters.default_drafter(str(tmp_path)) is None
 
 
-def test_auto_finds_it_by_name_folder_and_file(shipped, tmp_path, caplog):
+def _gone(name):
+    raise ModelError(f"{name}: the hub has no such model")
+
+
+def test_auto_finds_it_by_name_folder_and_file(shipped, tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "fledge")
     file = write_gguf(tmp_path / "renamed.gguf", trained(1), "llama", "Q8_0")
     for model in ("some/target", str(tmp_path / "model"), str(file)):
         caplog.clear()
         assert Speculation().resolve_drafter(model) == shipped, model
         assert "trained on answers of some/target in 1,200 conversations of 45,000 tokens" in caplog.text
-    # A copy on the hub under another name: the engine knows where its files are.
-    assert Speculation().resolve_drafter("other/name", tmp_path / "model") == shipped
+    # A copy on the hub under another name, for every command.
+    monkeypatch.setattr(sources, "_from_hub", lambda name: tmp_path / "model" if name == "some/copy" else _gone(name))
+    assert Speculation().resolve_drafter("some/copy") == shipped
     for model in ("other/name", "", str(save_decoder(trained(2), tmp_path / "other"))):
         assert Speculation().resolve_drafter(model) == "ngram", model
+
+
+def test_a_fine_tune_by_adapters_is_not_called_the_model_itself(shipped, tmp_path, caplog):
+    """Its norms are the base model's, and so is the fingerprint."""
+    caplog.set_level(logging.INFO, "fledge")
+    tuned = trained(1)
+    tuned.layers[0].mlp.down_proj.weight.data.zero_()
+    assert Speculation().resolve_drafter(str(save_decoder(tuned, tmp_path / "tuned"))) == shipped
+    assert "for this model or one that it was fine-tuned from" in caplog.text
 
 
 def test_the_engine_drafts_with_it(shipped, tmp_path, monkeypatch):
@@ -119,8 +135,7 @@ def test_names_of_the_shipped_drafters_exist():
     for name, folder in drafters.DEFAULTS.items():
         assert drafters.default_drafter(name) == drafters.HERE / folder
     for folder in drafters.shipped():
-        record = drafters.provenance(folder)
-        assert len(record["target_fingerprint"].split()) == 65
+        assert len(Provenance.read(folder).target_fingerprint.split()) == 65
         assert folder.name in drafters.DEFAULTS.values()
         assert "conversations" in drafters.trained_on(folder)
 

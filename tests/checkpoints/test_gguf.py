@@ -16,28 +16,71 @@ from fledge import sources
 from fledge.checkpoints.gguf import convert
 from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.hf import load_config, load_decoder
-from fledge.config import RopeConfig
+from fledge.config import MoEConfig, RopeConfig
 from fledge.errors import ModelError
+from fledge.models.decoder import causal_attend
 from fledge.models.layers import Rotary
 from fledge.tokenizer import Tokenizer
-from tests.checkpoints.gguf_files import write_gguf
-from tests.checkpoints.test_hf import assert_same_weights
+from tests.checkpoints.gguf_files import FAMILIES, write_gguf
 from tests.tiny import tiny_decoder
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 VOCAB = 288
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_architecture(arch: str, tied: bool, tmp_path: Path) -> None:
-    decoder = tiny_decoder(architecture=FAMILIES[arch], vocab_size=VOCAB, tie_embeddings=tied, rms_norm_eps=1e-6)
-    folder = convert(write_gguf(tmp_path / "tiny.gguf", decoder, arch), tmp_path / "folder")
+    family, settings = FAMILIES[arch]
+    decoder = tiny_decoder(architecture=family, vocab_size=VOCAB, tie_embeddings=tied, rms_norm_eps=1e-6, **settings)
+    folder = convert(write_gguf(tmp_path / "tiny.gguf", decoder, arch.partition("-")[0]), tmp_path / "folder")
     loaded = load_decoder(folder)
-    assert_same_weights(loaded, decoder)
+    for (name, mine), (_, theirs) in zip(loaded.named_parameters(), decoder.named_parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name, rtol=0, atol=1e-6 if "norm" in name else 0)
     config = loaded.config
-    assert (config.architecture, config.tie_embeddings, config.rms_norm_eps) == (FAMILIES[arch], tied, 1e-6)
+    assert (config.architecture, config.tie_embeddings, config.rms_norm_eps) == (family, tied, 1e-6)
+    for key, value in settings.items():
+        assert getattr(config, key) == value
     assert (config.eos_token_ids, config.bos_token_id, config.max_positions) == ((2,), 1, 512)
+
+
+# What the loader of transformers does not read of these files is at its own defaults.
+WIDE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "rope": RopeConfig(1e6, original_max_positions=512)}
+AS_TRANSFORMERS = {
+    "gemma3": FAMILIES["gemma3"][1] | WIDE,
+    "phi3": {"rotated": None},
+    "qwen3moe": {"moe": MoEConfig(8, 3, 768, layers=(0, 1, 2, 3))},
+}
+
+
+@pytest.mark.parametrize("arch", AS_TRANSFORMERS)
+@torch.no_grad()
+def test_transformers_reads_the_same(arch: str, tmp_path: Path) -> None:
+    decoder = tiny_decoder(1, FAMILIES[arch][0], vocab_size=VOCAB, tie_embeddings=True, **AS_TRANSFORMERS[arch])
+    file = write_gguf(
+        tmp_path / "tiny.gguf", decoder, arch, metadata={f"{arch}.vocab_size": VOCAB, "tokenizer.ggml.padding_token_id": 0}
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
+    loaded, tokens = load_decoder(convert(file, tmp_path / "folder")), torch.arange(40)
+    found = loaded.logits(loaded(tokens, tokens, causal_attend()).hidden_ND)
+    wanted = model(tokens[None]).logits[0]
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_scores_of_gemma_27b_are_scaled_by_its_hidden_size(tmp_path: Path) -> None:
+    sizes = {"num_layers": 62, "windows": tuple(None if layer % 6 == 5 else 8 for layer in range(62))}
+    decoder = tiny_decoder(1, "Gemma3ForCausalLM", vocab_size=VOCAB, **sizes, num_heads=2, num_kv_heads=1, query_scale=1.0)
+    config = load_config(convert(write_gguf(tmp_path / "tiny.gguf", decoder, "gemma3"), tmp_path / "folder"))
+    assert config.windows == decoder.config.windows
+    assert config.query_scale == (8 / 16) ** 0.5
+
+
+def test_one_expert_too_many_or_too_few(tmp_path: Path) -> None:
+    family, settings = FAMILIES["qwen3moe"]
+    decoder = tiny_decoder(1, family, vocab_size=VOCAB, **settings)
+    for count, named in ((7, r"not expected: .*experts\.7\."), (9, r"missing: .*experts\.8\.")):
+        file = write_gguf(tmp_path / "tiny.gguf", decoder, "qwen3moe", metadata={"qwen3moe.expert_count": count})
+        with pytest.raises(ModelError, match=named):
+            convert(file, tmp_path / "folder")
 
 
 def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
@@ -178,6 +221,9 @@ def test_llama3_rope_is_recognised_by_its_factors(tmp_path: Path) -> None:
         ("smollm", "12 1", ["1", "2", "Ġ", "1"]),  # each digit for itself, the space too
         ("qwen2", "12 1", ["1", "2", "Ġ", "1"]),
         ("llama-bpe", "12 1", ["12", "Ġ", "1"]),  # up to three digits, without the space
+        ("dbrx", "12 1", ["12", "Ġ", "1"]),
+        ("gpt-4o", "hell/\n1", ["hell", "/", "Ċ", "1"]),  # marks take line breaks and slashes along
+        ("gpt-4o", "he'll12 1", ["he", "'", "ll", "12", "Ġ", "1"]),
         ("gpt-2", "12 1", ["12", "Ġ1"]),  # a space goes with the word behind it
         ("qwen2", "hell\nhe", ["hell", "Ċ", "he"]),
     ],
@@ -263,7 +309,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ({"general.architecture": "gpt2"}, "GGUF architecture 'gpt2' is not supported; supported: llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, "llama.expert_count"),
         ({"llama.block_count": None}, r"llama\.block_count is missing"),
         ({"llama.block_count": 5}, r"missing: model\.layers\.4\.input_layernorm"),
         ({"llama.rope.dimension_count": 4}, "rotated in part"),

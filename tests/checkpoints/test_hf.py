@@ -123,15 +123,22 @@ def test_end_tokens_of_both_files_count(folder: Path) -> None:
 
 def test_a_head_that_is_absent_is_the_embedding(folder: Path) -> None:
     change_tensors(folder, lm_head__weight=None)
+    change_config(folder, tie_word_embeddings=None)
     decoder = load_decoder(folder)
     assert decoder.config.tie_embeddings
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    change_config(folder, tie_word_embeddings=False)  # a file that has lost its head
+    with pytest.raises(ModelError, match=r"lm_head\.weight is missing, and tie_word_embeddings is false"):
+        load_decoder(folder)
 
 
-def test_a_tied_model_does_not_read_the_head_in_its_file(folder: Path) -> None:
+def test_a_tied_model_may_repeat_its_embedding_and_have_no_other_head(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, and lm_head\.weight is not the embedding"):
+        load_decoder(folder)
+    change_tensors(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
     decoder = load_decoder(folder)
-    assert torch.equal(decoder.lm_head.weight, load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
 
 
 def test_computed_buffers_in_the_file_are_ignored(folder: Path) -> None:

@@ -13,17 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints.hf import load_decoder
-from fledge.checkpoints.quantized import KEPT, METHODS, read_scheme
+from fledge.checkpoints.quantization_config import METHODS, read_scheme
+from fledge.checkpoints.quantized import KEPT
 from fledge.checkpoints.supported import page
 from fledge.config import FAMILIES, MoEConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import ModelError, UserError
-from fledge.kernels.formats.fp8 import quantize_fp8, read_fp8
+from fledge.kernels.formats.fp8 import read_fp8
 from fledge.kernels.formats.packed_int import read_awq, read_compressed, read_gptq
 from fledge.kernels.linear.packed import PackedLinear
 from fledge.kernels.quantization import QuantizedLinear, dequantize
-from fledge.models.decoder import causal_attend
+from fledge.models.decoder import Decoder, causal_attend
 from fledge.ops.cpu_ops import CpuOps
 from fledge.sampling import SamplingParams
 from tests.checkpoints.packers import (
@@ -39,6 +40,7 @@ from tests.checkpoints.packers import (
     grouped,
     write_quantised,
 )
+from tests.kernels.support import fp8_weight
 from tests.oracle import run
 from tests.tiny import tiny_decoder
 
@@ -97,7 +99,7 @@ def test_scales_that_fp16_does_not_hold_have_no_exact_form() -> None:
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_fp8(block: tuple[int, int] | None) -> None:
     weight = torch.randn(200, 300)
-    made = quantize_fp8(weight, block)
+    made = fp8_weight(weight, block)
     read = read_fp8(made.codes_OI, made.scales_OG[:: block[0]] if block else made.scales_OG, block)
     assert torch.equal(read.dequantize(), made.dequantize())
     assert ((made.dequantize() - weight).abs() <= weight.abs() / 16 + made.scales_OG.max() * 2**-9).all()
@@ -133,9 +135,7 @@ def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
     name, packed, twin = checkpoint
     tokens = torch.randint(0, 128, (40,))
     found, wanted, kept = load_decoder(packed), load_decoder(twin), load_decoder(packed, keep=KEPT["cpu"])
-    for (one, mine), (two, theirs) in zip(found.named_parameters(), wanted.named_parameters(), strict=True):
-        assert one == two
-        assert torch.equal(mine, theirs), one
+    _assert_same(found, wanted)
     quantised = [module for module in kept.modules() if isinstance(module, QuantizedLinear)]
     assert len(quantised) == (8 if name in EXACT else 0)
     everything = load_decoder(packed, keep=KEPT["cuda"])  # computed by the references here
@@ -146,10 +146,9 @@ def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
 
 
 def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
-    """In C; the quantised one with speculation too. In a cache of fp16 the two, summed in different orders, would be rounded
-    apart."""
+    """In C; the quantised one with speculation too. In fp16 the two, summed in different orders, would be rounded apart."""
     _, packed, twin = checkpoint
-    config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024, kv_cache_dtype="float32")
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
     params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55], list(range(40))]
     wanted = run(build_engine(load_decoder(twin), Speculation("none"), config), prompts, params)
     decoder = load_decoder(packed, keep=KEPT["cpu"])
@@ -158,10 +157,79 @@ def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
     assert run(engine, prompts, params) == wanted
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-int4", "ct-fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantised_head(name: str, tied: bool, tmp_path: Path) -> None:
+    """It is no embedding, whatever the file says of that."""
+    packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name, also=("lm_head.weight",))
+    _change_config(packed, tie_word_embeddings=tied)
+    tokens, wanted = torch.arange(30), load_decoder(twin)
+    for keep in (frozenset(), KEPT["cuda"]):
+        found = load_decoder(packed, keep=keep)
+        assert isinstance(found.lm_head, QuantizedLinear) == bool(keep)
+        logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in (wanted, found)]
+        assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+def test_biases_of_zeros_beside_quantised_linears(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them for all linears; what is not zero belongs to a network that is not this one."""
+    packed, _ = write_quantised(tiny_decoder(**SIZES), tmp_path, "gptq")
+    tensors = load_file(packed / "model.safetensors")
+    biases = {name.replace("scales", "bias"): torch.zeros(x.shape[1]) for name, x in tensors.items() if "scales" in name}
+    save_file(tensors | biases, packed / "model.safetensors")
+    load_decoder(packed)
+    biases["model.layers.1.mlp.up_proj.bias"][3] = 1.0
+    save_file(tensors | biases, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"not expected: model\.layers\.1\.mlp\.up_proj\.bias$"):
+        load_decoder(packed)
+
+
+def _change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
 def test_experts(tmp_path: Path) -> None:
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM", **SIZES | {"num_layers": 4}, moe=MoEConfig(4, 2, 128, layers=(0, 2, 3)))
     packed, twin = write_quantised(decoder, tmp_path, "awq")
     config = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
+    params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55]]
+    texts = [
+        run(build_engine(load_decoder(f, keep=KEPT["cpu"]), Speculation("none"), config), prompts, params)
+        for f in (packed, twin)
+    ]
+    assert texts[0] == texts[1]
+
+
+FAMILIES_IN_FP8 = {
+    "Qwen3MoeForCausalLM": {"moe": MoEConfig(4, 2, 128, layers=(0, 1))},
+    "MixtralForCausalLM": {"moe": MoEConfig(4, 2, 128, layers=(0, 1))},
+    "Phi3ForCausalLM": {"rotated": 24},
+    "Gemma3ForCausalLM": {"windows": (8, None), "embedding_scale": 128**0.5},
+    "Glm4ForCausalLM": {"rotated": 16},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES_IN_FP8)
+def test_blocks_of_fp8_in_every_layout(family: str, tmp_path: Path) -> None:
+    packed, twin = write_quantised(tiny_decoder(1, family, **SIZES, **FAMILIES_IN_FP8[family]), tmp_path, "fp8-block")
+    _assert_same(load_decoder(packed), wanted := load_decoder(twin))
+    kept, tokens = load_decoder(packed, keep=KEPT["cuda"]), torch.arange(30)
+    assert any(isinstance(module, QuantizedLinear) for module in kept.modules())
+    logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in (wanted, kept)]
+    assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct-fp8"])
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_quantised_router(family: str, name: str, tmp_path: Path) -> None:
+    """Qwen2-MoE's is one linear here with the shared expert's gate, which stays plain."""
+    shared = 128 if "2" in family else 0
+    decoder = tiny_decoder(1, family, **SIZES, moe=MoEConfig(8, 2, 128, shared == 0, shared, (0, 1)))
+    packed, twin = write_quantised(decoder, tmp_path, name, also=("mlp.gate.weight",))
+    config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
     params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55]]
     texts = [
         run(build_engine(load_decoder(f, keep=KEPT["cpu"]), Speculation("none"), config), prompts, params)
@@ -193,6 +261,63 @@ def _ct_weights(**change: Any) -> dict[str, Any]:
     return CT | {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | change}}}
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_gptq"}
+
+
+def _fp8_block(structure: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": structure}
+    return CT_FP8 | {"config_groups": {"a": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gptq", GPTQ | {"dynamic": {"-:.*lm_head.*": {}}}),
+        ("gptq", AUTO_ROUND | {"sym": True, "data_type": "int", "extra_config": {"lm_head": {"bits": 16}}}),
+        ("awq", AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
+        ("fp8-tensor", {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}),
+        ("ct-fp8", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
+        ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*self_attn$"], "weights": None}}}),
+        ("fp8-block", _fp8_block("128x128")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["quant_method"],
+)
+def test_other_names_for_the_same_layouts(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name)
+    _change_config(packed, quantization_config=config)
+    _assert_same(load_decoder(packed), load_decoder(twin))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "file"),
+    [("ct-int4", "compression_config", "config.json"), ("fp8-tensor", "quantization", "hf_quant_config.json")],
+)
+def test_other_places_of_the_configuration(name: str, key: str, file: str, tmp_path: Path) -> None:
+    """Early compressed-tensors, and modelopt in a file of its own."""
+    packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name)
+    content = CHECKPOINTS[name] if "int4" in name else {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    _change_config(packed, quantization_config=None)
+    other = json.loads((packed / file).read_text()) if file == "config.json" else {}
+    (packed / file).write_text(json.dumps(other | {key: content}))
+    _assert_same(load_decoder(packed), load_decoder(twin))
+
+
+@pytest.mark.parametrize(("name", "size"), [("gptq", 32), ("awq", 64), ("ct-int4", -1)])
+def test_groups_are_as_the_configuration_says(name: str, size: int, tmp_path: Path) -> None:
+    packed, _ = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name)
+    config = CHECKPOINTS[name] | {"group_size": size}
+    if name == "ct-int4":
+        config = _ct_weights(strategy="channel", group_size=None)
+    _change_config(packed, quantization_config=config)
+    with pytest.raises(ModelError, match=rf"into groups of 128, and quantization_config says group_size {size}"):
+        load_decoder(packed)
+
+
+def _assert_same(mine: Decoder, theirs: Decoder) -> None:
+    for (name, one), (_, two) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -203,7 +328,17 @@ def _ct_weights(**change: Any) -> dict[str, Any]:
         (AWQ | {"zero_point": False}, "zero_point False"),
         (GPTQ | {"bits": 3}, "bits 3"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}}, r"dynamic '\+:"),
+        (GPTQ | {"dynamic": ["-:.*"]}, "dynamic"),
+        (GPTQ | {"group_size": 0.5}, "group_size"),
+        (GPTQ | {"group_size": -2}, "group_size"),
+        ({"quant_method": ["gptq"]}, "quant_method"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type"),
+        (AUTO_ROUND | {"bits": 2}, "bits 2"),
+        (AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}}, "extra_config 'model.layers.0"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ({"quant_method": "modelopt"}, "quant_algo"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
         (CT | {"format": "marlin-24"}, "format 'marlin-24'"),
@@ -211,6 +346,12 @@ def _ct_weights(**change: Any) -> dict[str, Any]:
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (CT | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (CT | {"config_groups": {}}, "config_groups"),
+        (CT | {"config_groups": {"a": GROUP | {"weights": None}}}, "config_groups"),
+        (CT | {"config_groups": {"a": 3}}, "config_groups"),
+        (CT | {"format": ["pack-quantized"]}, "format"),
+        (_fp8_block("axb"), "block_structure"),
+        (_fp8_block("128"), "block_structure"),
+        (_fp8_block({"rows": 128}), "block_structure"),
         (_ct_weights(num_bits=2), "num_bits 2"),
         (_ct_weights(strategy="tensor_group"), "strategy 'tensor_group'"),
         (_ct_weights(type="float"), "format 'pack-quantized' of 4-bit float"),

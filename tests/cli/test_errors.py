@@ -49,6 +49,10 @@ def test_a_good_call_for_comparison(monkeypatch, capsys, model):
     code, out, err = fledge(monkeypatch, capsys, "generate", "hello", "--model", model, "--max-tokens", 5, "--json", "--raw")
     assert (code, err) == (0, "")
     answer = json.loads(out)
+    assert (answer["drafter"], answer["depth"]) == ("n-gram look-up, depth auto (up to 7)", 7)
+    assert answer["weights"] == answer["dtype"] != "auto"
+    code, _, err = fledge(monkeypatch, capsys, "generate", "hello", "--model", model, "--max-tokens", 5, "--raw")
+    assert "no drafter ships for" in err
     assert len(answer["token_ids"]) == answer["completion_tokens"] <= 5
     assert {"text", "finish_reason", "tokens_per_second", "acceptance_length", "acceptance_by_position"} <= answer.keys()
 
@@ -144,8 +148,8 @@ def test_doctor_prints_names_as_they_are(capsys):
     from fledge.cli.doctor import _print
 
     trial = Trial(EVIL, "", 1.0, 0.5)
-    _print(Diagnosis("fault", EVIL, EVIL, None, None, [trial], [EVIL]))
-    check_shown(capsys.readouterr().out, 4)
+    _print(Diagnosis("fault", EVIL, EVIL, None, trial, [trial], [EVIL]))
+    check_shown(capsys.readouterr().out, 3)
 
 
 def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
@@ -154,9 +158,12 @@ def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
 
     report = LoadReport(1, 1.0, [Sample(error=EVIL)], Acceptance())
     monkeypatch.setattr(load_report, "run_levels", lambda *_: [("server", [report])])
-    code, out, _ = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
+    code, out, _ = fledge(monkeypatch, capsys, "bench-serve", "http://x/", "--data", "builtin")
     assert code == 3
-    check_shown(out, 2)
+    check_shown(out, 1)
+    code, _, err = fledge(monkeypatch, capsys, "bench-serve", f"http://x/{EVIL}", "--data", "builtin")
+    assert code == 1
+    check_shown(err, 1)
 
 
 def test_bench_prints_names_as_they_are(capsys):
@@ -166,7 +173,7 @@ def test_bench_prints_names_as_they_are(capsys):
 
     plain = {"tokens_per_second_per_user": 1.0, "tokens_per_second": 1.0, "bandwidth_use": 0.5}
     results = [{"concurrency": 1, "plain": plain, "speculative": []}]
-    figures = {"model": EVIL, "device": "cpu", "dtype": "float32", "turns": 1, "max_tokens": 1, "results": results}
+    figures = {"model": EVIL, "device": "cpu", "weights": "float32", "turns": 1, "max_tokens": 1, "results": results}
     figures["baselines"] = [{"baseline": EVIL, "version": "1", "skipped": "x"}]
     Console(width=300).print(table(figures))
     check_shown(capsys.readouterr().out, 2)
@@ -180,7 +187,8 @@ def test_drift_prints_names_as_they_are(capsys):
     sink = {"column": 0, "share": 0.5}
     probes = {"acceptance_length": {5: 2.0}, "looping_texts": 0, "texts": 4, "drift_step": 5, "rms_ratio": 1.0}
     condition = {"name": EVIL, "drafters": {EVIL: {"acceptance_length": {5: 1.5}, "retention": {5: 0.5}, "texts": 4}}}
-    suite = {"name": "templates", "baseline": None, "depths": [5], "conditions": [condition, condition | {"name": "own"}]}
+    best = {"name": "own", "drafters": {EVIL: condition["drafters"][EVIL] | {"acceptance_length": {5: 1.8}}}}
+    suite = {"name": "templates", "baseline": None, "depths": [5], "conditions": [condition, best]}
     figures = {"model": EVIL, "sink": sink, "drafters": [{"name": EVIL}], "probes": {EVIL: probes}, "suites": [suite]}
     _print(Console(width=300), figures)
     check_shown(capsys.readouterr().out, 4)
@@ -205,7 +213,7 @@ def test_a_servers_words_are_no_markup_in_a_report():
     report = ConformReport("http://x", evil, evil, evil, {}, [Row("chat, greedy", VALID, FAIL, evil)])
     written = markdown(report)
     assert "\n# heading" not in written
-    assert written.count("`'<script>alert(1)</script>'\\n# heading`") == 4
+    assert written.count("`'<script>alert(1)</script>' # heading`") == 4
     assert "<script>" not in html(report)
 
 

@@ -110,6 +110,27 @@ def test_exit_codes_of_an_interruption_and_of_a_closed_pipe(monkeypatch, capsys)
         assert fledge(monkeypatch, capsys, "models")[0] == wanted
 
 
+@pytest.mark.parametrize("identical", [True, False])
+def test_the_demo_fails_if_the_outputs_differ(monkeypatch, capsys, model, identical):  # noqa: F811
+    """In the default type too, which is not float32."""
+    from fledge.bench import comparison
+
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages[0].content }}"}))
+    monkeypatch.setattr(comparison.Comparison, "identical", identical)
+    code, out, err = fledge(monkeypatch, capsys, "demo", "--model", model, "--drafter", "ngram", "--max-tokens", 4, "--json")
+    assert code == (0 if identical else 3), err
+    figures = json.loads(out)
+    assert figures["summary"]["identical"] is identical
+    assert (figures["depth"], figures["drafter"]) == (7, "n-gram look-up, depth auto (up to 7)")
+
+
+def test_switches_have_no_type_in_help(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "chat", "bench", "doctor"):
+        assert "bool" not in fledge(monkeypatch, capsys, command, "--help")[1]
+
+
 # --- completion -------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +191,8 @@ def test_json_is_all_there_is_on_standard_output(monkeypatch, capsys, model, tmp
     exported = figures("export", drafter, tmp_path / "exported", "--target-name", "T")
     assert exported["folder"] == str(tmp_path / "exported")
     assert exported["command"].startswith("vllm serve T --speculative-config")
+    (drafter / "provenance.json").write_text('{"target": "org/model"}')
+    assert figures("export", drafter, tmp_path / "again")["command"].startswith("vllm serve org/model ")
     assert figures("import", drafter, tmp_path / "imported")["folder"] == str(tmp_path / "imported")
     (tmp_path / "history.jsonl").write_text('{"event": "point", "requests": 32, "steps": 0, "acceptance_length": 1.5}\n')
     assert figures("learn-report", tmp_path)["acceptance_length"] == {"first": 1.5, "last": 1.5}

@@ -63,8 +63,8 @@ def test_looking_changes_nothing():
         watched, probe = serve(decoder, drafter, every)
         assert [one.tokens for one in watched] == [one.tokens for one in unwatched]
         assert [one.stats for one in watched] == [one.stats for one in unwatched]
-        assert probe.looked_at > 0
-    assert probe.looked_at < sum(one.stats.steps for one in watched) / 2
+        assert probe.num_sampled > 0
+    assert probe.num_sampled < sum(one.stats.steps for one in watched) / 2
 
 
 def test_trees_are_left_alone_and_detaching_ends_it():
@@ -86,7 +86,7 @@ def test_a_listener_hears_of_each_sequence_apart_and_the_engines_guard_is_one():
     while engine.has_unfinished():
         engine.step()
     assert {sequence for sequence, _ in heard} == set(requests)
-    assert len(heard) == probe.looked_at
+    assert len(heard) == probe.num_sampled
     means = probe.snapshot()
     for name in ("rms", "sink_share", "own_share", "entropy"):
         for step in range(DEPTH):

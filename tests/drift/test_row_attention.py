@@ -40,7 +40,7 @@ def test_it_drafts_what_the_attention_that_is_looked_at_drafts(window, layers, m
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_fused_kernel_is_its_reference(window):
-    from fledge.drift.row_attention import text_attention, text_attention_reference
+    from fledge.drift.probes import text_attention, text_attention_reference
 
     rows, seen = torch.tensor([3, 0, 17], device="cuda"), torch.tensor([40, 9, 90], device="cuda")
     q = torch.randn(20, 4, 64, device="cuda", dtype=torch.bfloat16)

@@ -97,17 +97,17 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     while engine.has_unfinished():
         engine.step()
     row_probe = engine.executor.before_drafts
-    assert 0 < probe.looked_at <= row_probe.seen // 3
-    looked_at = probe.looked_at
+    assert 0 < probe.num_sampled <= row_probe.seen // 3
+    num_sampled = probe.num_sampled
     gone = engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
-    assert probe.looked_at == looked_at + 1
+    assert probe.num_sampled == num_sampled + 1
     engine.executor.batch.state.rows.active.zero_()  # it has ended on the device, which the host does not know yet
     row_probe.seen = 2
     row_probe({0: gone}, DEPTH)
-    assert probe.looked_at == looked_at + 1
+    assert probe.num_sampled == num_sampled + 1
 
 
 def test_rows_with_very_many_keys_are_not_looked_at(monkeypatch):
@@ -119,7 +119,7 @@ def test_rows_with_very_many_keys_are_not_looked_at(monkeypatch):
         engine.add_request(PROMPTS[0], GREEDY)
         while engine.has_unfinished():
             engine.step()
-        assert bool(probe.looked_at) == looks
+        assert bool(probe.num_sampled) == looks
 
 
 @pytest.mark.gpu
@@ -134,6 +134,6 @@ def test_a_look_never_waits_for_the_device():
     row = engine.executor.row_of[request]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.executor.before_drafts.look(row, DEPTH, 128)
+        engine.executor.before_drafts.sample(row, DEPTH, 128)
     finally:
         torch.cuda.set_sync_debug_mode("default")

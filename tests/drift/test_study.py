@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.drift_ablation import comparisons
 from benchmarks.drift_claims import HOLDS, NOT, WEAKLY, claims, lowest_length, right_rows
+from benchmarks.drift_figures import condition_of, ratio_over
 from benchmarks.drift_page import Ablation, study, table, with_depths, with_todays_names, write_study
 from fledge.bench.provenance import write_json
-from fledge.drift.results import ENOUGH_PAIRS, condition_of, plus_minus, ratio_over, suite_of, verdicts
+from fledge.drift.results import ENOUGH_PAIRS, plus_minus, suite_of, verdicts
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fledge.engine.admission import LONGEST_WAIT, ArrivalBatching
+from fledge.engine.admission import LONGEST_WAIT, ArrivalBatching, OfflineRefill
 
 
 def sizes_of_groups(rows: int, gap: float, pass_seconds: float, cycle: float = 0.001, seconds: float = 2.0) -> list[int]:
@@ -61,3 +61,9 @@ def test_who_waited_and_went_away_is_not_counted_as_waiting():
     assert gathering.holds_back(waiting=1, **asked, now=1.0)
     assert not gathering.holds_back(waiting=0, **asked, now=1.0 + LONGEST_WAIT / 2)
     assert gathering.holds_back(waiting=1, **asked, now=1.0 + 2 * LONGEST_WAIT)
+
+
+def test_the_last_prompts_of_a_set_do_not_wait_for_more():
+    asked = {"waiting": 1, "running": 2048, "prefill_seconds": 0.0, "now": 1.0}
+    assert OfflineRefill().holds_back(**asked)
+    assert not OfflineRefill().holds_back(**asked, are_last=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +18,10 @@ from fledge.engine.executors import cuda_graph, device_batch
 from fledge.engine.executors.batch_state import ADJUSTED, SAMPLED, TRUNCATED
 from fledge.engine.executors.launch_ahead import LaunchAhead
 from fledge.engine.executors.recording import FEW_LONG_ROWS
-from fledge.errors import RequestError
+from fledge.errors import RequestError, UserError
 from fledge.kernels import compile_ahead
 from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import MLA, prompts
 from tests.engine.test_request import Letters
 from tests.oracle import engine_with
@@ -214,12 +217,11 @@ def test_stop_strings(cycles):
 
     text = prompts(1, seed=9)[0]
     engine = device_engine(decoder)
+    engine.tokenizer = SimpleNamespace(incremental_decoder=lambda skip_special_tokens: Letters())
     whole = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0))
-    whole.decoder = Letters()
     finish(engine)
     stop = whole.text[7:9]
     cut = engine.add_request(text, SamplingParams(max_tokens=30, temperature=0, stop=stop))
-    cut.decoder = Letters()
     other = engine.add_request(prompts(1, seed=10)[0], GREEDY)
     finish(engine)
     assert cut.text == whole.text[: whole.text.index(stop)]
@@ -491,3 +493,16 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, FEW_LONG_ROWS} if bucket else set())
     assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED))
     assert not recorded["chunks"]  # no prompt is longer than one
+
+
+def test_a_captured_tree_weighs_what_the_draft_vocabulary_leaves_out():
+    """As the eager one does: tokens that it cannot name make deep nodes less likely."""
+    engine = device_engine(tiny_decoder(3), Speculation(drafter(draft_vocab_size=64), 3, TreeShape(2, 4)))
+    covered = engine.drafter.coverage.covered
+    assert covered < 1
+    assert engine.executor.batch.method.log_covered == math.log(covered)
+
+
+def test_latent_attention_has_a_deepest_draft():
+    with pytest.raises(UserError, match="at most 61 tokens"):
+        device_engine(tiny_decoder(3), Speculation(drafter(mla=MLA), 64), max_model_len=128)

@@ -1,4 +1,4 @@
-"""Requests' lives: stops, limits, cancelling, log-probabilities, crowds. Tokens beyond a stop are neither given nor counted."""
+"""Requests' lives: stops, limits, cancelling, log-probabilities, load. Tokens beyond a stop are neither given nor counted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.engine.build import Speculation
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import SIZES
 from fledge.engine.kv_pool import PagePool
-from fledge.errors import RequestError
+from fledge.errors import RequestError, UserError
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
+from fledge.speculation.depth import TreeShape
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -200,3 +202,89 @@ def test_text_that_cannot_be_made_ends_its_own_request(broken):
     assert faulty.finish_reason == "error"
     assert isinstance(faulty.failure, ZeroDivisionError)
     assert engine.pool.num_free == engine.pool.num_pages
+
+
+def drafter():
+    return tiny_drafter(tiny_drafter_config(tiny_decoder().config))
+
+
+@pytest.mark.parametrize("capture", [None, False])
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 1, "kv_cache_tokens": 0}, {"max_num_seqs": 4, "kv_cache_tokens": 256}])
+def test_a_cache_of_one_context_serves_a_request_of_that_length(sizes, capture):
+    config = replace(CPU, max_model_len=256, **sizes)
+    engine = build_engine(tiny_decoder(), Speculation(drafter(), 7), config, capture=capture)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=253, temperature=0, ignore_eos=True))
+    finish(engine)
+    assert request.num_answer == 253
+
+
+def test_drafts_of_running_requests_do_not_starve_a_new_one():
+    """With 32 requests at a depth of 7 all 256 rows of a step are taken."""
+    config = replace(CPU, max_num_seqs=64, kv_cache_tokens=64 * 128)
+    engine = build_engine(tiny_decoder(), Speculation(drafter(), 7).fixed_depth(), config)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    for number in range(32):
+        engine.add_request([number, 2, 3], params)
+    for _ in range(4):
+        engine.step()
+    late = engine.add_request([9, 9, 9], params)
+    for _ in range(3):
+        engine.step()
+    assert late.num_answer
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_prompts_of_one_token_answers_are_reused(adaptive):
+    """Scoring and classification: the drafter has not seen their prompts when they leave."""
+    speculation = Speculation(drafter(), 3, adaptive=adaptive, drift_guard=False)
+    engine = build_engine(tiny_decoder(), speculation, CPU)
+    prompt = [(7 * place) % 120 for place in range(100)]
+    for expected in (0, 96):
+        request = engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
+        finish(engine)
+        assert request.num_cached == expected
+    # Drafts over the reused pages are those of an engine that computed them.
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    reused = engine.add_request(prompt, params)
+    finish(engine)
+    other = build_engine(tiny_decoder(), speculation, CPU)
+    fresh = other.add_request(prompt, params)
+    finish(other)
+    assert reused.num_cached == 96
+    assert reused.answer == fresh.answer
+    if not adaptive:  # how deep is drafted then depends on measured times
+        assert reused.stats.accepted_at == fresh.stats.accepted_at
+
+
+def test_logits_that_are_not_numbers_end_the_request_with_an_error():
+    decoder = tiny_decoder()
+    decoder.norm.weight.data[3] = float("nan")
+    engine = build_engine(decoder, Speculation("none"), CPU)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=4, temperature=0))
+    finish(engine)
+    assert request.finish_reason == "error"
+    assert "not numbers" in str(request.failure)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    engine = engine_with(tiny_decoder(), Speculation("none"))
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        engine.add_request(PROMPT, SamplingParams(stop=["x"]))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_negative_sizes_are_refused_by_their_flag(name):
+    with pytest.raises(UserError, match=r"--[a-z-]+ must be positive"):
+        build_engine(tiny_decoder(), Speculation("none"), replace(CPU, **{name: -1}))
+
+
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_a_tree_needs_an_eagle_drafter(name):
+    with pytest.raises(UserError, match="EAGLE drafter"):
+        build_engine(tiny_decoder(), Speculation(name, 3, TreeShape()), CPU)
+
+
+@pytest.mark.parametrize("depth", [2.7, True, 0, "deep"])
+def test_a_depth_that_is_no_whole_number_is_refused(depth):
+    with pytest.raises(UserError, match="depth must be"):
+        build_engine(tiny_decoder(), Speculation("none", depth), CPU)

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.checkpoints.hf import save_decoder
+from fledge.checkpoints.hf import kept_bits, load_decoder, save_decoder
+from fledge.checkpoints.quantized import KEPT
+from fledge.config import MoEConfig
 from fledge.engine import build, fit, memory
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
+from fledge.kernels import native
 from fledge.kernels.quantization import quantize_linears
+from tests.checkpoints.packers import write_quantised
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -88,13 +92,41 @@ def test_a_drafter_is_counted_as_it_is_held() -> None:
     assert fit.drafter_bytes(config, torch.float32) == memory.weight_bytes(tiny_drafter(config), set())
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "ct-fp8", "fp8-block"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_quantised_checkpoints_are_counted_as_they_are_held(name: str, device: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "head_dim": 32}
+    decoder = tiny_decoder(**sizes)
+    packed, _ = write_quantised(decoder, tmp_path, name)
+    kept = kept_bits(packed, decoder.config, KEPT[device], device)
+    counted = fit.weight_bytes(decoder.config, torch.float32, kept=kept)
+    held = memory.weight_bytes(load_decoder(packed, keep=KEPT[device]), set())
+    assert held <= counted <= 1.06 * held  # scales are counted at most
+
+
+def test_experts_with_act_order_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, monkeypatch) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 4, "head_dim": 32}
+    decoder = tiny_decoder(architecture="MixtralForCausalLM", **sizes, moe=MoEConfig(4, 2, 128, layers=(0, 1, 2, 3)))
+    for name, linears in (("gptq", 8 + 32), ("gptq-act-order", 8)):
+        packed, _ = write_quantised(decoder, tmp_path / name, name)
+        kept = kept_bits(packed, decoder.config, KEPT["cuda"], "cuda")
+        assert len(kept) == linears
+    plain, counted = (fit.weight_bytes(decoder.config, torch.bfloat16, kept=bits) for bits in (None, kept))
+    assert 0.7 * plain < counted < plain
+    with_memory(monkeypatch, counted / 2)
+    with pytest.raises(UserError, match=r"does not fit cuda: weights .* are free; use a smaller model$"):
+        fit.check_fits(default_config(decoder.config), decoder.config, kept=kept)
+
+
 def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch) -> None:
-    save_decoder(tiny_decoder(), tmp_path)
+    plain = save_decoder(tiny_decoder(), tmp_path / "plain")
+    packed, _ = write_quantised(tiny_decoder(hidden_size=128, intermediate_size=256, head_dim=32), tmp_path, "awq")
     monkeypatch.setattr(build, "Tokenizer", lambda folder: None)
     monkeypatch.setattr(build, "load_decoder", lambda *_: pytest.fail("loaded"))
     with_memory(monkeypatch, 10_000)
-    with pytest.raises(UserError, match=r"does not fit this machine: weights .* and 0\.0 GiB are free"):
-        build_engine(str(tmp_path), Speculation(None), EngineConfig(device="cpu", dtype="float32"))
+    for folder, advice in ((plain, "add --quantization int8 or int4, or use"), (packed, "use a smaller model$")):
+        with pytest.raises(UserError, match=rf"does not fit this machine: weights .* and 0\.0 GiB are free; {advice}"):
+            build_engine(str(folder), Speculation(None), EngineConfig(device="cpu", dtype="float32"))
 
 
 def test_a_share_of_the_memory_needs_a_gpu() -> None:
@@ -116,6 +148,8 @@ def test_the_share_bounds_the_cache(monkeypatch) -> None:
 LOADING = """
 import sys, threading, time, torch
 from fledge.checkpoints.hf import load_decoder
+from fledge.engine.build import Speculation, build_engine
+from fledge.engine.config import EngineConfig
 
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) << 10
@@ -129,7 +163,11 @@ def watch():
         time.sleep(0.001)
 thread = threading.Thread(target=watch)
 thread.start()
-decoder = load_decoder(sys.argv[1], torch.bfloat16, "meta")
+if len(sys.argv) == 2:
+    decoder = load_decoder(sys.argv[1], torch.bfloat16, "meta")
+else:
+    config = EngineConfig(device="cpu", quantization=sys.argv[2], max_model_len=64, max_num_seqs=1, kv_cache_tokens=64)
+    build_engine(sys.argv[1], Speculation("none"), config, tokenizer=object())
 done = True
 thread.join()
 print(max(most - before, 0))
@@ -145,3 +183,20 @@ def test_weights_stream_to_the_device(tmp_path: Path) -> None:
     assert total > 300e6
     done = subprocess.run([sys.executable, "-c", LOADING, tmp_path], capture_output=True, text=True, check=True)
     assert int(done.stdout) < total / 8
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("kind", ["none", "int8", "awq"])
+def test_a_cpu_packs_each_linear_as_it_is_read(kind: str, tmp_path: Path) -> None:
+    """No network in fp32 is in memory: what is taken at the most is what was counted beforehand."""
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_layers": 8, "vocab_size": 2048}
+    decoder = tiny_decoder(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
+    folder = save_decoder(decoder.bfloat16(), tmp_path / "plain") if kind in ("none", "int8") else None
+    if folder is None:
+        folder, _ = write_quantised(decoder, tmp_path, kind)
+    quantization = kind if kind == "int8" else "none"
+    done = subprocess.run([sys.executable, "-c", LOADING, folder, quantization], capture_output=True, text=True, check=True)
+    config = EngineConfig(device="cpu", quantization=quantization).resolve(decoder.config)
+    needs = fit.Needs.of(config, decoder.config, kept=kept_bits(folder, decoder.config, KEPT["cpu"], "cpu"))
+    assert needs.weights / 2 < int(done.stdout) < needs.weights + needs.loading + (48 << 20)

@@ -16,25 +16,26 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.engine.build import Speculation, build_engine, fit
 from fledge.engine.config import EngineConfig
 from fledge.kernels import native
-from fledge.kernels.formats.gguf_blocks import PLAIN, quantised_activations
+from fledge.kernels.formats.gguf_blocks import PLAIN
 from fledge.kernels.linear.packed import GgufLinear, PackedLinear
 from fledge.models.decoder import causal_attend
 from fledge.ops.cpu_ops import CpuOps
 from fledge.sampling import SamplingParams
-from tests.checkpoints.gguf_files import write_gguf
+from tests.checkpoints.gguf_files import FAMILIES, write_gguf
+from tests.kernels.support import quantised_activations
 from tests.oracle import CPU, OracleSpeculator, engine_with, run
 from tests.tiny import tiny_decoder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Of several kinds, as files come: heads of 16 rows are less than a panel.
 MIXED = {"attn_q": "Q5_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_output": "F16", "token_embd": "Q8_0"}
 
 
 def write(path: Path, arch: str = "llama", tied: bool = False) -> Path:
-    decoder = tiny_decoder(3, FAMILIES[arch], vocab_size=288, tie_embeddings=tied)
-    return write_gguf(path, decoder, arch, "Q4_0", others=MIXED)
+    family, settings = FAMILIES[arch]
+    decoder = tiny_decoder(3, family, vocab_size=288, tie_embeddings=tied, **settings)
+    return write_gguf(path, decoder, arch.partition("-")[0], "Q4_0", others=MIXED)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -61,6 +62,20 @@ def test_the_same_network_as_the_converted_one(arch: str, tied: bool, tmp_path: 
     difference = (logits[0] - logits[1]).abs()
     assert difference.median() <= 1e-3 * logits[1].abs().max()
     assert difference.max() <= 5e-2 * logits[1].abs().max()
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gemma3", "phi3", "phi3-longrope"])
+def test_every_family_runs_in_c(arch: str, tmp_path: Path) -> None:
+    """From the file's blocks, with the same answers however many tokens are verified at once."""
+    file, config = write(tmp_path / "tiny.gguf", arch), EngineConfig(device="cpu", max_model_len=128, kv_cache_tokens=1024)
+    engine = build_engine(str(file), Speculation("none"), config)
+    assert isinstance(engine.executor.ops, CpuOps)
+    prompts, params = [[3, 7, 100], [55], list(range(40))], SamplingParams(max_tokens=40, temperature=0)
+    plain = run(engine, prompts, params)
+    assert len({token for answer in plain for token in answer}) > 10
+    answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
+    oracle = OracleSpeculator(answers, 5, reach=lambda length: length % 6)
+    assert run(engine_with(engine.decoder, oracle, engine.config), prompts, params) == plain
 
 
 def test_the_default_on_cpu_and_what_forces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from fledge.engine.executors import prefill as prompt_pass
 from fledge.engine.executors.batch_state import GREEDY
-from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, PrefillBatch
+from fledge.engine.executors.prefill import PROMPTS, TOKENS, PrefillBatch
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
 def some(lengths: list[int]) -> PrefillBatch:
     numbers, nothing = np.arange(sum(lengths)), np.zeros((len(lengths), 0))
-    return PrefillBatch(numbers, numbers, numbers, lengths, nothing, nothing, nothing)
+    return PrefillBatch(numbers, numbers, numbers, lengths, [0] * len(lengths), nothing, nothing, nothing)
 
 
 def test_the_smallest_pass_that_holds_them_and_a_spare_token():
-    assert some([63]).shape == (64, 4, 256)
-    assert some([64]).shape == (128, 4, 256)
-    assert some([10, 20, 300, 5, 6]).shape == (512, 64, 1024)
-    assert some([2] * 5).shape == (256, 64, 256)  # one pass for all numbers of short prompts
+    assert some([63]).shape == (64, 4)
+    assert some([64]).shape == (128, 4)
+    assert some([4095]).shape == (4096, 4)
+    assert some([10, 20, 300, 5, 6]).shape == (512, 64)
+    assert some([2] * 5).shape == (256, 64)  # one pass for all numbers of short prompts
 
 
-@pytest.mark.parametrize("lengths", [[TOKENS[-1]], [1] * (PROMPTS[-1] + 1), [LONGEST[-1] + 1]])
+@pytest.mark.parametrize("lengths", [[TOKENS[-1]], [1] * (PROMPTS[-1] + 1)])
 def test_too_much_for_any_recorded_pass(lengths):
     assert some(lengths).shape is None
 
@@ -44,7 +47,10 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
             cache.keys.fill_(9.0)
             cache.values.fill_(9.0)
         for some_texts in texts:
-            batch.prefill(entries(batch, some_texts))
+            made = entries(batch, some_texts)
+            batch.prefill(made)
+        # Once more, every other text from its middle on: a whole prompt and one with a cached prefix share a pass.
+        batch.prefill([replace(init, num_cached=len(init.text) // 2 * (index % 2 == 0)) for index, init in enumerate(made)])
     assert len(batches[1].prefills.buffers) >= 1
     for mine, theirs in zip(batches[1].state.carried, batches[0].state.carried, strict=True):
         torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is the dummy
@@ -54,12 +60,12 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
 
 
 def test_recording_ahead_makes_the_buffers_that_are_used():
-    """Of whole prompts and of rests; without a device the recorded step is simply run."""
+    """One for whole prompts and for those with a cached prefix; without a device the recorded step is simply run."""
     batch = device_batch(tiny_decoder(), tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)), 8)
     passes = batch.prefills
     passes.pads = True
     passes.graphs.capture, passes.graphs.record = True, lambda shapes: [passes._run(*shape) for shape in shapes]
-    passes.record([(64, 4, 256, GREEDY), (64, 4, OVER_CACHE, GREEDY)])
+    passes.record([(64, 4, GREEDY)])
     passes.graphs.capture = False
     before = dict(passes.buffers)
     made = entries(batch, [list(range(20)), list(range(40, 47))])
@@ -69,7 +75,7 @@ def test_recording_ahead_makes_the_buffers_that_are_used():
         entry.num_cached = cached
     batch.prefill(made)
     assert {shape: id(buffers) for shape, buffers in passes.buffers.items()} == {k: id(v) for k, v in before.items()}
-    assert len(before) == 2
+    assert len(before) == 1
 
 
 def test_a_size_is_recorded_when_it_comes_again():

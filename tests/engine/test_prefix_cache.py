@@ -216,7 +216,7 @@ def test_drafts_equal_a_computation_from_scratch(inner_settings):
     inner = build_engine(decoder, Speculation(network, 4), config).drafter
     oracle = OracleSpeculator(answers, 5, reach=lambda length: length % 6, inner=inner)
     engine = engine_with(decoder, oracle, config)
-    assert inner.cache.keys.shape[2] == engine.pool.num_pages * 8
+    assert inner.cache.keys.shape[2] >= engine.pool.num_pages * 8  # a page number names the same slots in both
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts] == plain
     assert engine.pool.num_found > 0
     assert run(engine, prompts, GREEDY) == plain
@@ -337,7 +337,7 @@ def test_rests_that_are_padded_as_for_recording(monkeypatch):
         answers.append([(request.answer, request.stats) for request in requests])
         if pads:
             assert [request.num_cached for request in requests] == [80, 80, 80, 80, 80, 0]
-            assert (256, 64, 0) in engine.executor.batch.prefills.buffers
+            assert (256, 64) in engine.executor.batch.prefills.buffers
     assert answers[0] == answers[1]
 
 

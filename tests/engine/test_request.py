@@ -41,3 +41,28 @@ def test_without_text_the_same_tokens_are_taken(seed):
     assert (quiet.finish_reason, quiet.stop_reason) == (heard.finish_reason, heard.stop_reason)
     assert not quiet.text
     assert len(heard.text) in (heard.num_answer, heard.num_answer - 1)  # an end token has none
+
+
+@pytest.mark.parametrize("stop", ["defg", "dex", "cdefghij", "hi"])
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_deltas_never_show_text_that_a_stop_string_may_cut_off(stop, step):
+    """Whatever comes in a step, what deltas show adds up to the text, and nothing is taken back."""
+    params = SamplingParams(max_tokens=12, temperature=0, stop=[stop])
+    request, shown = Request("r", [1], params, decoder=Letters()), ""
+    while not request.finished:
+        first = request.num_answer
+        delta = request.append(list(range(first, first + step)), [token % 2 == 0 for token in range(step)], 100)
+        assert delta.text == "".join(part for part, _ in delta.spans)
+        shown += delta.text
+        assert "abcdefghijkl".split(stop)[0].startswith(shown)
+    assert shown == request.text == "abcdefghijkl".split(stop)[0]
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_stop_strings_wait_for_min_tokens(included):
+    """As with vLLM: one that ends within the first `min_tokens` does not count, one that ends behind them does."""
+    params = SamplingParams(max_tokens=20, min_tokens=4, temperature=0, stop=["cd", "de"], include_stop_str_in_output=included)
+    request = Request("r", [1], params, decoder=Letters())
+    request.append(list(range(12)), [False] * 12, 100)
+    assert request.stop_reason == "de"
+    assert request.text == ("abcde" if included else "abc")

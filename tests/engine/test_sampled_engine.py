@@ -10,8 +10,8 @@ from fledge.engine.build import Speculation
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
-from fledge.speculation.distribution import adjust, probabilities
-from tests.oracle import CPU, engine_with
+from fledge.speculation.distribution import adjust
+from tests.oracle import CPU, engine_with, probabilities
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 SHAPE = {"vocab_size": 12, "num_layers": 2, "hidden_size": 16}

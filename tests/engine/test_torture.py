@@ -252,6 +252,7 @@ def test_weights_for_a_gpu_are_read_in_the_type_that_was_asked_for(dtype, monkey
     monkeypatch.setattr(build, "reads_fp8", lambda device: True)
     monkeypatch.setattr(build, "check_fits", lambda *_: None)
     monkeypatch.setattr(build, "load_scheme", lambda folder: None)
+    monkeypatch.setattr(build, "kept_bits", lambda *_: None)
     monkeypatch.setattr(build.sources, "find", lambda model: tmp_path)
     monkeypatch.setattr(build.sources, "resolve", lambda model: tmp_path)
     monkeypatch.setattr(build, "load_config", lambda folder: tiny_decoder().config)

@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fledge.bench.conform_client import Broken, _streamed, _whole
+from fledge.bench.load_client import read_stream
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.gguf_file import GgufFile
@@ -27,6 +29,7 @@ from fledge.config import ModelConfig
 from fledge.engine.stop_strings import StopMatcher
 from fledge.errors import RequestError, UserError
 from fledge.serving.json_checks import check_json
+from fledge.serving.json_schema import supported_schema
 from fledge.serving.limits import Limits
 from fledge.serving.message import MessageParser
 from fledge.serving.reasoning import REASONING_PARSERS
@@ -263,6 +266,28 @@ def test_forced_calls(parameters: dict[str, Any], parallel: bool) -> None:
         json.dumps(required_schema([("f", parameters)], parallel))
 
 
+EVENT_KEYS = ["choices", "delta", "content", "usage", "completion_tokens", "tool_calls", "function", "name", "error", "index"]
+EVENTS = st.recursive(
+    JSON,
+    lambda inner: st.dictionaries(st.sampled_from(EVENT_KEYS), inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@bounded(300)
+@given(events=st.lists(EVENTS, max_size=3), cut=st.integers(1, 40), junk=st.binary(max_size=10))
+def test_streams_of_other_servers(events: list[Any], cut: int, junk: bytes) -> None:
+    """For `bench-serve` and `conform`: an odd event is an error of its answer."""
+    data = junk + b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    sample = read_stream(0.0, [(1.0, data[at : at + cut]) for at in range(0, len(data), cut)])
+    assert sample.error is not None, "there is no [DONE]"
+    with contextlib.suppress(Broken):
+        _streamed(data.decode(errors="replace").splitlines())
+    for event in events:
+        with contextlib.suppress(Broken):
+            _whole(event)
+
+
 SCHEMA_KEYS = [
     "type", "properties", "items", "required", "enum", "const", "anyOf", "allOf", "$ref", "$defs", "pattern", "minLength",
     "maxItems", "additionalProperties", "format",
@@ -298,6 +323,8 @@ def test_grammars(compiler, kind: str, schema: dict[str, Any], text: str) -> Non
     """The library is fuzzed in the process that compiles: whatever it does there, the server has an answer."""
     given_text = {"json_schema": schema, "regex": text, "ebnf": f"root ::= {text}", "choice": [text]}[kind]
     try:
+        if kind == "json_schema" and schema:
+            given_text = supported_schema(schema)
         grammar = getattr(compiler, kind)(given_text)
     except RequestError:
         return

@@ -12,8 +12,8 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.executors import device_batch
 from fledge.engine.executors.batch_state import GREEDY, SAMPLED, TRUNCATED
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
-from fledge.engine.executors.prefill import OVER_CACHE, RECORDED_AT
-from fledge.kernels.attention import rope_attention
+from fledge.engine.executors.prefill import RECORDED_AT
+from fledge.kernels.attention import launch_config, rope_attention
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
@@ -196,7 +196,7 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
             entry.num_cached = 64
         for _ in range(RECORDED_AT):
             batch.prefill(made)
-        assert ((768, 64, OVER_CACHE, GREEDY) in batch.prefills.graphs.graphs) == capture
+        assert ((768, 64, GREEDY) in batch.prefills.graphs.graphs) == capture
         found.append((batch.method.states_RD[:5].float(), batch.state.rows.token[:5]))
     same = found[0][1] == found[1][1]
     assert same.sum() >= 4  # two logits lie a rounding apart: that tie may fall the other way, and the drafter reads the token
@@ -204,23 +204,23 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
     torch.testing.assert_close(found[0][0][same], found[1][0][same], rtol=0, atol=0.05 * scale)
 
 
-def test_cycles_of_less_reach_say_the_same(monkeypatch):
-    forms, choose_form = [], rope_attention.choose_form
+def test_cycles_of_a_small_kv_bucket_say_the_same(monkeypatch):
+    configs, choose_config = [], launch_config.choose_config
     monkeypatch.setattr(device_batch, "FEW_KEYS", 64)
-    monkeypatch.setattr(rope_attention, "FEW_KEYS", 64)
-    monkeypatch.setattr(rope_attention, "choose_form", lambda *what: (forms.append(choose_form(*what)), forms[-1])[1])
+    monkeypatch.setattr(launch_config, "FEW_KEYS", 64)
+    monkeypatch.setattr(rope_attention, "choose_config", lambda *what: (configs.append(choose_config(*what)), configs[-1])[1])
     decoder, drafter = networks()
     found = []
     for num_keys in (64, 65):
-        forms.clear()
+        configs.clear()
         batch = make_batch(decoder, settings(decoder, 4), drafter=drafter, capture=True)
         batch.prefill(entries(batch, prompts(4, seed=2)))
-        reach = batch.kv_bucket(num_keys)
-        assert reach == ((64,) if num_keys == 64 else ())
+        kv_bucket = batch.kv_bucket(num_keys)
+        assert kv_bucket == ((64,) if num_keys == 64 else ())
         for _ in range(4):
-            batch.graphs.run(4, 3, GREEDY, *reach)
+            batch.graphs.run(4, 3, GREEDY, *kv_bucket)
         found.append(([answer_of(batch, row)[:5] for row in range(4)], batch.state.drafts[:4, :3].tolist()))
-        assert set(forms) == {rope_attention.FEW if reach else rope_attention.SOME}
+        assert set(configs) == {launch_config.FEW if kv_bucket else launch_config.SOME}
     assert found[0] == found[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fledge.config import MoEConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import GREEDY
@@ -18,6 +19,7 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "moe": MoEConfig(8, 3, 64, layers=(0, 1, 2, 3))}
 # Of the largest logit: what a few bf16 roundings on the way may shift one by.
 TIE = 0.05
 
@@ -80,8 +82,11 @@ def test_speculation_says_what_plain_decoding_says(quantization, dtype):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_serving_from_a_configuration(quantization):
-    decoder, texts = tiny_decoder(12, **SHAPE), prompts(6, seed=3)
+@pytest.mark.parametrize(
+    "family", [{}, {"architecture": "Qwen3MoeForCausalLM", "moe": MoEConfig(8, 3, 64, layers=(0, 1, 2, 3))}]
+)
+def test_serving_from_a_configuration(quantization, family):
+    decoder, texts = tiny_decoder(12, **SHAPE, **family), prompts(6, seed=3)
     config = EngineConfig(device="cuda", max_model_len=128, max_num_seqs=4, kv_cache_tokens=4096, quantization=quantization)
     engine = build_engine(decoder, Speculation("none"), config)
     assert isinstance(engine.executor, CudaGraphExecutor)

@@ -54,7 +54,7 @@ def examined(drafter: Path, target: Path, **options):
 def test_a_good_drafter_is_healthy(folders, name):
     diagnosis = examined(folders[name], folders["target"])
     assert diagnosis.healthy, diagnosis
-    assert diagnosis.as_it_stands.first > 0.5
+    assert diagnosis.unchanged.first > 0.5
 
 
 def layers(*ids):
@@ -113,7 +113,7 @@ def test_rotary_settings(tmp_path, target, folders):
     for seed in range(2, 8):
         good = save_drafter(trained_drafter(target, seed=seed), tmp_path / f"good{seed}")
         diagnosis = examined(broken(good, tmp_path / f"broken{seed}", squeezed), folders["target"])
-        if diagnosis.as_it_stands.accepted < 0.8 * examined(good, folders["target"]).as_it_stands.accepted:
+        if diagnosis.unchanged.accepted < 0.8 * examined(good, folders["target"]).unchanged.accepted:
             break
     assert (diagnosis.fault, "rope_theta to 8" in diagnosis.remedy) == ("rope wrong", True), diagnosis
 
@@ -145,7 +145,7 @@ def test_a_template_it_was_not_trained_on(tmp_path, target, folders):
 def test_what_no_change_can_load(tmp_path, folders):
     folder = broken(folders["eagle 3"], tmp_path / "broken", {}, {"norm.weight": None})
     diagnosis = examined(folder, folders["target"])
-    assert (diagnosis.fault, diagnosis.as_it_stands) == ("unreadable", None)
+    assert (diagnosis.fault, diagnosis.unchanged) == ("unreadable", None)
     assert "norm.weight" in diagnosis.explanation
 
 

@@ -6,7 +6,10 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from fledge.kernels.formats.fp8 import LARGEST, Fp8Weight, quantize_fp8
 from fledge.kernels.triton_support import triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,3 +26,23 @@ runs_triton = [
 
 def device_of_kernels() -> str:
     return "cpu" if INTERPRETED else DEVICE
+
+
+def fp8_weight(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:
+    """Rounded to the nearest, with a scale for each output or for each block of outputs and inputs."""
+    if block is None:
+        return quantize_fp8(weight_OI)
+    outputs, inputs = weight_OI.shape
+    padded = F.pad(weight_OI.float(), (0, -inputs % block[1], 0, -outputs % block[0]))
+    scales = (padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3)) / LARGEST).clamp(min=1e-12)
+    wide = scales.repeat_interleave(block[0], 0)[:outputs]
+    codes = weight_OI.float() / wide.repeat_interleave(block[1], 1)[:, :inputs]
+    return Fp8Weight(codes.to(torch.float8_e4m3fn), wide, block[1])
+
+
+def quantised_activations(x_NI: Tensor) -> Tensor:
+    """What the CPU kernels of GGUF blocks make of activations, in fp32: 8 bits, a scale for each 32 of a row."""
+    units = x_NI.float().unflatten(-1, (-1, 32))
+    largest = units.abs().amax(-1, keepdim=True)
+    codes = (units * torch.where(largest > 0, 127 / largest, 0.0)).round()
+    return (codes * (largest / 127)).flatten(-2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fledge.kernels import compile_ahead
-from fledge.kernels.gate import swiglu
+from fledge.kernels.gate import apply_gate
 
 
 def written(folder: Path) -> list[str]:
@@ -44,11 +44,11 @@ def test_without_triton_nothing_is_traced(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_traced_kernels_are_compiled_and_not_launched():
     x = torch.randn(3, 2 * 1000, device="cuda", dtype=torch.bfloat16)
-    wanted = swiglu(x)
+    wanted = apply_gate(x)
     free = torch.empty_like(wanted).fill_(7.0)
     del free  # its memory is what the next tensor of this size gets
     with compile_ahead.side_by_side():
         assert compile_ahead.is_tracing()
-        found = swiglu(x)
+        found = apply_gate(x)
     assert torch.equal(found, torch.full_like(wanted, 7.0))
-    assert torch.equal(swiglu(x), wanted)
+    assert torch.equal(apply_gate(x), wanted)

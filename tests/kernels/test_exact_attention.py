@@ -13,8 +13,9 @@ import torch
 from fledge.config import RopeConfig
 from fledge.kernels.attention import prefill_attention as prefill_module
 from fledge.kernels.attention import rope_attention as decode_module
+from fledge.kernels.attention.launch_config import FEW, SOME, choose_programs
 from fledge.kernels.attention.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from fledge.kernels.attention.rope_attention import FEW, SOME, choose_programs, rope_attention_reference, rope_attention_triton
+from fledge.kernels.attention.rope_attention import rope_attention_reference, rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache_triton
 from fledge.models.layers import Rotary
 from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
@@ -140,7 +141,7 @@ def test_a_rows_attention_does_not_depend_on_how_it_comes(kernel, dtype, heads, 
     starts, counts = [0, 62, 128, 203, 77], [5, 4, 0, 5, 1]
     ways: list[dict] = [{}]
     if kernel == "triton":
-        ways += [{"programs": 1, "streamed": True}, {"programs": 2, "form": SOME}, {"programs": 3, "form": FEW}]
+        ways += [{"programs": 1, "streamed": True}, {"programs": 2, "config": SOME}, {"programs": 3, "config": FEW}]
     for way in ways:
         found = text.decoded(starts, counts, 5, **way)
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
@@ -165,7 +166,7 @@ def by_formula(text: Text) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_lies_before_a_text_sees_nothing(kernel):
-    """A block that begins before its text's first token: its rows there are 0. Keys are found by slots."""
+    """A chunk that begins before its text's first token, as one is recorded: its rows there are 0."""
     device = "cpu" if kernel == "reference" else device_of_kernels()
     keys, values = (torch.randn(1, 16, 16, device=device) for _ in range(2))
     run = prefill_attention_reference if kernel == "reference" else prefill_attention_triton
@@ -176,8 +177,6 @@ def test_what_lies_before_a_text_sees_nothing(kernel):
     start = torch.tensor([0], device=device)
     whole = run(q[2:], keys, values, table, offsets.clamp(max=6), start, 16)
     assert torch.equal(found[2:], whole)
-    by_slot = run(q[2:], keys, values, torch.arange(6, device=device), offsets.clamp(max=6), start, 1)
-    assert torch.equal(by_slot, whole)
 
 
 def test_programs_for_the_splits_of_a_sequence():

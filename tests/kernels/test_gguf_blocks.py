@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fledge.kernels import native
-from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks, quantised_activations
+from fledge.kernels.formats.gguf_blocks import FORMATS, PLAIN, Blocks
 from fledge.kernels.linear.packed import GgufEmbedding, GgufLinear, quantised_blocks
+from tests.kernels.support import quantised_activations
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 

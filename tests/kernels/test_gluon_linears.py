@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fledge.kernels.linear import register_mma, register_stream, staged_mma, tma_tiles
-from fledge.kernels.linear.staged_mma import Form
+from fledge.kernels.linear.mma_fragments import Shape
+from fledge.kernels.linear.staged_mma import LaunchConfig
 from fledge.kernels.linear.summation import Summation
 from tests.kernels.gluon_in_torch import Count, Descriptor, run
 from tests.kernels.test_linear import SURROUNDINGS, plain, some_case
 
-NOT_ASSEMBLY = {"_times": lambda x, y: x * y, "_let_next_start": lambda: None, "_wait_for_inputs": lambda: None}
+NOT_ASSEMBLY = {"times": lambda x, y: x * y, "let_next_start": lambda: None, "wait_for_inputs": lambda: None}
 SIZE, OUTPUTS = 328, 40  # a last slice that is short, outputs that no program divides
 
 
@@ -19,21 +20,25 @@ def tensors(surroundings: str, rows: int):
     torch.manual_seed(0)
     x, weight, bias, norm, gated, residual = some_case(SIZE, OUTPUTS, rows, surroundings, "cpu")
     out = torch.full((rows, OUTPUTS), float("nan"))
-    constants = {"SLICES": 4, "CHUNKS": 2, "SIZE": SIZE, "OUTPUTS": OUTPUTS, "HAS_BIAS": bias is not None, "PDL": 0}
-    constants |= {"HAS_NORM": norm is not None, "HAS_RESIDUAL": residual is not None, "GATED": gated, "HOLD": False}
-    constants |= {"W_LAYOUT": None, "X_LAYOUT": None, "replaced": NOT_ASSEMBLY}
+    constants = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "PDL": False, "replaced": NOT_ASSEMBLY}
     parts = [x if part is None else part for part in (bias, None if norm is None else norm.weight, residual)]
     wanted = plain(x, weight, bias, norm, gated, residual)
     return x, weight, parts, norm.eps if norm is not None else 0.0, out, constants, wanted
 
 
-@pytest.mark.parametrize("form", [Form(16, 16), Form(32, 16), Form(64, 32, 2)])
+def mma_constants(surroundings: str, weight: torch.Tensor, rows: int, columns: int):
+    shape = Shape(rows, columns, len(weight) > OUTPUTS, 4, 128, 64, SIZE, OUTPUTS)
+    has_norm = surroundings not in ("nothing", "residual")
+    return {"SHAPE": shape, "HAS_NORM": has_norm, "PDL_BARRIER": False, "W_LAYOUT": None, "X_LAYOUT": None}
+
+
+@pytest.mark.parametrize("config", [LaunchConfig(16, 16), LaunchConfig(32, 16), LaunchConfig(64, 32, 2)])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_staged_mma(surroundings, form):
+def test_staged_mma(surroundings, config):
     rows = 75
     x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
-    constants |= {"ROWS": form.rows, "COLUMNS": form.columns, "GROUPS": form.groups}
-    grid = (-(-rows // form.rows), -(-OUTPUTS // form.columns))
+    constants |= mma_constants(surroundings, weight, config.rows, config.columns) | {"GROUPS": config.groups}
+    grid = (-(-rows // config.rows), -(-OUTPUTS // config.columns))
     run(staged_mma._staged_mma, grid, x, weight, *parts, out, rows, eps, **constants)
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
 
@@ -42,7 +47,7 @@ def test_staged_mma(surroundings, form):
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_register_mma(surroundings, rows):
     x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
-    constants |= {"ROWS": 8, "COLUMNS": 16, "BITS": 16, "GROUP": 1, "HAS_OFFSETS": False}
+    constants |= mma_constants(surroundings, weight, 8, 16)
     grid = (-(-rows // 8), -(-OUTPUTS // 16))
     run(register_mma._register_mma, grid, x, weight, x, x, *parts, out, rows, eps, **constants)
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
@@ -90,24 +95,24 @@ def stream_in_torch(monkeypatch):
     return register_stream.register_stream
 
 
-FORMS = [
-    register_stream.Form(8, 16),
-    register_stream.Form(16, 16, 1),
-    register_stream.Form(16, 48),
-    register_stream.Form(8, 96),
+CONFIGS = [
+    register_stream.LaunchConfig(8, 16),
+    register_stream.LaunchConfig(16, 16, 1),
+    register_stream.LaunchConfig(16, 48),
+    register_stream.LaunchConfig(8, 96),
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
 @pytest.mark.parametrize("surroundings", ["nothing", "residual", "all with bias"])
-def test_register_stream(surroundings, rows, slices, form, stream_in_torch):
+def test_register_stream(surroundings, rows, slices, config, stream_in_torch):
     """Slices of 384 inputs, 192 (no multiple of a step) and 128; the last is short and with four of them empty."""
     x, weight, bias, _, gated, residual = some_case(SIZE, OUTPUTS, rows, surroundings, "cpu", dtype=torch.bfloat16)
     order = Summation(slices, False, -(-SIZE // (64 * slices)) * 64)
     options = {"gated": gated, "residual_MO": residual}
-    found = stream_in_torch(x, weight, bias, order=order, form=form, **options)
+    found = stream_in_torch(x, weight, bias, order=order, config=config, **options)
     wanted = in_order(x, weight, bias, order=order, gated=gated, residual=residual)
     assert found.dtype == torch.bfloat16
     exact = 0.0 if not gated else 2**-5  # a CPU's exp may differ in the last place
@@ -121,7 +126,7 @@ def test_infinite_inputs_stay_in_their_slice(stream_in_torch):
     x, weight, *_ = some_case(SIZE, 48, 2, "nothing", "cpu", dtype=torch.bfloat16)
     x[0, 200] = float("inf")
     order = Summation(2, False, 192)
-    found = stream_in_torch(x, weight, order=order, form=register_stream.Form(8, 32))
+    found = stream_in_torch(x, weight, order=order, config=register_stream.LaunchConfig(8, 32))
     assert torch.equal(found, in_order(x, weight, None, False, None, order))
     assert found[0].isinf().all()
 
@@ -139,10 +144,10 @@ def test_tma_tiles(surroundings, sums, slice_inputs, stages, programs):
     """Programs with more work than one tile and with none; more stages than a slice has steps; nothing read too late."""
     rows, slices = 75, -(-SIZE // slice_inputs)
     x, weight, (bias, _, residual), _, out, constants, _ = tensors(surroundings, rows)
-    gated = constants["GATED"]
+    gated = len(weight) > OUTPUTS
     scale = torch.rand(rows) if "norm" in surroundings else None
     parts = torch.full((slices, rows, len(weight)), float("nan"))
-    constants = {name: constants[name] for name in ("SIZE", "OUTPUTS", "HAS_BIAS", "HAS_RESIDUAL", "GATED", "PDL", "replaced")}
+    constants |= {"SIZE": SIZE, "OUTPUTS": OUTPUTS, "GATED": gated}
     constants |= {"SLICES": slices, "SLICE_STEPS": slice_inputs // 64, "SUMS_IN": sums, "HAS_SCALE": scale is not None}
     constants |= {"ROWS": 16, "COLUMNS": 16, "STAGES": stages, "GROUP": 3}
     constants |= dict.fromkeys(("SUMS", "QUARTER", "STORED", "STAGED"))

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
+from fledge.config import MoEConfig
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import GREEDY
 from fledge.kernels.quantization import quantize_linears
 from fledge.models.decoder import causal_attend
+from fledge.models.moe import stack_experts
 from tests.engine.test_device_batch import answer_of, entries
 from tests.kernels.support import INTERPRETED
 from tests.oracle import make_batch
@@ -28,12 +30,19 @@ def kernels_everywhere(monkeypatch):
             monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
-@pytest.mark.parametrize(("quantization", "depth"), [("int8", 2), ("int4", 0), ("none", 2)])
-def test_says_what_the_network_says(quantization, depth):
-    decoder = tiny_decoder(7, num_layers=2)
+EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "moe": MoEConfig(8, 3, 32, layers=(0, 1))}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "depth", "family"),
+    [("int8", 2, {}), ("int4", 0, {}), ("none", 2, {}), ("none", 0, EXPERTS), ("int4", 2, EXPERTS)],
+)
+def test_says_what_the_network_says(quantization, depth, family):
+    decoder = tiny_decoder(7, num_layers=2, **family)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True, aux_layer_ids=(0, 1, 2)))
     if quantization != "none":
         quantize_linears(decoder, quantization)
+    stack_experts(decoder, torch.float32)
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2, kv_cache_tokens=256).resolve(
         decoder.config
     )

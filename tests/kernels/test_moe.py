@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fledge.kernels.gate import gate_triton, geglu_reference, swiglu_reference
+from fledge.kernels.formats.packed_int import IntWeight
+from fledge.kernels.gate import apply_gate_reference, apply_gate_triton
 from fledge.kernels.moe import (
     experts_reference,
     experts_triton,
@@ -17,7 +19,15 @@ from fledge.kernels.moe import (
     route_reference,
     route_triton,
 )
-from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
+from fledge.kernels.quantization import (
+    QuantizedLinear,
+    QuantizedWeight,
+    dequantize,
+    kept_fp8,
+    quantize,
+    stacked_weights,
+)
+from tests.kernels.support import INTERPRETED, device_of_kernels, fp8_weight, runs_triton
 
 pytestmark = runs_triton
 
@@ -61,10 +71,69 @@ def parts(num_rows: int, size: int, inner: int, num_experts: int, chosen: int, d
 def test_experts(num_rows, size, inner, num_experts, chosen, dtype):
     gate_up, down, x, weights, experts, residual = parts(num_rows, size, inner, num_experts, chosen, dtype)
     found = experts_triton(gate_up, down, x, weights, experts, residual)
-    functions = [lambda rows, e=e: F.linear(swiglu_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)]
+    functions = [
+        lambda rows, e=e: F.linear(apply_gate_reference(F.linear(rows, gate_up[e])), down[e]) for e in range(num_experts)
+    ]
     wanted = experts_reference(functions, x, weights, experts.long(), residual)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def quantised(weight_EOI: torch.Tensor, format: str) -> QuantizedWeight:
+    linears = []
+    for weight in weight_EOI:
+        if format.startswith("fp8"):
+            made = kept_fp8(fp8_weight(weight, (128, 128) if "blocks" in format else None))
+        elif "awq" in format:  # zero points in groups of 128
+            groups = weight.float().unflatten(1, (-1, 128))
+            scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
+            zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, 15)
+            codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+            made = IntWeight(codes.flatten(1).to(torch.int16), zeros.to(torch.int16), scales, 4).exact()
+        else:
+            made = quantize(weight, 8 if format == "int8" else 4, offsets="offsets" in format)
+        linears.append(QuantizedLinear(made))
+    stacked = stacked_weights(linears)
+    assert stacked is not None
+    return stacked
+
+
+def dequantised(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    flat = replace(
+        weight,
+        codes=weight.codes.flatten(0, 1),
+        scales=weight.scales.flatten(0, 1),
+        offsets=None if weight.offsets is None else weight.offsets.flatten(0, 1),
+    )
+    return dequantize(flat, dtype).unflatten(0, (len(weight.codes), -1)).contiguous()
+
+
+FORMATS = ["int8", "int4", "int4 with offsets", "awq", "fp8", "fp8 in blocks"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_experts_are_those_dequantised_once(format, dtype, num_rows):
+    gate_up, down, x, weights, experts, residual = parts(num_rows, 256, 128, 4, 2, dtype)
+    packed = quantised(gate_up, format), quantised(down, format)
+    found = experts_triton(*packed, x, weights, experts, residual)
+    plain = [dequantised(weight, dtype) for weight in packed]
+    wanted = experts_triton(*plain, x, weights, experts, residual)
+    assert (plain[0] - gate_up).abs().max() > 0  # they were rounded indeed
+    if num_rows == 1 or not INTERPRETED:
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", ["int4 with offsets", "fp8"])
+def test_a_row_of_quantised_experts_does_not_depend_on_the_others(format):
+    same = partial(torch.allclose, rtol=1e-5, atol=1e-5) if INTERPRETED else torch.equal
+    gate_up, down, x, weights, experts, residual = parts(40, 256, 128, 4, 2)
+    packed = quantised(gate_up, format), quantised(down, format)
+    whole = experts_triton(*packed, x, weights, experts, residual)
+    one = slice(17, 18)
+    assert same(experts_triton(*packed, x[one], weights[one], experts[one], residual[one])[0], whole[17])
 
 
 def test_a_row_does_not_depend_on_the_others():
@@ -85,4 +154,4 @@ def test_a_row_does_not_depend_on_the_others():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (5, 1100)])
 def test_geglu(num_rows, size):
     x = 3 * torch.randn(num_rows, 2 * size, device=device_of_kernels())
-    torch.testing.assert_close(gate_triton(x, gelu=True), geglu_reference(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(apply_gate_triton(x, gelu=True), apply_gate_reference(x, gelu=True), rtol=1e-5, atol=1e-5)

@@ -86,3 +86,15 @@ def test_without_the_kernels_quantised_weights_are_refused_by_name(monkeypatch):
     finally:
         monkeypatch.undo()
         native.library.cache_clear()
+
+
+def test_a_missing_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("FLEDGE_NATIVE", raising=False)
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native.library.cache_clear()
+    try:
+        assert native.library() is native.library() is None
+    finally:
+        native.library.cache_clear()
+    (record,) = [record for record in caplog.records if "no C compiler" in record.message]
+    assert "pip install ziglang" in record.message

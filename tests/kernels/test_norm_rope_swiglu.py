@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from fledge.config import RopeConfig
 from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache_triton
-from fledge.kernels.gate import gate_triton, swiglu_reference
-from fledge.kernels.rms_norm import add_rms_norm_reference, add_rms_norm_triton
+from fledge.kernels.gate import apply_gate_reference, apply_gate_triton
+from fledge.kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton
 
@@ -18,17 +16,13 @@ KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("with_delta", [True, False])
 @pytest.mark.parametrize("size", [32, 72])
-def test_add_rms_norm(kernel, with_delta, size):
+def test_rms_norm(kernel, size):
     device = "cpu" if kernel == "reference" else device_of_kernels()
     x, weight = torch.randn(5, size, device=device), torch.randn(size, device=device)
-    delta = torch.randn(5, size, device=device) if with_delta else None
-    total = x + delta if with_delta else x.clone()
-    run = add_rms_norm_reference if kernel == "reference" else add_rms_norm_triton
-    normed = run(x, delta, weight, 1e-5)
-    torch.testing.assert_close(x, total)
-    torch.testing.assert_close(normed, total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight)
+    run = rms_norm_reference if kernel == "reference" else rms_norm_triton
+    normed = run(x, weight, 1e-5)
+    torch.testing.assert_close(normed, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -37,7 +31,7 @@ def test_swiglu(kernel, size):
     device = "cpu" if kernel == "reference" else device_of_kernels()
     gate_up = torch.randn(4, 2 * size, device=device)
     gate, up = gate_up[:, :size], gate_up[:, size:]
-    run = swiglu_reference if kernel == "reference" else partial(gate_triton, gelu=False)
+    run = apply_gate_reference if kernel == "reference" else apply_gate_triton
     torch.testing.assert_close(run(gate_up), gate / (1 + (-gate).exp()) * up)
 
 

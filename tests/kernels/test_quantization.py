@@ -15,12 +15,13 @@ from fledge.kernels.quantization import (
     QuantizedLinear,
     QuantizedWeight,
     dequantize,
-    held,
-    holds,
+    is_exact,
     kept_fp8,
     quantize,
     quantize_linears,
+    smallest_exact_format,
 )
+from tests.kernels.support import fp8_weight
 from tests.tiny import tiny_decoder
 
 
@@ -57,22 +58,23 @@ def test_rounding_is_at_most_half_a_step(bits, offsets, steps, group_size):
 def test_gguf_comes_back(kind, bits, offsets):
     theirs = gguf.GGMLQuantizationType[kind]
     weight = torch.from_numpy(gguf.dequantize(gguf.quantize(torch.randn(64, 96).numpy(), theirs), theirs))
-    kept = held(weight)
+    kept = smallest_exact_format(weight)
     assert (kept.bits, kept.offsets is not None) == (bits, offsets)
     assert torch.equal(dequantize(kept), weight)
     # Files of more than a billion numbers are unpacked to fp16.
     rounded = weight.half().float()
-    assert (held(rounded).bits, held(rounded).offsets is not None) == (bits, offsets)
-    torch.testing.assert_close(dequantize(held(rounded)), weight, rtol=0, atol=weight.abs().max().item() * 2**-9)
+    kept = smallest_exact_format(rounded)
+    assert (kept.bits, kept.offsets is not None) == (bits, offsets)
+    torch.testing.assert_close(dequantize(kept), weight, rtol=0, atol=weight.abs().max().item() * 2**-9)
 
 
 def test_what_is_not_quantised_takes_8_bits():
     weight = torch.randn(64, 96)
-    assert held(weight).bits == 8
+    assert smallest_exact_format(weight).bits == 8
     weight = dequantize(quantize(weight, 4))
     weight[40, 5] += 0.1 * weight[40].abs().max()  # one number in one row
-    assert held(weight).bits == 8
-    assert not holds(quantize(weight, 4), weight)
+    assert smallest_exact_format(weight).bits == 8
+    assert not is_exact(quantize(weight, 4), weight)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -105,7 +107,7 @@ def test_offsets_fold():
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_fp8(block):
-    made = quantize_fp8(torch.randn(200, 256), block)
+    made = fp8_weight(torch.randn(200, 256), block)
     weight = kept_fp8(made)
     assert (weight.format, weight.group_size) == ("fp8", 128 if block else 256)
     assert torch.equal(dequantize(weight, torch.bfloat16), made.dequantize(torch.bfloat16))
@@ -113,7 +115,7 @@ def test_fp8(block):
     torch.testing.assert_close(linear(x), x @ made.dequantize().t())
     linear.to(torch.bfloat16)
     assert (linear.codes.dtype, linear.scales.dtype) == (torch.float8_e4m3fn, torch.float32), "its type is its own"
-    assert kept_fp8(quantize_fp8(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
+    assert kept_fp8(fp8_weight(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
 
 
 def test_fp8_needs_a_gpu():

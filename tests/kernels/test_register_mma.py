@@ -7,6 +7,7 @@ import torch
 
 from fledge.kernels.linear import register_codes
 from fledge.kernels.linear import register_mma as module
+from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.register_mma import layouts, program_rows
 from tests.kernels.ptx import as_floats, run_assembly
 from tests.kernels.support import INTERPRETED
@@ -47,14 +48,14 @@ def test_codes_become_the_floats_they_stand_for():
         ]
 
 
-def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
-    """The kernels' constants and types for a kind of weight."""
+def of_weight(format: str, gated: bool) -> tuple[Shape, dict[str, str]]:
+    """The kernel's shape and types for a kind of weight."""
     bits, offsets = CODES[format]
-    kind = {"BITS": bits, "GROUP": 32, "HAS_OFFSETS": offsets}
+    kind = Shape(8, 16, gated, 4, 192, 64, 576, 1536, bits, 576 if format == "fp8" else 32, offsets)
     if bits == 16:
         return kind, {}
     if format == "fp8":
-        return kind | {"GROUP": 576}, {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "offsets_ptr": "*fp32"}
+        return kind, {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "offsets_ptr": "*fp32"}
     return kind, {"weight_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16", "offsets_ptr": "*fp16"}
 
 
@@ -63,10 +64,9 @@ def of_weight(format: str) -> tuple[dict[str, int | bool], dict[str, str]]:
 @pytest.mark.parametrize("gated", [False, True])
 def test_it_compiles_for_hopper_with_one_barrier(gated, format):
     """What a thread loads is what it multiplies: nothing but the slices' sums goes through shared memory."""
-    kind, types = of_weight(format)
-    constants = {"ROWS": 8, "COLUMNS": 16, "SLICES": 4, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False}
-    constants |= {"HAS_NORM": True, "HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1}
-    assembly = compiled_for_hopper(module._register_mma, constants | kind | layouts(8, gated), types)
+    shape, types = of_weight(format, gated)
+    constants = {"SHAPE": shape, "HAS_BIAS": False, "HAS_NORM": True, "HAS_RESIDUAL": False, "PDL_BARRIER": False, "PDL": True}
+    assembly = compiled_for_hopper(module._register_mma, constants | layouts(8, gated), types)
     assert assembly.count("bar.sync") == 1
     assert assembly.count("mma.sync") == (24 if gated else 12)
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
@@ -77,9 +77,9 @@ def test_it_compiles_for_hopper_with_one_barrier(gated, format):
 @compiles
 @pytest.mark.parametrize("gated", [False, True])
 def test_wide_loads_are_exchanged_without_shared_memory(gated):
-    constants = {"ROWS": 8, "COLUMNS": 16, "SLICES": 4, "CHUNKS": 3, "SIZE": 576, "OUTPUTS": 1536, "HAS_BIAS": False}
-    constants |= {"HAS_NORM": False, "HAS_RESIDUAL": False, "GATED": gated, "HOLD": False, "PDL": 1}
-    assembly = compiled_for_hopper(module._register_mma, constants | of_weight("bfloat16")[0] | layouts(8, gated, True))
+    shape = of_weight("bfloat16", gated)[0]
+    constants = {"SHAPE": shape, "HAS_BIAS": False, "HAS_NORM": False, "HAS_RESIDUAL": False, "PDL_BARRIER": False, "PDL": True}
+    assembly = compiled_for_hopper(module._register_mma, constants | layouts(8, gated, True))
     assert assembly.count("bar.sync") == 1
     assert assembly.count("ld.global.v4.b32") == (24 if gated else 12), "eight weights a load"
 

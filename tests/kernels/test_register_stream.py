@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 from pathlib import Path
@@ -14,7 +13,9 @@ import torch
 
 from fledge.kernels.linear import register_stream as module
 from fledge.kernels.linear import stream_codes
-from fledge.kernels.linear.register_stream import AFTER_LOOP, AFTER_WAITING, AT_ONCE, Form
+from fledge.kernels.linear.mma_fragments import Shape
+from fledge.kernels.linear.register_stream import AFTER_LOOP, AFTER_WAITING, AT_ONCE
+from fledge.kernels.linear.register_stream import LaunchConfig as Config
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import INT4_ZERO
 from tests.kernels.ptx import run_assembly
@@ -56,18 +57,8 @@ def test_it_compiles_for_hopper(format, size, outputs, slices, gated):
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
     step, (codes, scales, group) = module.step_of(order), FORMATS[format]
     bits = 4 if format == "int4" else 8
-    constants = {"ROWS": 8, "COLUMNS": 16, "SLICES": slices, "STEP": step, "STEPS": order.slice_inputs // step, "STAGES": 4}
-    constants |= {
-        "SLICE": order.slice_inputs,
-        "START": AFTER_LOOP,
-        "SIZE": size,
-        "OUTPUTS": outputs,
-        "BITS": bits,
-        "GROUP": group,
-        "PART": math.gcd(group, step),
-        "PDL": 1,
-    }
-    constants |= {"HAS_OFFSETS": False, "HAS_BIAS": False, "HAS_RESIDUAL": False, "GATED": gated}
+    shape = Shape(8, 16, gated, slices, order.slice_inputs, step, size, outputs, bits, group)
+    constants = {"SHAPE": shape, "STAGES": 4, "START": AFTER_LOOP, "HAS_BIAS": False, "HAS_RESIDUAL": False, "PDL": True}
     types = {"codes_ptr": codes, "scales_ptr": scales, "offsets_ptr": scales}
     constants |= module.layouts(slices, gated, bits, step)
     assembly = compiled_for_hopper(module._register_stream, constants, types, warps=slices)
@@ -81,33 +72,39 @@ def test_it_compiles_for_hopper(format, size, outputs, slices, gated):
 PLAIN = [(1536, 8960, 1, True), (8960, 1536, 4, False), (4096, 6144, 1, False), (14336, 4096, 2, False)]
 
 
-def plain_constants(size, outputs, slices, gated, form, start):
+def plain_constants(size, outputs, slices, gated, config, start):
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
-    step, stages = module.steps_of(form, order, gated, 16)
-    constants = {"ROWS": form.rows, "COLUMNS": 16, "SLICES": slices, "SLICE": order.slice_inputs, "STEP": step}
-    constants |= {"STEPS": -(-order.slice_inputs // step), "STAGES": stages, "SIZE": size, "OUTPUTS": outputs, "BITS": 16}
-    constants |= {"GROUP": 1, "PART": 1, "HAS_OFFSETS": 0, "HAS_BIAS": True, "HAS_RESIDUAL": True, "GATED": gated}
-    return constants | {"PDL": 1, "START": start} | module.layouts(slices, gated, 16, step, form.rows)
+    step, stages = module.steps_of(config, order, gated, 16)
+    shape = Shape(config.rows, 16, gated, slices, order.slice_inputs, step, size, outputs)
+    constants = {"SHAPE": shape, "STAGES": stages, "START": start, "HAS_BIAS": True, "HAS_RESIDUAL": True, "PDL": True}
+    return constants | module.layouts(slices, gated, 16, step, config.rows)
 
 
 @compiles
 @pytest.mark.parametrize(
-    ("form", "start"), [(Form(8, 32), AFTER_LOOP), (Form(8, 96, 1), AT_ONCE), (Form(16, 32), AFTER_LOOP), (Form(16, 96, 1), 2)]
+    ("config", "start"),
+    [
+        (Config(8, 32), AFTER_LOOP),
+        (Config(8, 96, 1), AT_ONCE),
+        (Config(16, 32), AFTER_LOOP),
+        (Config(16, 96, 1), 2),
+    ],
 )
 @pytest.mark.parametrize(("size", "outputs", "slices", "gated"), PLAIN)
-def test_plain_weights_compile_for_hopper(size, outputs, slices, gated, form, start, tmp_path):
+def test_plain_weights_compile_for_hopper(size, outputs, slices, gated, config, start, tmp_path):
     """A thread reads 8 bytes of the ring at once and multiplies what it read; nothing spills."""
-    constants = plain_constants(size, outputs, slices, gated, form, start)
+    constants = plain_constants(size, outputs, slices, gated, config, start)
     assembly = compiled_for_hopper(module._register_stream, constants, {"x_ptr": "*i32"}, slices)
-    products = constants["STEP"] // 16 * (2 if gated else 1)
-    assert assembly.count("mma.sync.aligned.m16n8k16") == products * form.rows // 8
+    step = constants["SHAPE"].step
+    products = step // 16 * (2 if gated else 1)
+    assert assembly.count("mma.sync.aligned.m16n8k16") == products * config.rows // 8
     loop = assembly[assembly.index("cp.async.wait_group") : assembly.rindex("cp.async.wait_group")]
     assert "st.shared" not in loop
     assert "shfl" not in loop
     assert loop.count("bar.sync") == 2
     assert loop.count("ld.shared") == loop.count("ld.shared.v2.b32") == 2 * products
     assert loop.count("cp.async.cg.shared.global") == products, "16 bytes each"
-    assert loop.count("ld.global") == loop.count("ld.global.v2.b32") == constants["STEP"] // 16 * form.rows // 8
+    assert loop.count("ld.global") == loop.count("ld.global.v2.b32") == step // 16 * config.rows // 8
     let_start, wait = assembly.index("griddepcontrol.launch"), assembly.index("griddepcontrol.wait")
     assert assembly.count("griddepcontrol") == 2
     assert assembly.index("cp.async") < wait < assembly.index("ld.global")
@@ -165,9 +162,9 @@ def test_threads_do_not_meet_in_a_bank() -> None:
 
 def test_steps_of_the_ring() -> None:
     down, gate_up = Summation(4, False, 2240), Summation(1, False, 1536)
-    assert module.steps_of(Form(8, 32), down, False, 16) == (64, 4)
-    assert module.steps_of(Form(8, 96), down, False, 16) == (128, 6)
-    assert module.steps_of(Form(16, 48), gate_up, True, 16) == (128, 6)
-    assert module.steps_of(Form(16, 16), gate_up, True, 16) == (64, 4)
-    assert module.steps_of(Form(), down, False, 8) == (64, 4)
-    assert module.steps_of(Form(), Summation(1, False, 4096), False, 8) == (128, 8)
+    assert module.steps_of(Config(8, 32), down, False, 16) == (64, 4)
+    assert module.steps_of(Config(8, 96), down, False, 16) == (128, 6)
+    assert module.steps_of(Config(16, 48), gate_up, True, 16) == (128, 6)
+    assert module.steps_of(Config(16, 16), gate_up, True, 16) == (64, 4)
+    assert module.steps_of(Config(), down, False, 8) == (64, 4)
+    assert module.steps_of(Config(), Summation(1, False, 4096), False, 8) == (128, 8)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fledge.config import RopeConfig
-from fledge.kernels.attention import rope_attention as module
+from fledge.kernels.attention import launch_config, rope_attention
 from fledge.kernels.attention.decode_attention import decode_attention_reference
-from fledge.kernels.attention.rope_attention import FEW, SOME, rope_attention_reference, rope_attention_triton
+from fledge.kernels.attention.launch_config import FEW, SOME
+from fledge.kernels.attention.rope_attention import rope_attention_reference, rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.models.layers import Rotary
 from tests.kernels.support import device_of_kernels, runs_triton
@@ -20,12 +21,12 @@ KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
     card = torch.device("cuda", 0)
     for size, wanted in ((232448, FEW), (166912, SOME), (101376, SOME)):
-        monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size)
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        assert module.choose_form(48, module.FEW_KEYS, card) is wanted
-        assert module.choose_form(49, 100, card) is SOME
-        assert module.choose_form(1, module.FEW_KEYS + 1, card) is SOME
-    assert module.choose_form(1, 100, torch.device("cpu")) is SOME
+        monkeypatch.setattr(launch_config, "shared_memory", lambda device, size=size: size)
+        monkeypatch.setattr(launch_config, "multiprocessors", lambda device: 132)
+        assert launch_config.choose_config(48, launch_config.FEW_KEYS, card) is wanted
+        assert launch_config.choose_config(49, 100, card) is SOME
+        assert launch_config.choose_config(1, launch_config.FEW_KEYS + 1, card) is SOME
+    assert launch_config.choose_config(1, 100, torch.device("cpu")) is SOME
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -69,8 +70,8 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, spl
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     run = rope_attention_reference if kernel == "reference" else rope_attention_triton
-    monkeypatch.setattr(module, "SPLIT", split)
-    ways = [{}, {}, {"streamed": True}, {"form": FEW}, {"programs": 1}, {"programs": 2}] if kernel == "triton" else [{}]
+    monkeypatch.setattr(rope_attention, "SPLIT", split)
+    ways = [{}, {}, {"streamed": True}, {"config": FEW}, {"programs": 1}, {"programs": 2}] if kernel == "triton" else [{}]
     for options in ways:  # a second time: the counts of arrived programs were left as they must be
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)

@@ -10,28 +10,29 @@ from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import dequantize, quantize
-from fledge.kernels.rms_norm import add_rms_norm_triton
+from fledge.kernels.rms_norm import rms_norm_triton
 from fledge.kernels.sample import (
     SamplingState,
-    TruncationParams,
     choose_reference,
     choose_triton,
-    floor_reference,
-    floor_triton,
     gumbel_noise,
     philox,
     picked,
     sample_cpu,
     sample_reference,
-    sample_triton,
 )
 from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, lowest_kept
+from fledge.kernels.truncation import TruncationParams, floor_reference, floor_triton
 from fledge.sampling import SamplingParams
-from fledge.speculation.distribution import probabilities
 from tests.kernels.support import device_of_kernels, runs_triton
+from tests.oracle import probabilities
 
 KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 SAMPLERS = ["cpu", *KERNELS]
+
+
+def sample_triton(logits, temperatures, seeds, counters, truncation=None):
+    return picked(choose_triton(logits, SamplingState(temperatures, seeds, counters, truncation)), logits.shape[1])
 
 
 def sampler(kernel):
@@ -160,7 +161,7 @@ def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
         assert bool((apart < 1e-2).all())
         assert abs(float(scaled.softmax(-1)[kept].sum() - scaled.softmax(-1)[wanted].sum())) < 1e-5
     tokens = (sample_reference if kernel == "reference" else sample_triton)(
-        logits, temperatures, torch.arange(9, device=device), torch.arange(9, device=device), floors
+        logits, temperatures, torch.arange(9, device=device), torch.arange(9, device=device), truncation
     )
     assert tokens[4] == logits[4].argmax()
 
@@ -200,7 +201,7 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
 
 def fused_head(x, norm, weight, ids):
     """As `head_choice` runs few rows of a large vocabulary."""
-    return tiled_head(add_rms_norm_triton(x, None, norm.weight, norm.eps), weight, Summation(1, False, x.shape[1]), ids)
+    return tiled_head(rms_norm_triton(x, norm.weight, norm.eps), weight, Summation(1, False, x.shape[1]), ids)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -16,18 +16,17 @@ from fledge.kernels.bits import (
     set_bits_triton_,
     unpack_bits,
 )
-from fledge.kernels.linear.reference import Norm
-from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.step_inputs import (
+from fledge.kernels.draft_inputs import (
     draft_inputs_reference,
     draft_inputs_triton,
     fuse_inputs_reference,
     fuse_inputs_triton,
     keep_last_reference,
     keep_last_triton,
-    verify_inputs_reference,
-    verify_inputs_triton,
 )
+from fledge.kernels.linear.reference import Norm
+from fledge.kernels.sample import PartialArgmax
+from fledge.kernels.verify_inputs import verify_inputs_reference, verify_inputs_triton
 from tests.kernels.support import device_of_kernels, runs_triton
 
 VOCAB = 500

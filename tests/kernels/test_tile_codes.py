@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear import tiles
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import ASSEMBLY, INT4_ZERO, INT8_ZERO
@@ -17,7 +16,7 @@ from fledge.kernels.linear.tiles import tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY, triton
 from tests.kernels.ptx import as_bfloat16, run_assembly
-from tests.kernels.support import INTERPRETED
+from tests.kernels.support import INTERPRETED, fp8_weight
 
 compiles = pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton")
 FORMATS = ["int8", "int4 with offsets", "fp8 in blocks"]
@@ -58,7 +57,7 @@ def test_codes_become_rounded_weights(format: str) -> None:
 def some_weight(format: str, outputs: int, size: int) -> QuantizedWeight:
     weight = torch.zeros(outputs, size)
     if format.startswith("fp8"):
-        return kept_fp8(quantize_fp8(weight, (128, 128) if "blocks" in format else None))
+        return kept_fp8(fp8_weight(weight, (128, 128) if "blocks" in format else None))
     return quantize(weight, 8 if format == "int8" else 4, offsets="offsets" in format)
 
 

@@ -11,7 +11,7 @@ import torch
 from fledge.kernels.linear import dispatch, tma_tiles
 from fledge.kernels.linear.dispatch import Case
 from fledge.kernels.linear.summation import Summation
-from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, Form, serves
+from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, LaunchConfig, serves
 from fledge.kernels.triton_support import triton
 from tests.kernels.support import INTERPRETED
 
@@ -36,7 +36,7 @@ class NoCard:
         return GPUTarget("cuda", 90, 32)
 
 
-def compiled(monkeypatch, form, size, outputs, slices, *, gated=False, bias=False, scale=False, residual=False):
+def compiled(monkeypatch, config, size, outputs, slices, *, gated=False, bias=False, scale=False, residual=False):
     """The kernel that a call on a card would launch."""
     from triton.runtime import driver
 
@@ -57,7 +57,7 @@ def compiled(monkeypatch, form, size, outputs, slices, *, gated=False, bias=Fals
         patch.setattr(tma_tiles, "overlap", lambda x: {"PDL": 1, "launch_pdl": True})
         patch.setattr(driver, "_active", NoCard())
         some = drawn(outputs, dtype=torch.bfloat16) if bias else None
-        tma_tiles.tma_tiles(x, weight, some, order=order, form=form, gated=gated, **extras)
+        tma_tiles.tma_tiles(x, weight, some, order=order, config=config, gated=gated, **extras)
     return found[0]
 
 
@@ -69,32 +69,32 @@ def assembled(ptx: str, folder) -> str:
 
 
 # What `benchmarks/gpu_linear_forms.py` measures, with the linears that ask for most.
-FORMS = [
-    (Form(128, 128, 8, 6, REGISTERS), 1536, 2048, 4, {"bias": True, "scale": True}),
-    (Form(128, 128, 8, 6, REGISTERS), 8960, 1536, 4, {"residual": True}),
-    (Form(128, 128, 8, 6, REGISTERS), 576, 3072, 4, {"gated": True, "scale": True, "bias": True}),
-    (Form(128, 128, 8, 6, PROGRAMS), 8960, 1536, 4, {"residual": True}),
-    (Form(128, 128, 4, 3, PROGRAMS, 2), 8960, 1536, 4, {"residual": True}),
-    (Form(64, 128, 4, 4, REGISTERS, 2), 1536, 1536, 4, {"residual": True}),
-    (Form(64, 64, 4, 6, REGISTERS, 2), 1536, 2048, 4, {"bias": True, "scale": True}),
-    (Form(64, 64, 4, 6, PROGRAMS, 2), 576, 3072, 4, {"gated": True}),
-    (Form(128, 256, 8, 4, PROGRAMS), 14336, 4096, 2, {"residual": True}),
-    (Form(128, 256, 8, 4, MEMORY), 14336, 4096, 2, {"residual": True}),
-    (Form(128, 256, 8, 4, MEMORY), 1536, 2048, 4, {"bias": True, "scale": True}),
-    (Form(128, 256, 8, 4, MEMORY), 8960, 1536, 4, {"residual": True}),
+CONFIGS = [
+    (LaunchConfig(128, 128, 8, 6, REGISTERS), 1536, 2048, 4, {"bias": True, "scale": True}),
+    (LaunchConfig(128, 128, 8, 6, REGISTERS), 8960, 1536, 4, {"residual": True}),
+    (LaunchConfig(128, 128, 8, 6, REGISTERS), 576, 3072, 4, {"gated": True, "scale": True, "bias": True}),
+    (LaunchConfig(128, 128, 8, 6, PROGRAMS), 8960, 1536, 4, {"residual": True}),
+    (LaunchConfig(128, 128, 4, 3, PROGRAMS, 2), 8960, 1536, 4, {"residual": True}),
+    (LaunchConfig(64, 128, 4, 4, REGISTERS, 2), 1536, 1536, 4, {"residual": True}),
+    (LaunchConfig(64, 64, 4, 6, REGISTERS, 2), 1536, 2048, 4, {"bias": True, "scale": True}),
+    (LaunchConfig(64, 64, 4, 6, PROGRAMS, 2), 576, 3072, 4, {"gated": True}),
+    (LaunchConfig(128, 256, 8, 4, PROGRAMS), 14336, 4096, 2, {"residual": True}),
+    (LaunchConfig(128, 256, 8, 4, MEMORY), 14336, 4096, 2, {"residual": True}),
+    (LaunchConfig(128, 256, 8, 4, MEMORY), 1536, 2048, 4, {"bias": True, "scale": True}),
+    (LaunchConfig(128, 256, 8, 4, MEMORY), 8960, 1536, 4, {"residual": True}),
 ]
 
 
 @compiles
-@pytest.mark.parametrize(("form", "size", "outputs", "slices", "extras"), FORMS)
-def test_products_and_copies_run_beside_each_other(form, size, outputs, slices, extras, monkeypatch, tmp_path):
-    kernel = compiled(monkeypatch, form, size, outputs, slices, **extras)
+@pytest.mark.parametrize(("config", "size", "outputs", "slices", "extras"), CONFIGS)
+def test_products_and_copies_run_beside_each_other(config, size, outputs, slices, extras, monkeypatch, tmp_path):
+    kernel = compiled(monkeypatch, config, size, outputs, slices, **extras)
     ptx = kernel.asm["ptx"]
-    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {f"m64n{form.outputs}k16"}
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {f"m64n{config.outputs}k16"}
     assert "cp.async.bulk.tensor.2d.shared" in ptx
     # Weights are on their way before the kernel waits for its rows.
     halves = 2 if "gated" in extras else 1
-    assert ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor.2d.shared") == halves * (form.stages - 1)
+    assert ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor.2d.shared") == halves * (config.stages - 1)
     # One product stays under way, and no warp's inputs are replaced before all warps have multiplied them.
     assert "wgmma.wait_group.sync.aligned 1;" in ptx
     for after in re.split(r"wgmma\.wait_group", ptx)[1:]:
@@ -103,29 +103,29 @@ def test_products_and_copies_run_beside_each_other(form, size, outputs, slices, 
     assert "0 bytes spill stores, 0 bytes spill loads" in said
     assert "Performance Loss" not in said, "products one after the other"
     registers = int(re.search(r"Used (\d+) registers", said)[1])
-    assert form.beside * (kernel.metadata.shared + 1024) <= SHARED_BYTES + 1024
-    assert form.beside * registers * 32 * form.warps <= REGISTER_FILE
+    assert config.beside * (kernel.metadata.shared + 1024) <= SHARED_BYTES + 1024
+    assert config.beside * registers * 32 * config.warps <= REGISTER_FILE
     assert len(kernel.metadata.tensordesc_meta) == 2
     assert kernel.metadata.launch_pdl
 
 
 def test_measured_forms_run_where_the_card_has_the_instructions(monkeypatch):
     numbers = (128, 128, 8, 6, 0, 1)
-    monkeypatch.setattr(dispatch, "FORMS", {(8960, 1536, False): ((1 << 20, "tma_tiles", numbers),)})
+    monkeypatch.setattr(dispatch, "CONFIGS", {(8960, 1536, False): ((1 << 20, "tma_tiles", numbers),)})
     case = Case(8192, 8960, 1536, "plain", torch.bfloat16, CARD)
     monkeypatch.setattr(dispatch, "supports_wgmma", lambda device: True)
-    assert dispatch.choose_form(case) == ("tma_tiles", numbers)
-    assert dispatch.choose_form(case._replace(format="int8", group_size=32))[0] == "tiles"
+    assert dispatch.choose_kernel(case) == ("tma_tiles", numbers)
+    assert dispatch.choose_kernel(case._replace(format="int8", group_size=32))[0] == "tiles"
     monkeypatch.setattr(dispatch, "supports_wgmma", lambda device: False)
-    assert dispatch.choose_form(case) == ("cublas", ())
+    assert dispatch.choose_kernel(case) == ("cublas", ())
 
 
 def test_what_it_cannot_read_goes_to_tiles(monkeypatch):
     ran = []
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "supports_wgmma", lambda device: True)
-    monkeypatch.setattr(dispatch, "FORMS", {(64, 40, False): ((1 << 20, "tma_tiles", (64, 64, 4, 6, 0, 2)),)})
-    monkeypatch.setattr(dispatch.tma, "tma_tiles", lambda *_, form, **__: ran.append(form))
+    monkeypatch.setattr(dispatch, "CONFIGS", {(64, 40, False): ((1 << 20, "tma_tiles", (64, 64, 4, 6, 0, 2)),)})
+    monkeypatch.setattr(dispatch.tma, "tma_tiles", lambda *_, config, **__: ran.append(config))
     monkeypatch.setattr(dispatch, "tiled_linear", lambda *_, **__: ran.append("tiles"))
     x, weight = torch.zeros(129, 64).bfloat16(), torch.zeros(40, 64).bfloat16()
     shifted = torch.zeros(129 * 64 + 1).bfloat16()[1:].view(129, 64)
@@ -133,7 +133,7 @@ def test_what_it_cannot_read_goes_to_tiles(monkeypatch):
     assert not serves(shifted, weight)
     dispatch.linear(x, weight)
     dispatch.linear(shifted, weight)
-    assert ran == [Form(64, 64, 4, 6, 0, 2), "tiles"]
+    assert ran == [LaunchConfig(64, 64, 4, 6, 0, 2), "tiles"]
 
 
 def test_no_card_has_no_such_instructions():

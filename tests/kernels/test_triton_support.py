@@ -1,21 +1,26 @@
-"""Kernels of this package, and no others, are asked for one split of a multiprocessor's memory."""
+"""Which of a kernel and its reference is called."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import pytest
+import torch
+
 from fledge.kernels import triton_support
-from fledge.kernels.linear import register_mma
+from fledge.kernels.triton_support import by_device
 
 
-def test_only_kernels_of_this_package_are_asked(monkeypatch):
+class State(NamedTuple):
+    tokens: torch.Tensor
+    count: int = 0
+
+
+@pytest.mark.parametrize("arguments", [(torch.ones(2), 3), (3, torch.ones(2)), (3, State(torch.ones(2)), torch.zeros(1))])
+def test_the_first_tensor_decides(arguments, monkeypatch):
     asked = []
-    monkeypatch.setattr(triton_support, "_loaded", [])
-    monkeypatch.setattr(triton_support, "SHARED_MEMORY", None)
-    monkeypatch.setattr(triton_support, "_ask_for", lambda handle, percent: asked.append((handle, percent)))
-    mine = register_mma._register_mma
-    name = getattr(mine, "__name__", None) or mine.fn.__name__
-    triton_support._was_loaded(None, 1, name, (), "hash")
-    triton_support._was_loaded(None, 2, "somebody_else's", (), "hash")
-    assert asked == [], "nobody asked for anything yet"
-    triton_support.share_memory(50)
-    triton_support._was_loaded(None, 3, name, (), "hash")
-    assert asked == [(1, 50), (3, 50)]
+    run = by_device(lambda *_, **options: ("kernel", options), lambda *_, **options: ("reference", options))
+    assert run(*arguments, window=2) == ("reference", {"window": 2})
+    monkeypatch.setattr(triton_support, "use_triton", lambda x: asked.append(x) or True)
+    assert run(*arguments, window=2) == ("kernel", {"window": 2})
+    assert [x.tolist() for x in asked] == [[1.0, 1.0]]

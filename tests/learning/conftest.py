@@ -22,7 +22,7 @@ from fledge.learning.target import linear_weight
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
-from fledge.training import toy
+from fledge.training.targets import toy
 
 DEPTH = 4
 GREEDY = SamplingParams(max_tokens=48, temperature=0)

@@ -14,7 +14,7 @@ from fledge.checkpoints.eagle3 import load_drafter
 from fledge.learning.generations import Generations, read_history
 from fledge.learning.setup import initial_drafter_config
 from fledge.models.drafter import EagleDrafter
-from fledge.training import toy
+from fledge.training.targets import toy
 
 KEEP = 1
 

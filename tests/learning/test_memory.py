@@ -14,7 +14,7 @@ from fledge.learning.memory import reserved_bytes
 from fledge.learning.served import Before
 from fledge.learning.setup import initial_drafter_config
 from fledge.learning.weights import StagedWeights, weights_of
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, finished, serve, toy_prompts
 
 

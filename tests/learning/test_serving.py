@@ -30,7 +30,7 @@ from fledge.learning.target import MOST_READ_TOKENS
 from fledge.learning.weights import weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import (
     DEPTH,
     ENGINE,

@@ -15,7 +15,7 @@ from fledge.learning.setup import initial_drafter_config
 from fledge.learning.target import MAX_PREFIXES, linear_weight
 from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, acceptance, finished, serve, toy_prompts
 
 

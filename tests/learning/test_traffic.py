@@ -6,7 +6,7 @@ import random
 
 from fledge.learning.collector import SHORTENED_PRIORITY, Admission
 from fledge.learning.gate import Decision
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
 
 

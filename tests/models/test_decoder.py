@@ -53,6 +53,12 @@ LONGROPE = {
     "long_factor": [2.0, 5.0, 9.0],
     "original_max_position_embeddings": 64,
 }
+MROPE = {
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "rope_theta": 1e6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -76,6 +82,8 @@ CASES = {
     "qwen3-moe-some-layers": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
     "qwen2-moe-no-bias": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": False}),
+    "qwen3-moe-window": ("Qwen3Moe", {**EXPERTS, **QWEN_WINDOW}),
+    "qwen2-moe-window": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 24, **QWEN_WINDOW, "max_window_layers": 3}),
     "gemma3": ("Gemma3", GEMMA),
     "gemma3-scaled": ("Gemma3", {**GEMMA, "rope_parameters": GEMMA_ROPES, "query_pre_attn_scalar": 5}),
     "gemma3-untied": ("Gemma3", {**GEMMA, "tie_word_embeddings": False}),
@@ -83,15 +91,54 @@ CASES = {
     "phi3-partial": ("Phi3", {**PHI, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "phi3-longrope": ("Phi3", {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "phi3-window": ("Phi3", {**PHI, "sliding_window": 16}),
+    "ministral": ("Ministral", {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "seed-oss": ("SeedOss", {}),
+    "seed-oss-output-bias": ("SeedOss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("SmolLM3", PHI),
+    "smollm3-window": (
+        "SmolLM3", {**PHI, "no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 16},
+    ),
+    "smollm3-yarn": ("SmolLM3", {**PHI, "rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    "glm": ("Glm", PHI),
+    "glm4": ("Glm4", {**PHI, "attention_bias": True}),
+    "glm4-whole-heads": ("Glm4", {**PHI, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    "gemma3-images": ("Gemma3", GEMMA),
+    "mistral3-images": ("Mistral3", {"sliding_window": None}),
+    "qwen2-vl": ("Qwen2VL", MROPE),
+    "qwen2.5-vl": ("Qwen2_5_VL", MROPE),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}, "rope_theta": 1e6},
+    ),
+}  # fmt: skip
+# What sees images in the models of texts and images: as small as can be, and never asked.
+VISION = {
+    "Gemma3": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
+    "Mistral3": {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "Qwen2VL": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32},
+    "Qwen2_5_VL": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+    "Qwen3VL": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
 }
 
 
-def reference_model(family: str, **settings: object) -> transformers.PreTrainedModel:
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
-        **{**SIZES, "tie_word_embeddings": False, **settings}
-    )
+def reference_model(family: str, *, images: bool = False, **settings: object) -> transformers.PreTrainedModel:
+    settings = {**SIZES, "tie_word_embeddings": False, **settings}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if images:
+        is_tied, text = settings.pop("tie_word_embeddings"), settings
+        if family in ("Gemma3", "Mistral3"):
+            text = getattr(transformers, {"Gemma3": "Gemma3TextConfig", "Mistral3": "MistralConfig"}[family])(**settings)
+        elif family != "Qwen3VL":
+            del settings["head_dim"]
+        config = getattr(transformers, f"{family}Config")(
+            text_config=text, vision_config=VISION[family], tie_word_embeddings=is_tied,
+            image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123,
+        )  # fmt: skip
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    else:
+        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**settings)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean = 1.0 if "norm" in name else 0.0
@@ -111,11 +158,12 @@ def logits_of(decoder: Decoder, sequences: list[list[int]]) -> torch.Tensor:
 def test_equals_transformers(case: str, tmp_path: Path) -> None:
     """Logits and every tap, over several sequences of different lengths at once, longer than any window."""
     family, settings = CASES[case]
-    model = reference_model(family, **settings)
+    images = case.endswith(("-images", "-vl"))
+    model = reference_model(family, images=images, **settings)
     model.save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
-    last = {}
-    model.model.layers[-1].register_forward_hook(lambda _, __, output: last.update(hidden=output))
+    last, layers = {}, (model.model.language_model if images else model.model).layers
+    layers[-1].register_forward_hook(lambda _, __, output: last.update(hidden=output))
 
     taps = range(len(decoder.layers) + 1)
     lengths = [66, 65, 70] if "longrope" in case else [40, 1, 70]

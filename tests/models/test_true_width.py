@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.parity import engine_row, network_differences, reference
 
-SET_APART = ["Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "Gemma-3-4B", "Phi-4-mini"]  # layers differ from Llama's
+SET_APART = ["Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "Gemma-3-4B", "Phi-4-mini"]
+SET_APART += ["Gemma-2B", "SmolLM3-3B", "GLM-4-9B-0414"]  # layers differ from Llama's
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ import torch
 
 from fledge.config import MLAConfig
 from fledge.kernels.attention.kv_store import store_kv_reference, store_kv_triton
-from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.models.moe import stack_experts
 from fledge.ops.base import device_tables
@@ -53,7 +53,7 @@ class Setup:
             self.network = tiny_decoder(3, **settings)
             shape = (4, 2, 8)
         self.network.to(device)
-        stack_experts(self.network)
+        stack_experts(self.network, torch.float32)
         self.network.embed_tokens.to(device)
         self.device, self.starts = torch.device(device), starts
         self.caches = [PagedKV(*shape, 32, PAGE, torch.float32, device) for _ in range(2)]
@@ -165,46 +165,24 @@ def test_trees(name):
     setup.assert_same_caches()
 
 
-def blocks_of(setup: Setup, counts: list[int]) -> AttentionMetadata:
-    """Each text's new tokens in one block of their own; what is left over lies in a third, empty one."""
-    places = [block * BLOCK_TOKENS + BLOCK_TOKENS - count + i for block, count in enumerate(counts) for i in range(count)]
-    lengths = [start + count for start, count in zip(setup.starts, counts, strict=True)]
-    positions = [start + i for start, count in zip(setup.starts, counts, strict=True) for i in range(count)]
-    slots = [setup.slot(text, setup.starts[text] + i) for text, count in enumerate(counts) for i in range(count)]
-    return AttentionMetadata.cached_prefill(
-        setup.tensor([*positions, 0], torch.long),
-        setup.tensor([*slots, -1], torch.long),
-        setup.tensor([*places, 3 * BLOCK_TOKENS - 1], torch.long),
-        setup.tensor([*PAGES, [0] * len(PAGES[0])]),
-        setup.tensor([*lengths, 0]),
-    )
-
-
-@pytest.mark.parametrize("form", ["packed", "prefill", "cached prefill", "chunk"])
+@pytest.mark.parametrize(("starts", "counts"), [([0, 17], [9, 20]), ([0, 0], [9, 20]), ([16, 24], [13, 5]), ([32, 0], [24, 0])])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_prompts(name, form):
-    starts, counts = {
-        "packed": ([0, 17], [9, 20]),
-        "prefill": ([0, 0], [9, 20]),
-        "cached prefill": ([16, 24], [13, 5]),
-        "chunk": ([32, 0], [24, 0]),
-    }[form]
+def test_prompts(name, starts, counts):
+    """A whole prompt beside one with a cached prefix, two of each, and a chunk."""
+    is_chunk = not counts[1]
     setup = Setup(name, starts)
     num_tokens = sum(counts)
-    x = torch.randn(num_tokens + (form != "chunk"), 32, device=setup.device)  # and one that belongs to no prompt
+    x = torch.randn(num_tokens + (not is_chunk), 32, device=setup.device)  # and one that belongs to no prompt
     positions = [starts[text] + i for text in range(2) for i in range(counts[text])]
     slots = [setup.slot(text, place) for text, place in zip([0] * counts[0] + [1] * counts[1], positions, strict=True)]
     wanted = setup.expected(x[:num_tokens], counts, positions)
-    if form == "cached prefill":
-        meta = blocks_of(setup, counts)
-    elif form == "chunk":
+    if is_chunk:
         where = (setup.tensor(positions, torch.long), setup.tensor(slots, torch.long))
         meta = AttentionMetadata.chunk(*where, setup.tensor(PAGES[0]), setup.tensor([56]))
     else:
         where = (setup.tensor([*positions, 0], torch.long), setup.tensor([*slots, -1], torch.long))
-        meta = AttentionMetadata.packed(*where, setup.tensor(PAGES), setup.tensor(starts), setup.tensor([0, 9, 29]))
-    if form == "prefill":
-        meta = AttentionMetadata.prefill(*where, counts, setup.tensor([0, 9, 29]), 20)
+        offsets = setup.tensor([0, counts[0], num_tokens])
+        meta = AttentionMetadata.packed(*where, setup.tensor(PAGES), setup.tensor(starts), offsets)
     assert_near(setup.pass_over(x, meta, setup.ops)[:num_tokens], wanted)
     setup.assert_same_caches()
 

@@ -38,8 +38,8 @@ def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[
 
 async def check_all_free(service: Service) -> None:
     """Nothing is left behind: no request, no page."""
-    front, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
-    while (front.num_in_flight or (engine.requests and front.state == "ready")) and time.monotonic() < deadline:
+    api_server, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
+    while (api_server.num_in_flight or (engine.requests and api_server.state == "ready")) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     engine.check_integrity()
     assert engine.pool.num_free == engine.pool.num_pages
@@ -176,7 +176,23 @@ MISTAKES = [
     (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, 400, "stream"),
     (CHAT, {"messages": HELLO, "use_beam_search": True}, 400, "use_beam_search"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"json": {"items": {"uniqueItems": True}}}}, 400, "#/items/uniqueItems"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"json": '{"not": {}}'}}, 400, "#/not"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": HELLO, "min_tokens": 9, "max_tokens": 4}, 400, "min_tokens"),
+    (CHAT, {"messages": HELLO, "allowed_token_ids": [5]}, 400, "allowed_token_ids"),
+    (CHAT, {"messages": HELLO, "functions": [{"name": "f"}]}, 400, "use tools"),
+    (CHAT, {"messages": HELLO, "function_call": {"name": "f"}}, 400, "use tools"),
+    (CHAT, {"messages": HELLO, "return_token_ids": True}, 400, "return_token_ids"),
+    (CHAT, {"messages": HELLO, "cache_salt": "x"}, 400, "cache_salt"),
+    (CHAT, {"messages": HELLO, "guided_json": {"uniqueItems": True}}, 400, "#/uniqueItems"),
+    (CHAT, {"messages": HELLO, "guided_regex": "a", "structured_outputs": {"regex": "b"}}, 400, "exclude"),
+    (CHAT, {"messages": HELLO, "bad_words": ["x"] * 65}, 400, "--max-bad-words"),
+    (CHAT, {"messages": HELLO, "bad_words": ["x" * 8193]}, 400, "--max-stop-characters"),
+    (CHAT, {"messages": HELLO, "bad_words": [" "]}, 400, "bad_words"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"1_0": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"٣٥": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"5": 101}}, 400, "101"),
     (TEXT, {"prompt": ""}, 400, "empty"),
     (TEXT, {"prompt": []}, 400, "prompt"),
     (TEXT, {"prompt": [99999]}, 400, "99999"),
@@ -186,6 +202,10 @@ MISTAKES = [
     ("/v1/responses", {"input": []}, 400, "input"),
     ("/v1/responses", {"input": "a", "previous_response_id": "r"}, 400, "messages"),
     ("/v1/responses", {"input": "a", "tools": [{}]}, 400, "tools"),
+    ("/v1/responses", {"input": "a", "tool_choice": "required"}, 400, "tool_choice"),
+    ("/v1/responses", {"input": "a", "top_logprobs": 2}, 400, "top_logprobs"),
+    ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"]}, 400, "include"),
+    ("/v1/responses", {"input": "a", "metadata": {"a": 1}}, 400, "metadata"),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {"tokens": [99999]}, 400, "99999"),
     ("/nowhere", {}, 404, "/nowhere"),
@@ -214,6 +234,110 @@ def test_mistakes_are_told_in_openais_shape(in_process) -> None:
         assert (await client.get(CHAT)).status_code == 405
 
     run(in_process, test)
+
+
+def test_the_parameter_that_is_wrong_is_named(in_process) -> None:
+    cases = [
+        (TEXT, {"prompt": "a", "logprobs": 50}, "logprobs"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "top_p": 7}, "top_p"),
+        (CHAT, {"messages": HELLO, "stop_token_ids": [99999]}, "stop_token_ids"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
+    ]
+
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        for path, body, param in cases:
+            response = await client.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+    run(in_process, test)
+
+
+def test_nulls_are_what_is_not_set(in_process) -> None:
+    """OpenAI's clients send them for parameters that they name and do not set."""
+    nulls = dict.fromkeys(
+        ("n", "echo", "min_tokens", "ignore_eos", "skip_special_tokens", "speculate", "stream", "stop", "logit_bias", "best_of",
+         "parallel_tool_calls", "tools", "tool_choice", "logprobs", "functions", "guided_json", "bad_words", "suffix")
+    )  # fmt: skip
+    call = {"function": {"name": "f", "arguments": None}, "type": None}
+
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"max_tokens": 3, "temperature": 0}
+        for path, prompt in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "the cat"})):
+            plain, given = [(await client.post(path, json=body | prompt | more)).json() for more in ({}, nulls)]
+            assert given["choices"] == plain["choices"]
+        earlier = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        assert (await client.post(CHAT, json=body | {"messages": earlier})).status_code == 200
+        assert (await client.post(TEXT, json=body | {"prompt": None})).status_code == 400
+
+    run(in_process, test)
+
+
+def test_older_names_and_bad_words(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        guided = await ask(client, guided_choice=["cat", "dog"], max_tokens=20)
+        assert guided["choices"][0]["message"]["content"] in ("cat", "dog")
+        body = {"prompt": "the cat", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        text = (await client.post(TEXT, json=body)).json()["choices"][0]["text"]
+        word = next(word for word in text.split() if word.isascii())
+        other = (await client.post(TEXT, json=body | {"bad_words": [word]})).json()["choices"][0]["text"]
+        assert word in text
+        assert word not in other
+        body = {"messages": HELLO, "response_format": {"type": "text"}, "tool_choice": "required", "max_tokens": 60}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
+        calls = (await client.post(CHAT, json=body | {"tools": [tool], "parallel_tool_calls": False})).json()
+        assert calls["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f", calls
+
+    run(in_process, test)
+
+
+def test_echo_is_the_prompt_as_it_was_sent(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        prompts = ["<|im_start|>user the  cat<|im_end|>", "naïve ﬁ"]
+        for prompt in (prompts, [service.tokenizer.encode(prompt) for prompt in prompts]):
+            body = {"prompt": prompt, "max_tokens": 1, "echo": True}
+            choices = (await client.post(TEXT, json=body)).json()["choices"]
+            for choice, sent in zip(choices, prompts, strict=True):
+                assert choice["text"].startswith(sent)
+
+    run(in_process, test)
+
+
+def test_one_model(in_process) -> None:
+    async def test(client: httpx.AsyncClient, _: Service) -> None:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(await client.get(f"/v1/models/{one['id']}")).json() for one in listed] == listed
+        assert (await client.get("/v1/models/some/other")).status_code == 404
+
+    run(in_process, test)
+
+
+HOSTS = {"localhost": 200, "localhost:8000": 200, "127.0.0.1:80": 200, "[::1]:80": 200, "box": 200, "a.localhost": 200, "": 200}
+HOSTS |= {"evil.example": 403, "evil.example.:80": 403, "127.0.0.1.evil.example": 403, "localhost.evil.example:80": 403}
+
+
+def test_a_server_of_this_machine_alone_knows_no_domains(in_process) -> None:
+    """A page whose domain points to 127.0.0.1 (DNS rebinding) is its own origin, and needs no CORS header."""
+
+    async def statuses(client: httpx.AsyncClient, _: Service) -> dict[str, int]:
+        return {host: (await client.get("/v1/models", headers={"Host": host})).status_code for host in HOSTS}
+
+    assert run(in_process, statuses) == HOSTS
+    open_to = dict.fromkeys(HOSTS, 200)
+    assert run(in_process, statuses, "--trusted-proxies", "127.0.0.1") == open_to
+    assert run(in_process, statuses, "--host", "0.0.0.0") == open_to
+    assert set(run(in_process, statuses, "--api-key", "k").values()) == {401}
+
+
+def test_health_is_open_under_a_root_path(in_process) -> None:
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        behind = httpx.ASGITransport(create_app(service), root_path="/llm")  # uvicorn writes it before each path
+        async with httpx.AsyncClient(transport=behind, base_url="http://test") as proxied:
+            assert (await proxied.get("/llm/health")).status_code == 200
+            assert (await proxied.get("/llm/v1/models")).status_code == 401
+            assert "Basic" in (await proxied.get("/llm/")).headers["WWW-Authenticate"]
+
+    run(in_process, test, "--api-key", "right")
 
 
 def test_the_key_is_wanted_everywhere_but_at_health(in_process) -> None:
@@ -394,7 +518,8 @@ def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None
 
                 assert await health() == (503, "loading")
                 for path in (CHAT, TEXT, "/v1/responses", "/tokenize", "/detokenize"):
-                    body = {"messages": HELLO} if path == CHAT else {"prompt": "a", "input": "a", "tokens": [1]}
+                    bodies = {CHAT: {"messages": HELLO}, "/v1/responses": {"input": "a"}}
+                    body = bodies.get(path, {"prompt": "a", "tokens": [1]})
                     response = await client.post(path, json=body)
                     assert response.status_code == 503
                     assert int(response.headers["Retry-After"]) >= 1

@@ -131,7 +131,7 @@ def test_answers_share_their_parameters(in_process, monkeypatch) -> None:
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self)))
         body = {"prompt": ["a"] * 32, "n": 4, "max_tokens": 1, "logit_bias": {str(n): 1 for n in range(300)}}
         assert (await client.post(TEXT, json=body)).status_code == 200
-        assert len(checked) == 2  # by the front, and by the engine that it is sent to
+        assert len(checked) == 2  # by the HTTP process, and by the engine that it is sent to
 
     run(in_process, test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import pickle
@@ -10,14 +11,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
+from fledge.bench.conform_client import Broken, Endpoint, _whole
 from fledge.bench.load import Acceptance, LoadReport, LoadSettings, Sample, run_level
-from fledge.bench.load_client import ProtocolError, ResponseReader
-from fledge.bench.load_report import read_conversations
+from fledge.bench.load_client import ProtocolError, ResponseReader, read_stream
+from fledge.bench.load_report import load_table, read_conversations
+from fledge.bench.provenance import provenance
 from fledge.cli import bench_serve, serve
 from fledge.errors import UserError
 from tests.serving.processes import ServerProcess
@@ -28,6 +33,20 @@ def command_line() -> typer.Typer:
     app.command()(bench_serve.bench_serve)
     app.command(context_settings=serve.CONTEXT_SETTINGS, add_help_option=False)(serve.serve)
     return app
+
+
+@pytest.mark.parametrize(("width", "runs"), [(60, ["server"]), (80, ["speculative", "plain"]), (120, ["server"])])
+def test_the_table_cuts_no_word(width: int, runs: list[str]) -> None:
+    sample = Sample(seconds=9.876, first_token_seconds=1.234, gaps=[0.123], prompt_tokens=10, completion_tokens=256)
+    reports = [LoadReport(level, 10.0, [sample] * 1000, Acceptance(100, 300, 250)) for level in (1, 256)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(load_table("http://localhost:8000", [(name, reports) for name in runs], width))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    assert {"concurrency", "tok/s", "user", "TTFT", "acceptance", "length"} <= set(shown.split())
+    assert set(runs) <= set(shown.split()) or len(runs) == 1
+    assert ("ITL" in shown) == (width == 120)
 
 
 def test_levels_table_json_and_picture(tiny_server: ServerProcess, tmp_path: Path) -> None:
@@ -139,6 +158,95 @@ def test_events_of_one_read_arrive_together() -> None:
     waited = sample.seconds - sample.first_token_seconds
     assert report.per_user_tokens_per_second == pytest.approx(20 / waited)
     assert waited > 0.19  # and what the machine adds
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = b'data: {"usage": {"completion_tokens": 1}}\n\n'
+ODD_STREAMS = {
+    b"data: 5\n\n": "shape",
+    b"data: []\n\n": "shape",
+    b"data: {\n\n": "shape",
+    b'data: {"choices": 5}\n\n': "shape",
+    b'data: {"choices": [5]}\n\n': "shape",
+    b'data: {"choices": [{"delta": 5}]}\n\n': "shape",
+    b'data: {"choices": [{"delta": {"content": 5}}]}\n\n': "shape",
+    b'data: {"choices": [{"delta": {"tool_calls": [5]}}]}\n\n': "shape",
+    b'data: {"usage": 5}\n\n': "shape",
+    b'data: {"usage": {"completion_tokens": "x"}}\n\n': "shape",
+    b'data: {"error": {"message": "no"}}\n\n': "no",
+    b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + DONE: "no usage",
+    USAGE: "[DONE]",
+}
+
+
+@pytest.mark.parametrize("stream", ODD_STREAMS)
+def test_an_odd_stream_is_an_error_of_its_sample(stream: bytes) -> None:
+    assert ODD_STREAMS[stream] in (read_stream(0.0, [(1.0, stream)]).error or "")
+
+
+def test_a_null_error_is_none() -> None:
+    text = b'data: {"error": null, "choices": [{"delta": {"content": "hi"}}]}\n\n'
+    for end in (DONE, DONE.strip()):
+        sample = read_stream(0.0, [(1.0, text), (2.0, USAGE + end)])
+        assert (sample.error, sample.completion_tokens, sample.first_token_seconds) == (None, 1, 1.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, "x", None])
+def test_odd_log_probabilities_are_no_answer(value: Any) -> None:
+    entry = {"token": "x", "logprob": value, "top_logprobs": []}
+    with pytest.raises(Broken, match="shape"):
+        _whole({"choices": [{"message": {"content": "x"}, "logprobs": {"content": [entry]}}]})
+
+
+@pytest.mark.parametrize("models", [b"[]", b"5", b'{"data": null}', b'{"data": [5]}', b'{"data": {}}', b'{"data": []}'])
+def test_an_odd_server_is_told_in_a_line(models: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + models)
+        writer.close()
+
+    async def measure() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(UserError, match="not an OpenAI-compatible server"):
+                await run_level(LoadSettings(url), [[{"role": "user", "content": "x"}]], 1)
+            endpoint = Endpoint.open(url)
+            with pytest.raises(UserError, match=r"not an OpenAI-compatible server|serves no model"):
+                await endpoint.connect()
+
+    asyncio.run(measure())
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://127.0.0.1:99999", "http://", "http://a\nb"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(UserError, match="not a URL"):
+        LoadSettings(url)
+    with pytest.raises(UserError, match="not a URL"):
+        Endpoint.open(url)
+
+
+def test_keys_stay_out_of_headers_urls_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("schlüssel", "a\nb"):
+        with pytest.raises(UserError, match="API key"):
+            LoadSettings("http://127.0.0.1:1", api_key=key)
+        with pytest.raises(UserError, match="API key"):
+            Endpoint.open("http://127.0.0.1:1", api_key=key)
+    with pytest.raises(UserError, match="--api-key"):
+        LoadSettings("http://me:secret@127.0.0.1:1")
+    assert Endpoint.open("http://me:secret@127.0.0.1:1/v1").url == "http://127.0.0.1:1"
+    words = [
+        "conform",
+        "http://me:secret@h:1/v1",
+        "--api-key",
+        "secret",
+        "--against-api-key=secret",
+        "--api_key",
+        "secret",
+        "--quick",
+    ]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/fledge", *words])
+    shown = provenance()["command"]
+    assert shown == "fledge conform http://***@h:1/v1 --api-key *** --against-api-key=*** --api_key *** --quick"
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1a;x=y\r\n" + b"d" * 26 + b"\r\n0\r\n\r\n"

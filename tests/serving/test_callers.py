@@ -16,9 +16,9 @@ import pytest
 from fledge.errors import UsageError
 from fledge.serving import flags
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import _place
 from fledge.serving.generation import CallOptions
 from fledge.serving.mask_thread import MAX_OF_ALL, MAX_OF_CALLER, MaskThread, MaskTimeout
+from fledge.serving.request_guard import _place
 from fledge.serving.server import with_mapped
 from fledge.serving.service import Service
 from tests.serving.conftest import PATIENT, TINY_FLAGS

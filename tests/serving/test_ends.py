@@ -19,10 +19,10 @@ import pytest
 
 from fledge.serving.channel import Channel
 from fledge.serving.errors import ApiError
-from fledge.serving.gate import Gate
 from fledge.serving.http_limits import limited_protocol
 from fledge.serving.limits import Limits
-from fledge.serving.messages import Failed, Prepared, Taken, ToEngine, ToFront
+from fledge.serving.messages import Failed, Prepared, Taken, ToApiServer, ToEngine
+from fledge.serving.request_guard import RequestGuard
 from fledge.serving.service import Service
 from fledge.serving.streaming import ExposeSocket
 from fledge.tokenizer import Tokenizer
@@ -85,18 +85,18 @@ def test_a_failed_step_costs_those_that_it_carried(in_process) -> None:
 
 def test_last_words_are_read_when_nothing_can_be_sent() -> None:
     ours, theirs = socket.socketpair()
-    front, engine = Channel[ToFront](ours, ToFront), Channel[ToEngine](theirs, ToEngine)
+    api_server, engine = Channel[ToApiServer](ours, ToApiServer), Channel[ToEngine](theirs, ToEngine)
     engine.send(Taken(7))
     engine.send(Failed("no memory"))
     engine.close()
-    front.send(Prepared())
-    front.send(Prepared())
-    assert not front.has_unsent
-    assert front.receive() == [Taken(7), Failed("no memory")]
-    assert not front.is_closed
-    assert front.receive() == []
-    assert front.is_closed
-    front.close()
+    api_server.send(Prepared())
+    api_server.send(Prepared())
+    assert not api_server.has_unsent
+    assert api_server.receive() == [Taken(7), Failed("no memory")]
+    assert not api_server.is_closed
+    assert api_server.receive() == []
+    assert api_server.is_closed
+    api_server.close()
 
 
 WORKERS = {
@@ -222,7 +222,7 @@ def test_uvicorn_knows_of_a_connection_that_is_cut() -> None:
         await send({"type": "http.response.body"})
 
     cycle = Cycle()
-    app = ExposeSocket(Gate(answer, (), Limits(write_timeout=0.01)))
+    app = ExposeSocket(RequestGuard(answer, (), Limits(write_timeout=0.01)))
     scope = {"type": "http", "path": "/", "headers": []}
     asyncio.run(app(scope, None, cycle.send))
     assert cycle.seen == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -119,6 +120,55 @@ def test_figures_of_all_processes_are_in_one_place(server: ServerProcess) -> Non
     for _ in range(8):  # over new connections, which the system spreads
         answer(server.url, CHAT, GREEDY)
     assert [tokens() for _ in range(8)] == [before + 8 * 24] * 8
+
+
+def connect(server: ServerProcess, process: psutil.Process) -> http.client.HTTPConnection:
+    """A connection that this process of the server has taken; the system spreads them."""
+    for _ in range(200):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.connect()
+        port = connection.sock.getsockname()[1]
+        for _ in range(20):
+            if any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp")):
+                return connection
+            time.sleep(0.005)
+        connection.close()
+    raise AssertionError("no connection reached the process")
+
+
+def test_a_process_hears_that_others_have_room_again(tiny_folder: Path) -> None:
+    """Also one that has no tokens to receive: an idle server would stay full in its eyes."""
+
+    def ask(connection: http.client.HTTPConnection, **body: Any) -> int:
+        connection.request("POST", TEXT, json.dumps({"prompt": "the cat"} | body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    def is_ready(connection: http.client.HTTPConnection) -> bool:
+        connection.request("GET", "/ready")
+        response = connection.getresponse()
+        response.read()
+        return response.status == 200
+
+    with start(tiny_folder, "--api-workers", "2", "--max-num-seqs", "4", "--max-queue", "4") as server:
+        main, worker = psutil.Process(server.process.pid), children(server)["worker"][0]
+        here, there, beside = connect(server, main), connect(server, worker), connect(server, worker)
+        with ThreadPoolExecutor(1) as thread:
+            busy = thread.submit(ask, there, n=8, max_tokens=480, ignore_eos=True)
+            deadline = time.monotonic() + 30
+            while is_ready(here) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not is_ready(here), "the other process has all of the room"
+            assert not busy.done()
+            assert ask(here, max_tokens=2, n=4) == 503
+            assert busy.result() == 200
+        deadline = time.monotonic() + 10
+        while not (is_ready(here) and is_ready(beside)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert is_ready(here)
+        assert is_ready(beside)
+        assert ask(here, max_tokens=2, n=8) == 200
 
 
 def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
-"""Exit codes of a server that is ended while its model is loaded."""
+"""A server that cannot start says why and has an exit code; so has one that is ended while its model is loaded."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import threading
 
 import pytest
+
+from fledge.errors import UserError
+from fledge.serving import flags
+from fledge.serving.defaults import generation_defaults, overriding_defaults
+from fledge.serving.server import check_files
+from fledge.serving.service import Service
 
 # Loads for ever, in torch's C++ code: Python's end used to abort the process there.
 SCRIPT = """
@@ -21,7 +28,8 @@ def load(flags, metrics):
         torch.ones(1 << 16).sum()
 
 fledge.serving.build.build = load
-sys.argv = ["fledge", "serve", "smollm2-135m", "--no-engine-process", "--api-workers", "1", "--uds", sys.argv[1]]
+sys.argv = ["fledge", "serve", "smollm2-135m", "--no-engine-process", "--api-workers", "1", "--uds", sys.argv[1],
+            "--uvicorn-log-level", "debug"]
 main()
 """
 
@@ -46,3 +54,63 @@ def test_ended_while_loading(number, code, tmp_path):
             process.kill()
     assert process.returncode == code, rest
     assert "terminate called" not in rest
+
+
+BROKEN_UVICORN = """
+import uvicorn
+def broken(self):
+    raise OSError("no such thing")
+uvicorn.Config.load = broken
+"""
+
+
+def test_a_start_that_fails_beside_the_loading_engine_is_no_success(tmp_path):
+    command = [sys.executable, "-c", BROKEN_UVICORN + SCRIPT, str(tmp_path / "socket")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "no such thing" in ended.stderr
+
+
+def test_files_are_looked_at_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("x")
+    wrong = {
+        ("--uds", str(tmp_path / "nowhere" / "socket")): "no folder",
+        ("--uds", str(tmp_path / "file")): "something else",
+        ("--uds", str(tmp_path / ("s" * 120))): "bytes",
+        ("--ssl-certfile", str(tmp_path / "file")): "certificate",
+        ("--ssl-keyfile", str(tmp_path / "file")): "--ssl-certfile",
+        ("--ssl-certfile", str(tmp_path / "missing"), "--ssl-keyfile", str(tmp_path / "file")): "certificate",
+    }
+    for words, reason in wrong.items():
+        with pytest.raises(UserError, match=reason):
+            check_files(flags.parse([str(tmp_path), *words]))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ('{"temperature": "warm"}', "temperature is 'warm', but temperature must be a number"),
+        ('{"top_p": 7}', "top_p must lie"),
+        ('{"top_k": 1.5}', "top_k must be a whole number"),
+        ('{"max_new_tokens": 0}', "max_new_tokens is 0, but max_tokens must be at least 1"),
+        ('{"repetition_penalty": true}', "repetition_penalty"),
+    ],
+)
+def test_sampling_defaults_are_checked_at_the_start(tmp_path, given, reason):
+    (tmp_path / "generation_config.json").write_text(given)
+    with pytest.raises(UserError, match=rf"generation_config\.json: .*{reason}"):
+        generation_defaults(tmp_path)
+    with pytest.raises(UserError, match=f"--override-generation-config: .*{reason}"):
+        overriding_defaults(json.loads(given))
+
+
+def test_sampling_defaults(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"top_k": 50.0, "temperature": 0.5, "eos_token_id": 2, "top_p": null}')
+    assert generation_defaults(tmp_path) == {"top_k": 50, "temperature": 0.5}
+    with pytest.raises(UserError, match="'top_q' is no default"):
+        overriding_defaults({"top_q": 1})
+    with pytest.raises(UserError, match="top_p"):
+        Service(flags.parse([str(tmp_path), "--no-engine-process", "--override-generation-config", '{"top_p": 7}']))
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match="no JSON object"):
+        generation_defaults(tmp_path)

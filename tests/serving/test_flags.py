@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
+import re
 from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from fledge.errors import UserError
-from fledge.serving.flag_parser import human_int
+from fledge.serving import server
+from fledge.serving.build import quantization_of
+from fledge.serving.flag_parser import OF_VLLM, human_int
+from fledge.serving.flag_parser import parser as flag_parser
 from fledge.serving.flags import ServeFlags, parse
-from fledge.serving.foreign_flags import MAY_BE, REFUSED
+from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
 from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
+from fledge.serving.logs import _is_news
 
 
 def test_defaults_are_vllms_but_for_the_address() -> None:
@@ -58,15 +69,19 @@ def test_keys_of_json_flags_may_be_dotted() -> None:
     [
         (["--tensor-parallel-size", "4"], ["--tensor-parallel-size", "--engine vllm"]),
         (["-tp=2"], ["--engine vllm"]),
-        (["--quantization", "awq"], ["--quantization", "awq", "int8"]),
+        (["--quantization", "bitsandbytes"], ["--quantization", "bitsandbytes", "int8"]),
         (["--enable-lora"], ["merge", "--engine vllm"]),
         (["--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
         (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
         (["--speculative-config", '{"method":"medusa"}'], ["medusa", "eagle3", "--engine vllm"]),
         (["--speculative-config", '{"method":"eagle3"}'], ["'model'"]),
         (["--speculative-config", '{"method":"ngram","speed":3}'], ["'speed'"]),
-        (["--speculative-config", '{"model":"x","disable_by_batch_size":4}'], ["disable_by_batch_size", "speculate"]),
+        (["--speculative-config", '{"model":"x","disable_by_batch_size":4}'], ["disable_by_batch_size", "load", "speculate"]),
         (["--speculative-config", '{"method":"ngram"}', "--drafter", "ngram"], ["--drafter"]),
+        (["--speculative-num-steps", "3"], ["SGLang", "--depth"]),
+        (["-np", "4"], ["llama.cpp", "--max-num-seqs"]),
+        (["--alias=x"], ["llama.cpp", "--served-model-name"]),
+        (["--speculative-modle", "x"], ["not a flag", "--speculative-config"]),
         (["--enable-auto-tool-choice"], ["--tool-call-parser"]),
         (["--tool-call-parser", "nonsense"], ["hermes"]),
         (["--chat-template", "no-such-file.jinja"], ["--chat-template"]),
@@ -153,3 +168,93 @@ def test_the_server_is_open_to_nobody_unless_asked() -> None:
 )
 def test_the_engine_is_known_before_flags_are_parsed(words: list[str], engine: str) -> None:
     assert chosen_engine(words) == engine
+
+
+def known_flags() -> set[str]:
+    return {option for action in flag_parser()._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("table", [SGLANG, LLAMA_CPP])
+def test_what_other_engines_flags_become_is_a_flag_of_ours(table: dict[str, str]) -> None:
+    named = {flag for text in table.values() for flag in re.findall(r"--[a-z][\w-]+", text)}
+    assert named <= known_flags()
+    assert not set(table) & (known_flags() | set(MAY_BE) | set(REFUSED) | set(SAME)), "reached by another way first"
+
+
+def test_every_flag_that_vllm_has_too_is_a_flag() -> None:
+    assert known_flags() >= OF_VLLM
+
+
+def test_no_flag_is_ignored_in_silence() -> None:
+    for words in (
+        ["--enforce-eager"],
+        ["--no-async-scheduling"],
+        ["--speculative-config", '{"model":"x","enforce_eager":true}'],
+    ):
+        (note,) = parse(["m", *words]).notes
+        assert "no effect" in note
+    assert parse(["m", "--enable-chunked-prefill", "--speculative-config", '{"model":"x","enforce_eager":false}']).notes == ()
+
+
+def test_flags_that_only_have_another_name_here_are_followed() -> None:
+    assert parse(["m", "--disable-frontend-multiprocessing"]).engine_process is False
+    assert parse(["m", "--api-server-count", "2"]).api_workers == 2
+
+
+def test_a_tree_is_drafted_by_its_switch_or_its_shape() -> None:
+    def tree(*words: str) -> tuple[int, int] | None:
+        found = parse(["m", "--drafter", "d", *words]).speculative_config.speculation.tree
+        return None if found is None else (found.width, found.nodes)
+
+    assert (tree(), tree("--tree"), tree("--tree-nodes", "20")) == (None, (4, 12), (4, 20))
+
+
+def test_the_method_of_a_quantised_checkpoint_may_be_named(tmp_path: Path) -> None:
+    flags = parse(["m", "--quantization", "awq_marlin"])
+    assert (flags.checkpoint_quantization, flags.engine_config.quantization) == ("awq", "none")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    assert quantization_of(tmp_path) == "awq"
+    (tmp_path / "config.json").write_text("{}")
+    assert quantization_of(tmp_path) is None
+
+
+def test_a_method_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> None:
+    from fledge.serving.build import build
+    from fledge.serving.metrics import Metrics
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--quantization gptq: .* is not quantised; leave it out"):
+        build(parse([str(tmp_path), "--quantization", "gptq"]), Metrics("m"))
+
+
+def test_help_tells_every_default_that_is_not_off() -> None:
+    text = " ".join(flag_parser().format_help().split())
+    for words in ("(default 127.0.0.1)", "(default 8000)", "(default 256)", "0: 16 on CPU, 128 on GPU", "(default 10.0)"):
+        assert words in text
+    groups = [group.title for group in flag_parser()._action_groups if group._group_actions]
+    assert groups[:4] == ["options", "Model", "Speculation", "Engine"]
+    assert groups[-1] == "Limits on requests"
+
+
+def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, said = SimpleNamespace(status="loading"), []
+    monkeypatch.setattr(server.log, "info", said.append)
+    tested = server.Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
+    tested.ready_line = "ready: m at http://127.0.0.1:8000"
+    asyncio.run(tested.on_tick(1))
+    assert said == []
+    engine.status = "ready"
+    asyncio.run(tested.on_tick(2))
+    asyncio.run(tested.on_tick(3))
+    assert said == ["ready: m at http://127.0.0.1:8000"]
+
+
+def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
+    def is_shown(text: str) -> bool:
+        return _is_news(logging.makeLogRecord({"msg": text}))
+
+    assert not is_shown("Application startup complete.")
+    assert not is_shown("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)")
+    assert is_shown("Application startup failed. Exiting.")
+    assert is_shown("Shutting down")
+    assert is_shown("Application shutdown complete.")

@@ -1,7 +1,7 @@
 """A soak of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
 
 FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures,
-FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.toy.make`).
+FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.targets.toy.make`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from fledge.bench.provenance import provenance, write_json
-from fledge.training import toy
+from fledge.training.targets import toy
 from tests.serving.processes import ServerProcess
 from tests.serving.soak import figures_of, process_tree
 

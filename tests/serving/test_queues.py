@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from fledge.serving import prompts
+from fledge.serving.fair_queue import FairQueue
 from fledge.serving.protocol import ChatRequest
 from fledge.serving.service import SHORT_TEXT, Service
 from tests.serving.conftest import PATIENT, TINY_FLAGS
@@ -176,7 +178,7 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
             greedy = [asyncio.create_task(tokenize(GREEDY, 200_000)) for _ in range(20)]
             await until(lambda: sum(one.done() for one in greedy) == 14)  # one has its turn, five wait
             assert {one.result() for one in greedy if one.done()} == {503}
-            async with asyncio.timeout(60):  # the front reports once a second
+            async with asyncio.timeout(60):  # the HTTP process reports once a second
                 while 'requests_rejected_total{engine="0",model_name="tiny"} 14.0' not in await figures(client):
                     await asyncio.sleep(0.1)
             modest = asyncio.create_task(tokenize(MODEST, 100_000))
@@ -224,3 +226,26 @@ FIELDS: dict[str, dict[str, Any]] = {
 def test_every_field_that_a_template_reads_is_counted(name: str) -> None:
     given = ChatRequest.model_validate(FIELDS[name])
     assert prompts.length(given.messages, given.tools, given.chat_template_kwargs) > max(SHORT_TEXT, len(LONG))
+
+
+def test_a_caller_who_may_not_go_on_keeps_its_place() -> None:
+    """One whose grammars fill its share must not have a later one compiled before an earlier one."""
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "b1", "a3"):
+        queue.push(item[0], item)
+    assert queue.pop_for(lambda caller: caller != "a") == "b1"
+    assert queue.pop_for(lambda caller: caller != "a") is None
+    assert [queue.pop() for _ in range(len(queue))] == ["a1", "a2", "a3"]
+
+
+def test_a_failure_is_logged_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadServer([str(tiny_folder), *TINY_FLAGS]) as server, server.client() as client:
+        monkeypatch.setattr(server.service, "check_model", lambda _: 1 / 0)
+        response = client.post(CHAT, json={"messages": HELLO})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+        deadline = time.monotonic() + 10
+        while not server.log.tracebacks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        # uvicorn's record reaches the handlers of two loggers.
+        assert len({one for one in server.log.tracebacks if "ZeroDivisionError" in one}) == 1, server.log.tracebacks

@@ -19,6 +19,8 @@ CASES = [
     ("deepseek_r1", "", "hm </thin ice", "hm </thin ice", ""),
     ("kimi_k2", "", "<think>hm<|tool_calls_section_begin|>x", "hm", "<|tool_calls_section_begin|>x"),
     ("kimi_k2", "", "yes", "", "yes"),
+    ("mistral", "[INST]x[/INST]", "[THINK]hm[/THINK]yes", "hm", "yes"),
+    ("mistral", "[SYSTEM_PROMPT][THINK]so[/THINK] then answer[/SYSTEM_PROMPT]", "[TH]is", "", "[TH]is"),
 ]
 
 

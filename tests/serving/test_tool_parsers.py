@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 
+import jsonschema_rs
 import pytest
 
+from fledge.serving.json_schema import supported_schema
 from fledge.serving.message import MessageParser
 from fledge.serving.tool_parsers import TOOL_PARSERS
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
@@ -163,9 +165,32 @@ def test_forced_calls(seed: int) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
 
 
-def test_definitions_move_to_where_references_look() -> None:
-    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
-    schema = required_schema([("f", parameters)], parallel=False)
-    assert schema["$defs"] == {"A": {"type": "integer"}}
-    assert schema["maxItems"] == 1
-    assert "$defs" in parameters  # the caller's own is left alone
+OBJECT = {"type": "object", "required": ["x"]}
+REFERRING = {
+    "first": OBJECT | {"properties": {"x": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": {"const": 1}}},
+    "second": OBJECT | {"properties": {"x": {"$ref": "#/$defs/Item"}}, "$defs": {"Item": {"const": 2}}},
+    "definitions": OBJECT | {"properties": {"x": {"$ref": "#/definitions/Item"}}, "definitions": {"Item": {"const": 3}}},
+    "itself": OBJECT | {"properties": {"x": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+    "property": OBJECT | {"properties": {"x": {"$ref": "#/properties/y"}, "y": {"const": 4}}},
+    "named": OBJECT | {"$id": "tool", "properties": {"x": {"const": {"$ref": "#/no/reference"}}, "$ref": {"const": 5}}},
+}
+
+
+def test_references_of_each_tool_lead_to_its_own_schema() -> None:
+    schema = required_schema(list(REFERRING.items()), parallel=False)
+    validator = jsonschema_rs.validator_for(schema)
+    values = {
+        "first": 1,
+        "second": 2,
+        "definitions": 3,
+        "itself": {"x": None},
+        "property": 4,
+        "named": {"$ref": "#/no/reference"},
+    }
+    for name in values:
+        for given in values:
+            call = {"name": name, "parameters": {"x": values[given]}}
+            assert validator.is_valid([call]) == (given == name), (name, given)
+    assert not validator.is_valid([call, call])
+    supported_schema(schema)
+    assert REFERRING["first"]["properties"]["x"] == {"$ref": "#/$defs/Item"}  # the caller's own is left alone

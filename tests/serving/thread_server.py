@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -73,14 +74,20 @@ class ThreadServer:
         return caller
 
     def raw(self, data: bytes, timeout: float = 20) -> bytes:
-        """Sends bytes as they are, and gives back all that comes until the server closes, or a first whole answer."""
+        """Sends bytes as they are, and gives back a first whole answer, or all that comes until the server closes.
+
+        The connection stays open for more until then: uvicorn answers nobody who has closed their side.
+        """
+        answer = b""
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            parts = []
             try:
+                connection.sendall(data)
                 while part := connection.recv(65536):
-                    parts.append(part)
-            except ConnectionError:
+                    answer += part
+                    head, end, body = answer.partition(b"\r\n\r\n")
+                    length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+                    if end and length is not None and len(body) >= int(length[1]):
+                        break
+            except ConnectionError:  # it was cut while we were still sending
                 pass
-        return b"".join(parts)
+        return answer

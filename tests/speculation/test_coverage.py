@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fledge.checkpoints.coverage import recorded_coverage
+from fledge.checkpoints.provenance import Provenance
 from fledge.engine.build import Speculation, build_engine
 from fledge.sampling import SamplingParams
 from fledge.speculation.coverage import LEAST, VocabularyCoverage
@@ -113,22 +113,18 @@ def test_a_seeded_request_does_not_depend_on_what_others_said():
 
 
 def test_coverage_is_read_from_a_drafters_provenance(tmp_path):
-    assert recorded_coverage(tmp_path) is None
+    assert Provenance.read(tmp_path).coverage is None
     file = tmp_path / "provenance.json"
-    for text, wanted in (
-        ("16,384 of 49,152 tokens, 98.50% of the answers", 0.985),
-        ("the target's", None),
-        (17, None),
-    ):
-        file.write_text(json.dumps({"draft_vocabulary": text}))
-        assert recorded_coverage(tmp_path) == wanted
+    for found, wanted in (({"coverage": 0.985}, 0.985), (None, None), (17, None), ({"coverage": "much"}, None)):
+        file.write_text(json.dumps({"draft_vocabulary": found}))
+        assert Provenance.read(tmp_path).coverage == wanted
     file.write_text("not json")
-    assert recorded_coverage(tmp_path) is None
+    assert Provenance.read(tmp_path).coverage is None
 
 
 def test_the_shipped_drafter_says_how_much_it_covers():
     from fledge.drafters import default_drafter
 
-    coverage = recorded_coverage(default_drafter("smollm2-135m"))
+    coverage = Provenance.read(default_drafter("smollm2-135m")).coverage
     assert coverage is not None
     assert 0.9 < coverage < 1.0

@@ -10,11 +10,11 @@ import torch
 from fledge.errors import UserError
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import DepthPolicy, TreeShape
-from fledge.speculation.distribution import probabilities
 from fledge.speculation.methods.base import AcceptedSpan
 from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
 from fledge.speculation.verification import Draft, verify
+from tests.oracle import probabilities
 
 #        root ─ 10 ─ 20 ─ 30
 #             └ 11 ─ 21

@@ -13,8 +13,9 @@ import torch
 from scipy.stats import chisquare
 
 from fledge.sampling import SamplingParams
-from fledge.speculation.distribution import adjust, draw, probabilities
+from fledge.speculation.distribution import adjust, draw
 from fledge.speculation.verification import Draft, LazyChoices, verify
+from tests.oracle import probabilities
 
 VOCABULARY, RUNS = 8, 4000
 SETTINGS = {

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.cli.train import train as command
 from fledge.errors import UserError
-from fledge.training import toy
-from fledge.training.arm import Arm, arm_recipes
+from fledge.training.arm import Arm
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, RecipeError, build_recipe, with_overrides
+from fledge.training.recipe import Recipe, RecipeError, arm_recipes, build_recipe, with_overrides
+from fledge.training.targets import toy
 from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import Trainer, train, train_arms
 

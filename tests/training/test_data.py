@@ -13,6 +13,7 @@ from fledge.errors import UserError
 from fledge.training.data.loading import (
     Conversation,
     DataError,
+    SampleWork,
     TokenTurn,
     load_samples,
     read_conversations,
@@ -21,7 +22,18 @@ from fledge.training.data.loading import (
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, Augmentation
-from tests.training.chat import CHATML, INSTRUCT, STRIPPING, THINKING, TOOLS, assistant, chat_tokenizer, system, user
+from tests.training.chat import (
+    ALWAYS_THINKING,
+    CHATML,
+    INSTRUCT,
+    QWEN3,
+    STRIPPING,
+    TOOLS,
+    assistant,
+    chat_tokenizer,
+    system,
+    user,
+)
 
 TWO_TURNS = (user("Hi"), assistant("Hello!"), user("How are you?"), assistant("I am fine."))
 
@@ -84,12 +96,60 @@ def test_template_without_generation_prompt_leaves_the_space_to_the_model():
     assert sample.tokens[: len(prompt)].tolist() == prompt
 
 
-def test_template_that_rewrites_earlier_answers():
-    tokenizer = chat_tokenizer(THINKING)
-    messages = (user("Hi"), assistant("<think>\nso\n</think>\n\nHello!"), user("Why?"), assistant("Because."))
+THOUGHT = "<think>\nso\n</think>\n\n"
+
+
+def test_thoughts_inside_answers_are_learnt_where_the_template_keeps_them():
+    """Chat files have them inside the content. Of earlier turns the template drops them: those answers are context alone."""
+    tokenizer = chat_tokenizer(QWEN3)
+    messages = (user("Hi"), assistant(THOUGHT + "Hello!"), user("Why?"), assistant(THOUGHT + "Because."))
     sample = tokenize_conversation(Conversation(messages), tokenizer)
-    assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "Because.<|im_end|>"]
-    assert "so" not in text_of(sample, tokenizer)
+    assert learnt(sample, tokenizer) == [THOUGHT + "Because.<|im_end|>"]
+    assert text_of(sample, tokenizer).count("so") == 1
+    assert "Hello!" in text_of(sample, tokenizer)
+    sample = tokenize_conversation(Conversation((*messages[:3], assistant("Because."))), tokenizer)
+    assert learnt(sample, tokenizer) == ["Because.<|im_end|>"]  # the empty thought before it is the template's
+
+
+def test_thoughts_are_learnt_whatever_the_template_makes_of_them():
+    messages = (user("Hi"), assistant(THOUGHT + "Hello!"))
+    plain = tokenize_conversation(Conversation(messages), chat_tokenizer())
+    assert learnt(plain, chat_tokenizer()) == [THOUGHT + "Hello!<|im_end|>"]
+    tokenizer = chat_tokenizer(ALWAYS_THINKING)  # its prompt opens the thought, and it drops it from what is past
+    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    assert learnt(sample, tokenizer) == ["so\n</think>\n\nHello!<|im_end|>"]
+    assert text_of(sample, tokenizer).endswith("assistant\n" + THOUGHT + "Hello!<|im_end|>")
+
+
+def written(tokenizer, answer: str, *, thinks: bool = True, ends: bool = True) -> Conversation:
+    """As `fledge regenerate` has it: text, and the ids that the target saw and wrote."""
+    options = {"enable_thinking": thinks}
+    prompt = tokenizer.apply_chat_template([user("Hi")], **options)
+    ids = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_ids[0]] * ends
+    return Conversation((user("Hi"), assistant(answer)), (TokenTurn(prompt, ids),), "file", options)
+
+
+@pytest.mark.parametrize("template", [QWEN3, ALWAYS_THINKING])
+@pytest.mark.parametrize("choice", [{"system_probability": 1.0}, {"template_probability": 1.0}], ids=["system", "template"])
+def test_augmented_thoughts_are_whole_or_left_as_they_are(template, choice):
+    tokenizer = chat_tokenizer(template)
+    opened = template == ALWAYS_THINKING
+    thought = THOUGHT.removeprefix("<think>\n") if opened else THOUGHT
+    conversations = {
+        "whole": written(tokenizer, thought + "Hello!"),
+        "cut off": written(tokenizer, thought.partition("so")[0] + "so, let me", ends=False),
+    }
+    if not opened:
+        conversations["off"] = written(tokenizer, "Hello!", thinks=False)
+    for name, one in conversations.items():
+        work = SampleWork(tokenizer, None, None, "truncate", Augmentation(**choice), False, None)
+        samples, report = work.samples([one])
+        (turn,) = one.turns
+        assert learnt(samples[0], tokenizer) == [tokenizer.decode(turn.answer_ids, skip_special_tokens=False)], name
+        changes = name == "off" or (name == "whole" and not (opened and "template_probability" in choice))
+        assert (report.augmented, report.not_augmented) == (int(changes), int(not changes)), name
+        text = text_of(samples[0], tokenizer)
+        assert text.count("<think>") == text.count("</think>") + (name == "cut off"), text
 
 
 def test_another_chat_template_can_be_given():

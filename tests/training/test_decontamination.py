@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.chat_files import Decontamination
 from fledge.training.data.loading import DataError, load_samples
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import assistant, chat_tokenizer, user
@@ -33,6 +33,22 @@ def test_runs_of_words():
 
 def test_words_that_anybody_says_are_no_overlap():
     assert not Decontamination(["Thank you!"]).has(["Thank you!"])
+
+
+CHINESE = "请你用中文详细解释一下光合作用的基本过程以及它对地球生态系统的重要意义"
+JAPANESE = "二つの整数を受け取り、その最大公約数を返す関数をできるだけ短く書いてください。"
+
+
+def test_scripts_without_spaces_are_compared_by_characters():
+    kept_out = Decontamination([CHINESE, JAPANESE, "水的化学式到底是什么呢？"])
+    for text in (CHINESE, f"Here is one: {CHINESE}。谢谢！", JAPANESE.replace("、", " "), "水的化学式到底是什么呢"):
+        assert kept_out.has([text]), text
+    for text in (
+        "请你用中文详细解释一下什么是黑洞，以及人们怎样观测它",
+        "水的化学式到底是什么呢？谁发现的？",
+        "谢谢",
+    ):
+        assert not kept_out.has([text]), text
 
 
 def test_training_data_without_the_evaluation(tmp_path):

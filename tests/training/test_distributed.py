@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from fledge.errors import UserError
-from fledge.training import toy
 from fledge.training.context import resolve
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
-from fledge.training.recipe import Recipe, build_recipe
+from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import train
+from tests.training.chat import prompts_of_toy
 
 # After every pass a sharded target has given up what it gathered, so that no process holds all of it. States on disk are made
 # of an odd number of rows: one process has a row less than the other, and must take part in its pass nevertheless.
@@ -205,9 +206,9 @@ def fail(owner, name, rank, call):
 
 fail(arm.Arm, "backward", "1", 1)
 fail(arm, "evaluate", "0", 3)  # of the second attempt, at its end
-world, told = DistributedContext.join(use_cuda=False), []
-fitted = _train(load_recipe(sys.argv[1]), False, told.append, world)
-world.leave()
+dist, told = DistributedContext.join(use_cuda=False), []
+fitted = _train(load_recipe(sys.argv[1]), False, told.append, dist)
+dist.leave()
 assert fitted.data.micro_batch_size == 1 and fitted.objective.recompute, fitted
 assert len(told) == 2, told
 """
@@ -221,6 +222,91 @@ def test_memory_that_runs_out_on_one_process_is_tried_again_by_both(by_one, tmp_
     path.write_text(two.to_yaml())
     run_two(path, MEMORY)
     assert train_lines(two)[-1]["step"] == 1
+
+
+BROADCAST = """
+import os, numpy as np, torch
+import torch.distributed as dist
+from fledge.training.distributed import DistributedContext
+
+together, packed = DistributedContext.join(use_cuda=False), []
+whole = dist.broadcast_object_list
+def noted(box, **options):
+    whole(box, **options)
+    packed.append(len(box[0][0]))
+dist.broadcast_object_list = noted
+value = {"drafter": {"w": torch.arange(3_000_000.0).view(1000, -1).t()}, "array": np.arange(10**6), "empty": torch.zeros(0, 3)}
+value |= {"step": 5, "state": [torch.ones((), dtype=torch.bfloat16), np.zeros(0), np.array(["a"])]}
+found = together.broadcast(value if together.is_first else None)
+assert packed[0] < 10_000, packed  # tensors are not pickled: a checkpoint would be in memory three times
+assert torch.equal(found["drafter"]["w"], value["drafter"]["w"]) and np.array_equal(found["array"], value["array"])
+assert found["empty"].shape == (0, 3) and found["state"][0].dtype == torch.bfloat16 and found["state"][2][0] == "a"
+together.leave()
+"""
+
+
+def test_a_checkpoint_is_sent_tensor_by_tensor(tmp_path):
+    run_two(tmp_path, BROADCAST)
+
+
+WAITING = """
+import os, sys, time, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fledge.training import trainer
+from fledge.training.recipe import load_recipe
+
+written, texts, build = Path(sys.argv[1]).with_name("written"), trainer.held_out_texts, trainer.Arm
+def slowly(context):
+    found = texts(context)
+    time.sleep(3)
+    written.touch()
+    return found
+def after(*args):
+    assert written.exists(), "the next collective is one of GPUs, which gives up after ten minutes"
+    return build(*args)
+trainer.held_out_texts, trainer.Arm = slowly, after
+trainer.train(load_recipe(sys.argv[1]))
+"""
+
+
+def test_others_wait_on_the_host_while_the_first_writes_held_out_answers(by_one, tmp_path):
+    data = replace(by_one.data, global_batch_size=2)
+    two = replace(by_one, output=str(tmp_path / "two"), data=data, run=replace(by_one.run, steps=1))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(two.to_yaml())
+    run_two(path, WAITING)
+
+
+MAKE = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from fledge.training import make_plan
+from fledge.training.make import make
+
+make_plan.STEP_TOKENS["cpu"] = 3 * 128  # three rows a step for one process
+folder = Path(sys.argv[1])
+made = make("toy", folder / "out", hours=0.008, prompts=folder / "prompts.jsonl", device="cpu", log=lambda text: None)
+assert made is None or made.acceptance_length["5"] > 1
+"""
+
+
+def test_a_drafter_is_made_by_two_processes(tmp_path):
+    """Both answer, and three rows a step become four: one GPU's number stopped the command after all its answers."""
+    prompts_of_toy(tmp_path / "prompts.jsonl", 81)
+    run_two(tmp_path, MAKE)
+    out = tmp_path / "out"
+    names = ("answers.jsonl", "answers.rank1.jsonl", "answers-self.jsonl", "answers-self.rank1.jsonl")
+    ids = [[json.loads(line)["id"] for line in (out / name).read_text().splitlines()] for name in names]
+    assert [sorted(map(int, some)) for some in ids[:2]] == [list(range(0, 81, 2)), list(range(1, 81, 2))]
+    assert ids[2] != ids[3]  # each writes its own
+    trained = [json.loads(line)["id"] for line in (out / "data" / "train.jsonl").read_text().splitlines()]
+    own = [name for name in trained if name.startswith("self-")]
+    assert sorted(own) == sorted({*ids[2], *ids[3]})  # none twice, though the toy has few questions
+    recipe = load_recipe(out / "recipe.yaml")
+    assert (recipe.data.global_batch_size, recipe.data.micro_batch_size) == (4, 2)
+    assert json.loads((out / "drafter" / "provenance.json").read_text())["step"] > 0
 
 
 def test_a_step_that_cannot_be_shared_is_refused(by_one):

@@ -7,6 +7,7 @@ import torch
 
 from fledge.config import MLAConfig
 from fledge.errors import ModelError
+from fledge.training.arm import build_optimizers, learning_rate_factor
 from fledge.training.drafter import (
     last_layer,
     last_layer_of_transformers,
@@ -14,8 +15,7 @@ from fledge.training.drafter import (
     start_from_target,
     start_random,
 )
-from fledge.training.losses import Head
-from fledge.training.optimizers import build_optimizers, learning_rate_factor
+from fledge.training.targets.target import Head
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 

@@ -18,10 +18,10 @@ from fledge.checkpoints import ends
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.cli.make import make
 from fledge.errors import ModelError
-from fledge.training import make_answers, toy
+from fledge.training.datagen import answers as make_answers
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, RecipeError, build_recipe
-from fledge.training.targets import states_client
+from fledge.training.targets import states_client, toy
 from fledge.training.targets.continuations import continuations
 from fledge.training.targets.endpoint import EndpointAnswers, EndpointTarget
 from fledge.training.targets.states_client import EndpointError
@@ -319,9 +319,26 @@ def test_a_checkpoint_without_a_head_is_refused(model):
         ends.load_ends(model, torch.float32, CPU)
 
 
-def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model):
-    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted."""
+def test_a_head_that_a_family_ties_by_default_is_the_embedding(tmp_path):
+    """Gemma 3 does not say that it is tied. Norms, whose weights its files keep less one, are plain in quantised files too."""
+    folder = save_decoder(tiny_decoder(architecture="Gemma3ForCausalLM", tie_embeddings=True), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = ends.load_ends(folder, torch.float32, CPU)
+    assert torch.equal(loaded.lm_head.weight, loaded.embedding.weight)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert torch.equal(ends.load_ends(folder, torch.float32, CPU).norm.weight, loaded.norm.weight)
+    assert not ends.load_last_layer(folder)
+
+
+@pytest.mark.parametrize("write_seconds", [0.0, 0.3])
+def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model, monkeypatch, write_seconds):
+    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted unread, also
+    those that are written after the last answer."""
     target = connect(endpoint, model)
+    monkeypatch.setattr(states_client, "load", lambda data: pytest.fail("states of answers are not read"))
+    endpoint.write_seconds = write_seconds
     prompts = [[5, 6, 7], [9, 8], [11, 12, 13, 14]]
     answers = EndpointAnswers(target.client, requests=2)
     found = {
@@ -330,6 +347,13 @@ def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoin
     assert [found[index] for index in range(3)] == continuations(tiny_decoder(), prompts, 6, [])
     assert answers.max_model_len == endpoint.max_model_len
     assert not list(endpoint.folder.iterdir())
+    target.close()
+
+
+def test_states_of_answers_are_not_downloaded(endpoint, model, monkeypatch):
+    target = connect(endpoint, model, storage=endpoint.url.replace("/v1", "/files"))
+    monkeypatch.setattr(states_client.StatesClient, "_download", lambda *_: pytest.fail("gigabytes, for nothing"))
+    assert target.continuations([[5, 6, 7]], 6, []) == continuations(tiny_decoder(), [[5, 6, 7]], 6, [])
     target.close()
 
 

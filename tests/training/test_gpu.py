@@ -12,12 +12,12 @@ import torch
 
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.training import toy
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample
 from fledge.training.drafter import start_random
 from fledge.training.objective import Objective, ObjectiveSettings
 from fledge.training.recipe import build_recipe
+from fledge.training.targets import toy
 from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
 from fledge.training.ttt import attention_with_lse, document_starts, packed_mask

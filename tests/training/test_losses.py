@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.training.losses import DraftLoss, Head, LossSettings, auto_chunk_rows
+from fledge.training.objective import DraftLoss, LossSettings, auto_chunk_rows
+from fledge.training.targets.target import Head
 
 STEPS, ROWS, SIZE, VOCAB, DRAFT = 3, 20, 8, 24, 10
 

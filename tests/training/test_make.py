@@ -19,20 +19,24 @@ import torch
 
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
+from fledge.config import RopeConfig
 from fledge.engine import build, offline
 from fledge.errors import UserError
-from fledge.training import journal, make_answers, toy
+from fledge.training import journal
 from fledge.training import make as making
 from fledge.training.arm import OutOfMemory
+from fledge.training.datagen import answers as make_answers
+from fledge.training.datagen.answers import Progress, sizes, split
 from fledge.training.datagen.regenerate import RegenerateReport
 from fledge.training.distributed import DistributedContext
 from fledge.training.make import _train, make
-from fledge.training.make_answers import Progress, sizes, split
-from fledge.training.planning import MakePlan, expected_acceptance
+from fledge.training.make_plan import MakePlan
 from fledge.training.recipe import build_recipe
+from fledge.training.targets import toy
 from tests.checkpoints.packers import write_quantised
-from tests.tiny import FAMILY_SETTINGS, tiny_model_config
-from tests.training.chat import TOOLS, chat_tokenizer, prompts_of_toy
+from tests.tiny import FAMILY_SETTINGS, tiny_decoder
+from tests.training.chat import chat_tokenizer, prompts_of_toy
+from tests.training.test_make_plan import plan_for
 
 COMMAND = [sys.executable, "-m", "fledge", "make", "toy", "--device", "cpu", "--hours", "0.03", "--out"]
 STATED_LENGTH = 3.0  # acceptance at depth 5 that a drafter for the toy must reach; all steps give about 4.7
@@ -95,7 +99,7 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     toy.save_tokenizer(target)
     prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 400)
     began = time.monotonic()
-    made = make(str(target), tmp_path / "out", hours=0.003, prompts=prompts, device="cpu", say=lambda _: None)
+    made = make(str(target), tmp_path / "out", hours=0.003, prompts=prompts, device="cpu", log=lambda _: None)
     assert time.monotonic() - began < 180
     assert load_drafter(made.folder, load_config(target)).config.version == "3.1"
     assert made.acceptance_length["5"] >= 1.0
@@ -103,71 +107,24 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     assert record["step"] > 0
 
 
-def plan_for(tokenizer=None, prompts=None, **shape) -> MakePlan:
-    config = SimpleNamespace(**vars(tiny_model_config(**shape)))
-    return MakePlan.of("some/model", config, tokenizer or chat_tokenizer(), torch.device("cpu"), 2.0, prompts)
-
-
-def test_the_plan_says_what_will_be_done():
-    text = plan_for(chat_tokenizer(TOOLS), num_layers=28, vocab_size=151_936, hidden_size=1536, max_positions=32_768).describe()
-    for words in ("with and without thinking", "draft vocabulary 32,000 tokens", "window 2048", "target layers 2, 14, 25"):
-        assert words in text
-    assert "no thinking mode" in plan_for().describe()
-    with pytest.raises(UserError, match="no chat template"):
-        plan_for(chat_tokenizer(None))
-
-
-def test_the_plan_becomes_a_recipe():
-    plan = plan_for(num_layers=8)
-    content = plan.recipe(Path("out"), Path("train.jsonl"), Path("held.jsonl"), 50_000, 100, plan.train_seconds(600.0))
-    recipe = build_recipe(content)
-    assert recipe.run.max_seconds == pytest.approx(7200 - 600 - 120)  # the last two minutes are for the checks
-    assert recipe.data.sequence_length == 128
-    steps = 50_000 * recipe.run.epochs / (recipe.data.global_batch_size * recipe.data.sequence_length)
-    assert steps > 250
-    assert recipe.data.augmentation.active
-
-
-def test_on_a_gpu_a_short_training_has_smaller_steps():
-    plan = replace(plan_for(max_positions=8192), device="cuda", sequence_length=2048)
-
-    def rows(tokens_per_s: float, seconds: float) -> int:
-        faster = replace(plan, train_tokens_per_s=tokens_per_s)
-        content = faster.recipe(Path("out"), Path("train"), Path("held"), 1e8, 2000, seconds)
-        return build_recipe(content).data.global_batch_size
-
-    assert rows(520_000, 500) == 16
-    assert rows(70_000, 600) == 8
-    assert rows(70_000, 10) == 4
-
-
-def test_time_that_answers_took_too_long_is_not_taken_from_all_of_the_training():
-    plan = plan_for()
-    assert plan.train_seconds(7100.0) == pytest.approx(0.25 * 7200)
-    assert plan.train_seconds(plan.answer_seconds) > 1.5 * plan.answer_seconds
-
-
-def test_a_file_of_prompts_is_answered_twice_before_the_target_writes_its_own():
-    def kinds(plan: MakePlan) -> list[tuple[bool, float]]:
-        return [(part.self_written, part.temperature) for part in plan.answer_parts]
-
-    assert kinds(plan_for(prompts=Path("p.jsonl"))) == [(False, 0.0), (False, 0.8), (True, 0.0)]
-    assert kinds(plan_for()) == [(True, 0.0), (True, 0.8)]
-    for plan in (plan_for(), plan_for(prompts=Path("p.jsonl"))):
-        assert len({part.file for part in plan.answer_parts}) == len({part.seed for part in plan.answer_parts})
-
-
-def test_expectations_grow_with_the_data():
-    lengths = [expected_acceptance(tokens) for tokens in (1e5, 1e7, 2e7, 1e8, 1e10)]
-    assert lengths == sorted(lengths)
-    assert expected_acceptance(39e6) == pytest.approx(2.9)
+def test_an_architecture_that_fledge_does_not_run_is_refused_before_the_plan(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "vocab_size": len(toy.WORDS), **shape}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    toy.save_tokenizer(tmp_path / "target")
+    logged: list[str] = []
+    with pytest.raises(UserError, match=r"does not run its architecture \(OlmoForCausalLM\).*--endpoint"):
+        make(str(tmp_path / "target"), tmp_path / "out", device="cpu", log=logged.append)
+    assert not logged
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_are_held_out_of_all_files(tmp_path):
     lines = [json.dumps({"id": f'n"{number}', "messages": [{"id": "other"}]}) + "\n" for number in range(50)]
     (tmp_path / "answers.jsonl").write_text("".join(lines))
     (tmp_path / "again.jsonl").write_text("".join(lines[::2]))
-    split([tmp_path / "answers.jsonl", tmp_path / "again.jsonl"], tmp_path / "data")
+    split([[tmp_path / "answers.jsonl"], [tmp_path / "again.jsonl"]], tmp_path / "data")
     train, held_out = ((tmp_path / "data" / f"{name}.jsonl").read_text().splitlines(True) for name in ("train", "held-out"))
     assert len(held_out) == 5
     assert len(set(train)) == 45
@@ -189,7 +146,7 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     monkeypatch.setattr(journal.progress, "say", told.append)
     prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 40)
     began = time.monotonic()
-    made = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, say=told.append)
+    made = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, log=told.append)
     assert time.monotonic() - began < 120
     assert any("matplotlib is not installed" in text for text in told)
     assert "curves.png" not in (made.folder / "README.md").read_text()
@@ -198,7 +155,10 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     ids = [[json.loads(line)["id"] for line in (tmp_path / "out" / f"answers{kind}.jsonl").open()] for kind in ("", "-sampled")]
     assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
     log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
-    again = make("toy", tmp_path / "out", hours=0.008, prompts=prompts, device="cpu", twin=True, say=told.append)
+    again = make("toy", tmp_path / "out", hours=0.02, prompts=prompts, device="cpu", twin=True, log=told.append)
+    assert "the training is done, in the 0.008 hours that it was given" in "".join(told)
+    with pytest.raises(UserError, match="was begun with decontaminate None"):
+        make("toy", tmp_path / "out", prompts=prompts, device="cpu", twin=True, decontaminate=[prompts], log=told.append)
     assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
     assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     trained = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "train.jsonl").open()}
@@ -271,13 +231,14 @@ def test_a_run_that_is_resumed_with_more_time_spreads_its_evaluations_over_it(tm
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text((json.dumps({"id": "a", "turns_ids": [turn]}) + "\n") * 40)
     recipes = [
-        making._recipe(replace(plan, hours=hours), tmp_path, Progress(tmp_path / "make.json", {}), False, lambda _: None)
+        making._recipe(replace(plan, hours=hours), tmp_path, Progress(tmp_path / "make.json", {}), lambda _: None)
         for hours in (0.1, 3.0)
     ]
     short, long = (recipe.run for recipe in recipes)
-    assert short.evaluate_seconds == short.save_seconds == pytest.approx(short.max_seconds / 8)
+    assert short.evaluate_seconds == pytest.approx(short.max_seconds / 18)
+    assert short.save_seconds == pytest.approx(short.max_seconds / 8)
     assert long.max_seconds == pytest.approx(3 * 3600 - 120, abs=5)
-    assert long.evaluate_seconds == pytest.approx(long.max_seconds / 8)
+    assert long.evaluate_seconds == pytest.approx(long.max_seconds / 18)
     assert long.save_seconds == 120
     assert replace(recipes[1], run=short) == recipes[0]  # nothing else changes
 
@@ -313,9 +274,8 @@ def test_progress_is_kept(tmp_path):
     progress.finish("answers")
     again = Progress.load(tmp_path / "make.json", {"model": "a"})
     assert (again.seconds, again.done) == (pytest.approx(3.0, abs=0.5), ("answers",))
-    Progress.load(tmp_path / "make.json", {"model": "a", "twin": False})  # a setting that is newer than the file
-    with pytest.raises(UserError, match="was begun with twin None, now it is True"):
-        Progress.load(tmp_path / "make.json", {"model": "a", "twin": True})
+    with pytest.raises(UserError, match="was begun with model 'a', now it is 'b'"):
+        Progress.load(tmp_path / "make.json", {"model": "b"})
 
 
 def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
@@ -328,3 +288,14 @@ def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
     progress.finish("answers")
     os.utime(tmp_path / "make.json", (now, now))
     assert Progress.load(tmp_path / "make.json", {"model": "a"}).spent < 1
+
+
+def test_answers_of_a_target_with_longrope_are_of_the_states_factors():
+    """An engine of short texts would take the short ones; states, and a server by default, have the long ones."""
+    rope = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
+    decoder = tiny_decoder(architecture="Phi3ForCausalLM", rope=rope)
+    plan = SimpleNamespace(endpoint=None, model=decoder, sequence_length=32)
+    trained = decoder.rotary.inverse_frequencies.clone()
+    generator = make_answers._generator(plan, decoder.config, "cpu")
+    assert torch.equal(generator.engine.decoder.rotary.inverse_frequencies, trained)
+    assert generator.max_model_len == 32

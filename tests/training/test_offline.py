@@ -35,9 +35,7 @@ def test_states_of_other_weights_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"another target \(weights differ\)"):
         states()
     identity = tmp_path / "states" / "identity-0.json"
-    identity.write_text(json.dumps({"model": "m"}))  # as earlier versions wrote it
-    states()
-    identity.write_text(json.dumps({"model": "n"}))
+    identity.write_text(json.dumps({"model": "n", "weights": weights_fingerprint(folder)}))
     with pytest.raises(UserError, match=r"another target \(model differ\)"):
         states()
     assert [path.name for path in identity.parent.iterdir()] == ["identity-0.json"]

@@ -15,7 +15,7 @@ from fledge.progress import Task
 from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
-from tests.training.chat import INSTRUCT, THINKING, TOOLS, assistant, chat_tokenizer, system, user
+from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenizer, system, user
 
 
 class EchoGenerator:
@@ -141,7 +141,7 @@ def test_answers_without_their_stop_id_get_it_and_cut_ones_do_not(tmp_path):
 
 
 def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
-    tokenizer = chat_tokenizer(THINKING)
+    tokenizer = chat_tokenizer(QWEN3)
 
     class Thinker(EchoGenerator):
         def reply(self, prompt, draw):
@@ -311,3 +311,36 @@ def test_tools_and_thinking_reach_the_prompt_and_the_file(tmp_path):
     options = [conversation.options for conversation in read_conversations(out)]
     assert {"tools": tools} in options
     assert {"enable_thinking": False} in options
+
+
+def test_after_a_tools_result_the_last_message_is_answered(tmp_path):
+    """The conversation is kept: asked again turn by turn, the target might call other tools. Refused ones are counted."""
+    tokenizer = chat_tokenizer(QWEN3)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}
+    result, tools = {"role": "tool", "content": "rain"}, [{"type": "function", "function": {"name": "weather"}}]
+    asked = [user("How is Oslo?"), call, result]
+    lines = [
+        {"id": "a", "messages": [*asked, assistant("It rains.")], "tools": tools},
+        {"id": "b", "messages": [*asked, assistant("It rains."), user("And Rome?")], "tools": tools, "system": "Be brief."},
+    ]
+    prompts = write(tmp_path / "p.jsonl", *lines)
+    generator, out = EchoGenerator(tokenizer), tmp_path / "o.jsonl"
+    report = regenerate(generator, tokenizer, prompts, out)
+    assert report.conversations == 2
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in generator.calls[0]["prompts"]]
+    assert texts[0].endswith("<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert '<tool_call>\n{"name": "weather"' in texts[0]
+    assert texts[1].endswith("It rains.<|im_end|>\n<|im_start|>user\nAnd Rome?<|im_end|>\n<|im_start|>assistant\n")
+    written = records(out)
+    assert [len(written[name]["turns_ids"]) for name in "ab"] == [1, 1]
+    assert [message["role"] for message in written["a"]["messages"]] == ["user", "assistant", "tool", "assistant"]
+    for conversation in read_conversations(out):
+        sample = tokenize_conversation(conversation, tokenizer)
+        (turn,) = conversation.turns
+        assert sample.tokens.tolist() == [*turn.prompt_ids, *turn.answer_ids]
+        assert sample.loss_mask.sum() == len(turn.answer_ids)
+    refused = regenerate(EchoGenerator(chat_tokenizer(STRICT)), chat_tokenizer(STRICT), prompts, tmp_path / "refused.jsonl")
+    assert (refused.conversations, refused.refused) == (0, 2)
+
+
+STRICT = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + INSTRUCT

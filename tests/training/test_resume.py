@@ -1,11 +1,11 @@
-"""Runs that go on: after a real kill, with the settings they were begun with, from files of earlier versions; and what a
-refused one leaves behind."""
+"""Runs that go on: after a real kill, with the settings they were begun with; and what a refused one leaves behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,11 +17,10 @@ import torch
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config
 from fledge.errors import UserError
-from fledge.training import toy
-from fledge.training.checkpoint import changed_settings
-from fledge.training.export import export_checkpoint
+from fledge.training.checkpoint import changed_settings, export_checkpoint
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.cli.test_errors import fledge
 
@@ -185,15 +184,6 @@ def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_pat
     assert "from here on: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(finished, toy_folder, tmp_path):
-    path = copy_of_checkpoint(finished, tmp_path)
-    state = torch.load(path, weights_only=True)
-    del state["recipe"]["data"]["global_batch_size"]
-    torch.save(state, path)
-    with pytest.raises(UserError, match=r"earlier version.*fledge export"):
-        train(make_recipe(toy_folder, tmp_path, run={"steps": 7}))
-
-
 def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
     """Without a draft vocabulary, which has a hash of its own."""
     copy_of_checkpoint(finished, tmp_path)
@@ -225,24 +215,20 @@ def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("where", ["checkpoints/step-00000006.pt", "checkpoints", "."])
 def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys, where):
-    """By `fledge export`: a file, or the newest of a run."""
-    code, out, _ = fledge(monkeypatch, capsys, "export", Path(finished.output) / where, tmp_path / "out")
+    """By `fledge export`: a file, the newest of checkpoints/, or of a run the best, which need not be the newest."""
+    run = tmp_path / "run"
+    shutil.copytree(finished.output, run)
+    record = json.loads((run / "best" / "provenance.json").read_text())
+    (run / "best" / "provenance.json").write_text(json.dumps(record | {"step": 3}))
+    code, out, _ = fledge(monkeypatch, capsys, "export", run / where, tmp_path / "out")
     assert code == 0
     assert "vllm serve" in out
     drafter = load_drafter(tmp_path / "out", load_config(finished.target.model))
-    for name, value in weights(finished.output).items():
+    expected = load_drafter(run / "best").state_dict() if where == "." else weights(finished.output)
+    for name, value in expected.items():
         assert torch.equal(drafter.state_dict()[name], value), name
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert (record["step"], record["recipe"]["seed"]) == (6, 0)
-
-
-def test_a_checkpoint_of_an_earlier_version_becomes_a_drafter_too(finished, tmp_path):
-    path = copy_of_checkpoint(finished, tmp_path)
-    state = torch.load(path, weights_only=True)
-    del state["config"], state["provenance"]
-    torch.save(state, path)
-    export_checkpoint(path, tmp_path / "out")
-    assert load_drafter(tmp_path / "out").config == load_drafter(Path(finished.output) / "best").config
+    assert (record["step"], record["recipe"]["seed"]) == (3 if where == "." else 6, 0)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):

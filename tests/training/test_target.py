@@ -8,7 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from fledge.checkpoints.hf import save_decoder
 from fledge.errors import ModelError
+from fledge.kernels.gate import apply_gate
+from fledge.kernels.moe import experts_reference
 from fledge.models.decoder import causal_attend
+from fledge.models.moe import stack_experts
+from fledge.ops import base
 from fledge.training.targets.target import DecoderTarget, TransformersTarget
 from fledge.training.ttt import TrainBatch
 from tests.tiny import tiny_decoder
@@ -36,6 +40,9 @@ def packed() -> TrainBatch:
         ("Qwen3MoeForCausalLM", (None,) * 4),
         ("Gemma3ForCausalLM", (5, None, 5, None)),
         ("Phi3ForCausalLM", (None,) * 4),
+        ("SmolLM3ForCausalLM", (None,) * 4),
+        ("Glm4ForCausalLM", (None,) * 4),
+        ("GemmaForCausalLM", (None,) * 4),
     ],
 )
 def test_packed_documents_do_not_see_each_other(architecture, windows):
@@ -51,6 +58,24 @@ def test_packed_documents_do_not_see_each_other(architecture, windows):
             torch.testing.assert_close(states.hidden_ND[flat], alone.hidden_ND, rtol=1e-3, atol=1e-3)
             for ours, theirs in zip(states.taps, alone.taps, strict=True):
                 torch.testing.assert_close(ours[flat], theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_stacked_experts_are_read_by_the_grouped_kernel(monkeypatch):
+    """On a GPU; here its reference stands for it."""
+    decoder, calls = tiny_decoder(architecture="Qwen3MoeForCausalLM"), []
+    wanted = DecoderTarget(decoder, TAPS).states(packed())
+    stack_experts(decoder, torch.float32)
+
+    def grouped(gate_up, down, x, weights, experts, residual):
+        calls.append(len(x))
+        run = [lambda rows, e=e: apply_gate(rows @ gate_up[e].t()) @ down[e].t() for e in range(len(down))]
+        return experts_reference(run, x, weights, experts, residual)
+
+    monkeypatch.setattr(base, "use_triton", lambda x: True)
+    monkeypatch.setattr(base, "experts_triton", grouped)
+    found = DecoderTarget(decoder, TAPS).states(packed())
+    assert len(calls) == 3  # layers with experts
+    torch.testing.assert_close(found.hidden_ND, wanted.hidden_ND, rtol=1e-3, atol=1e-3)
 
 
 @pytest.fixture(scope="module")

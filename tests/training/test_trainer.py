@@ -17,13 +17,13 @@ import torch
 from fledge.checkpoints.eagle3 import load_drafter
 from fledge.checkpoints.hf import load_config, save_decoder
 from fledge.errors import UserError
-from fledge.training import toy
 from fledge.training.arm import TrainingStopped
 from fledge.training.context import build_contexts, resolve
 from fledge.training.data.vocabulary import DraftVocabulary
 from fledge.training.distributed import DistributedContext
 from fledge.training.journal import read_journal
 from fledge.training.recipe import Recipe, build_recipe, load_recipe
+from fledge.training.targets import toy
 from fledge.training.trainer import Trainer, train
 from tests.tiny import tiny_decoder
 

@@ -34,10 +34,6 @@ def test_maps_between_draft_and_target_ids():
     draft = torch.arange(4)
     assert (draft + vocabulary.d2t()).tolist() == vocabulary.token_ids.tolist()
     assert vocabulary.d2t().dtype == torch.int64
-    mask = vocabulary.t2d(128)
-    assert mask.shape == (128,)
-    assert mask.dtype == torch.bool
-    assert mask.nonzero().flatten().tolist() == vocabulary.token_ids.tolist()
 
 
 def test_fills_up_to_the_size_asked_for():

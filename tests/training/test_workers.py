@@ -235,7 +235,7 @@ def test_a_worker_that_cannot_even_begin(tmp_path, monkeypatch):
 
 
 def test_workers_come_with_the_amount_of_work():
-    work = HostWork(chat_tokenizer(), None, None)
+    work = HostWork(chat_tokenizer(), None)
     assert isinstance(find_workers(work, 999, 2048, None), Here)
     assert isinstance(find_workers(work, 100_000, 64, None), Here)
     assert isinstance(find_workers(work, 100_000, 2048, 0), Here)

@@ -15,7 +15,8 @@ from torch import Tensor
 from fledge.kernels.accept import RowState
 from fledge.kernels.adjustments import Adjustments, RowOptions, clear_rows, reset_rows
 from fledge.kernels.bits import KEEP, num_words, pack_bits, set_bits_
-from fledge.kernels.sample import SamplingState, TruncationParams
+from fledge.kernels.sample import SamplingState
+from fledge.kernels.truncation import TruncationParams
 
 # Sampling modes of a cycle: each is a graph of its own, and a later one also does what the earlier ones do.
 # TRUNCATED: sampled within top-k, min-p or top-p. ADJUSTED: logits are materialised, for penalties, bias, bans, grammar

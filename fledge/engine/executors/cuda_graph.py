@@ -260,11 +260,8 @@ class CudaGraphExecutor:
                 whole.append(self._row_init(request, chunk.start))
             elif request not in self.prefilling:
                 self.prefilling[request] = self._row_init(request, chunk.start)
-        # Whole prompts attend over themselves, which is faster; those with a cached prefix attend over the cache.
-        for inits in ([one for one in whole if not one.num_cached], [one for one in whole if one.num_cached]):
-            if inits:
-                self.batch.prefill(inits)
         if whole:
+            self.batch.prefill(whole)
             rows = {init.row for init in whole}
             self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
             num_passes += 1

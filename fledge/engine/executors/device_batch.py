@@ -36,18 +36,18 @@ from fledge.engine.executors.batch_state import (
 from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.engine.executors.prefill import CachedPrefillBatch, PrefillBatch, PrefillGraphs
+from fledge.engine.executors.prefill import PrefillBatch, PrefillGraphs
 from fledge.kernels import compile_ahead
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust
 from fledge.kernels.adjustments import count_tokens
+from fledge.kernels.attention.launch_config import FEW_KEYS
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
-from fledge.kernels.attention.rope_attention import FEW_KEYS
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
-from fledge.kernels.step_inputs import verify_inputs
+from fledge.kernels.verify_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps
@@ -64,8 +64,6 @@ from fledge.speculation.methods.tree import (
 
 # Stages of a cycle in ADJUSTED mode, as graph modes.
 DRAFT, VERIFY, CHOICE, LOGPROBS = range(ADJUSTED, ADJUSTED + 4)
-# A block of the attention kernel's keys lies in one page.
-DEVICE_PAGE_SIZE = 128
 # A long prompt is prefilled in chunks of this size at most, between which the running requests go on.
 CHUNK_TOKENS = 1024
 
@@ -290,10 +288,7 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def prefill(self, inits: Sequence[RowInit]) -> None:
-        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen.
-
-        Texts of which nothing is cached attend over themselves, which is faster: they come apart from the others.
-        """
+        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen."""
         self.start_rows(inits)
         starts = [init.num_cached for init in inits]
         lengths = [len(init.text) - init.num_cached for init in inits]
@@ -302,9 +297,7 @@ class DeviceBatch:
         int_params, float_params, table = self.new_rows(inits)
         tokens = np.concatenate([np.asarray(init.text[init.num_cached :], dtype=np.int64) for init in inits])
         slots = self.cache_slots(table[sequence, :], positions)
-        batch = PrefillBatch(tokens, positions, slots, lengths, int_params, float_params, table)
-        if any(starts):
-            batch = CachedPrefillBatch(**vars(batch), starts=starts)
+        batch = PrefillBatch(tokens, positions, slots, lengths, starts, int_params, float_params, table)
         self.prefills.run(batch, self.recorded_mode(max(init.mode for init in inits)))
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ at the beginning of the next step, when it is known which requests go on and how
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -144,18 +145,23 @@ class EagerExecutor:
         due = spans
         if self.queue is not None:
             due, states = self.queue.due(spans, states, self._may_postpone)
-        if not due:
-            return {}, 0
+        drafts = self._run_drafter(due, states)
+        return dict(zip((span.request for span in due), drafts, strict=False)), sum(len(span.rows) for span in due)
+
+    def _run_drafter(self, due: Sequence[AcceptedSpan], states: Sequence[Tensor]) -> list[Draft]:
+        """Syncs and drafts; what the drafter has processed can be found by other requests."""
+        if not due or self.drafter is None:
+            return []
         try:
             drafts = self.drafter.draft(due, states)
         except Exception:  # drafts only make decoding faster: it goes on without them
             log.exception("the drafter failed; from here on nothing is drafted")
             self._stop_drafting()
-            return {}, 0
+            return []
         if self.taps:
             for span in due:
                 self.publish(span.request, span.start + len(span.rows))
-        return {span.request: draft for span, draft in zip(due, drafts, strict=True)}, sum(len(span.rows) for span in due)
+        return drafts
 
     def _stop_drafting(self) -> None:
         """Pages that hold the drafter's part are not found any more: new requests ask for the target's alone."""
@@ -201,16 +207,16 @@ class EagerExecutor:
             request, first, first_row = item.request, done.logits_start[index], done.rows_start[index]
             rows = list(range(first_row, first_row + item.num_tokens))
             if first is not None:
-                if request.params.greedy and not request.params.adjusts_logits:
-                    best = best_of(done.logits)[0] if best is None else best
-                    verified = verify(best[first : first + 1 + len(item.draft)], item.draft)
-                else:
-                    try:
-                        verified = verify(self._choices(request, item.draft, done.logits[first:]), item.draft)
-                    except Exception as failure:  # of its processors or its numbers: the others go on
-                        outputs.append(Output(request, [], [], [], failure=failure))
-                        continue
-                outputs.append(self._output(item, verified, done.logits, first))
+                is_simple = request.params.greedy and not request.params.adjusts_logits
+                if is_simple and best is None:
+                    best = best_of(done.logits)[0]
+                try:
+                    choices = best[first : first + 1 + len(item.draft)] if is_simple and best is not None else None
+                    verified = verify(choices or self._choices(request, item.draft, done.logits[first:]), item.draft)
+                    outputs.append(self._output(item, verified, done.logits, first))
+                except Exception as failure:  # of its processors or its numbers: the others go on
+                    outputs.append(Output(request, [], [], [], failure=failure))
+                    continue
                 if not item.draft.is_chain:
                     self._keep_path(item, verified.accepted)
                 rows += [first_row + item.num_tokens + node for node in verified.accepted]
@@ -238,6 +244,8 @@ class EagerExecutor:
     def _output(self, item: Rows, verified: Verification, logits: Tensor, first: int) -> Output:
         draft, accepted = item.draft, verified.accepted
         tokens = [draft.tokens[node] for node in accepted] + [verified.next_token]
+        if not item.request.num_answer and math.isnan(float(logits[first, tokens[0]])):
+            raise RuntimeError("the model's logits are not numbers: its weights are damaged, or overflow; try --dtype float32")
         depth, offered = draft.depth, max(item.offered, draft.depth) if len(draft) else 0
         # A drawn token is accepted more often than its probability: drafter and target draw with the same noise.
         is_expected = self.drafter is not None and self.drafter.knows_confidence and item.request.params.greedy
@@ -285,6 +293,7 @@ class EagerExecutor:
         self.pool.share(request.pages, request.page_keys, num_tokens)
 
     def release(self, requests: Sequence[Request]) -> None:
+        self._sync_prompts(requests)
         for request in requests:
             if request.is_prefilled and request.num_answer and not self._is_drafted(request):
                 self.publish(request, len(request.tokens) - 1)
@@ -294,6 +303,28 @@ class EagerExecutor:
                 self.drafter.forget(request)
         if requests:
             self.spans = [span for span in self.spans if span.request not in requests]
+
+    def _sync_prompts(self, leaving: Sequence[Request]) -> None:
+        """Lets the drafter process the prompts of answers that ended with their first token: no next step does it, and
+        without its part no other request could reuse their pages."""
+        if not (self.taps and self.config.prefix_caching):
+            return
+        due = [
+            span
+            for span in self.spans
+            if span.request in leaving
+            and span.request.num_answer == 1
+            and span.request.finish_reason in ("stop", "length")
+            and self._is_drafted(span.request)
+        ]
+        if not due:
+            return
+        for span in due:
+            span.max_draft_tokens = 0
+        states: Sequence[Tensor] = self.aux_hidden_states
+        if self.queue is not None:
+            due, states = self.queue.due(due, states, lambda request: False)
+        self._run_drafter(due, states)
 
     # Policy
 

@@ -6,7 +6,7 @@ padding: the ends of missing texts point at it, and missing texts initialise the
 
     tokens   | text A | text B | padding … |        ends  | A's last | B's last | the buffer's last … |
 
-Texts whose beginnings the cache holds are prefilled from there on, and attend over the cache: `CachedPrefillBatch`.
+A text whose beginning the cache holds is prefilled from there on. All attend over the cache, which has their own keys by then.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from torch import Tensor
 from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, BatchState, NewRows
 from fledge.engine.executors.graphs import StepGraphs, size_for
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.kernels.attention.metadata import BLOCK_TOKENS, AttentionMetadata
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.models.decoder import Decoder
-from fledge.ops.cuda_ops import CudaOps, attends_by_device_lengths
+from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.base import CapturedMethod
 
-# Sizes that are recorded: tokens of a pass, its prompts, and the longest of them. Beyond them the work outlasts its launches.
+# Sizes that are recorded: tokens of a pass and its prompts. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
 PROMPTS = [4, 64]  # few sizes: one that is recorded under traffic stops it for 0.1 s; a missing prompt costs a row of the head
-LONGEST = [256, 1024]
 RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
-OVER_CACHE = 0  # instead of the longest: `CachedPrefillBatch`, whose blocks are all of one length
 
 
 def pass_sizes(num_tokens: int, num_prompts: int) -> tuple[int, int]:
@@ -53,23 +51,22 @@ def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
 
 @dataclass
 class PrefillBatch:
-    """Tokens of several texts, one after the other, where they go, and the rows they take. All on the host."""
+    """New tokens of several texts, one after the other, where they go, and the rows they take. All on the host."""
 
     tokens: np.ndarray  # int64 [N]
     positions: np.ndarray  # int64 [N]
     slots: np.ndarray  # int64 [N], of the caches
     lengths: list[int]
+    starts: list[int]  # tokens of each that the cache holds
     int_params: np.ndarray  # int64 [S, …] and
     float_params: np.ndarray  # float64 [S, 3]: as `NewRows` has them
     tables: np.ndarray  # int64 [S, P]: the texts' pages
 
     @property
-    def shape(self) -> tuple[int, int, int] | None:
+    def shape(self) -> tuple[int, int] | None:
         """The sizes of the recorded pass that holds them; None: none does."""
-        wanted = (len(self.tokens) + 1, len(self.lengths), max(self.lengths))
-        if any(size > sizes[-1] for size, sizes in zip(wanted, (TOKENS, PROMPTS, LONGEST), strict=True)):
-            return None
-        return (*pass_sizes(*wanted[:2]), size_for(LONGEST, wanted[2]))
+        num_tokens, num_texts = len(self.tokens) + 1, len(self.lengths)
+        return pass_sizes(num_tokens, num_texts) if num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1] else None
 
     def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
@@ -81,6 +78,7 @@ class PrefillBatch:
             positions=lengthened(self.positions, num_tokens, 0),
             slots=lengthened(self.slots, num_tokens, -1),
             lengths=self.lengths + [0] * (num_texts - len(self.lengths)),
+            starts=self.starts + [0] * (num_texts - len(self.starts)),
             int_params=int_params,
             float_params=lengthened(self.float_params, num_texts, 1.0),
             tables=lengthened(self.tables, num_texts, 0),
@@ -92,46 +90,7 @@ class PrefillBatch:
         offsets = np.concatenate([[0], lengths.cumsum()])
         ends = np.where(lengths > 0, offsets[1:] - 1, len(self.tokens) - 1)
         tokens = np.stack([self.tokens, self.positions, self.slots])
-        return [tokens, offsets, ends, self.int_params, self.float_params, self.tables]
-
-
-@dataclass
-class CachedPrefillBatch(PrefillBatch):
-    """Ends of prompts: `tokens`, `positions`, `slots` and `lengths` are theirs alone."""
-
-    starts: list[int]  # tokens before them
-
-    @property
-    def shape(self) -> tuple[int, int, int] | None:
-        wanted = (len(self.tokens) + 1, len(self.lengths))
-        if wanted[0] > TOKENS[-1] or wanted[1] > PROMPTS[-1]:
-            return None
-        return (*pass_sizes(*wanted), OVER_CACHE)
-
-    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
-        padded = super().padded(num_tokens, num_texts, dummy_row)
-        return replace(padded, starts=self.starts + [0] * (num_texts - len(self.starts)))
-
-    def arrays(self) -> list[np.ndarray]:
-        return [*super().arrays(), *self.blocks()]
-
-    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Places, tables and lengths of `AttentionMetadata.cached_prefill`. Padding goes to the last block, which is empty."""
-        lengths, starts = np.array(self.lengths), np.array(self.starts)
-        counts = -(-lengths // BLOCK_TOKENS)
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        first = (np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)) * BLOCK_TOKENS
-        ends = np.minimum(first + BLOCK_TOKENS, lengths[sequence])
-        num_blocks = len(self.tokens) // BLOCK_TOKENS + len(counts) + 1
-        places = np.full(len(self.tokens), num_blocks * BLOCK_TOKENS - 1)
-        block_ends = np.arange(1, len(sequence) + 1) * BLOCK_TOKENS
-        sizes = ends - first
-        places[: lengths.sum()] = np.arange(lengths.sum()) + np.repeat(block_ends - sizes.cumsum(), sizes)
-        tables = np.zeros((num_blocks, self.tables.shape[1]), dtype=np.int64)
-        tables[: len(sequence)] = self.tables[sequence]
-        block_lengths = np.zeros(num_blocks, dtype=np.int64)
-        block_lengths[: len(sequence)] = starts[sequence] + ends
-        return places, tables, block_lengths
+        return [tokens, offsets, np.array(self.starts, dtype=np.int64), ends, self.int_params, self.float_params, self.tables]
 
 
 class Buffer:
@@ -182,12 +141,10 @@ class CapturedPrefill(ABC):
 
 
 class PrefillGraphs(CapturedPrefill):
-    def __init__(self, decoder: Decoder, ops: CudaOps, *others: Any, max_pages: int, capture: bool) -> None:
-        capture = capture and attends_by_device_lengths(ops.cache.keys)
-        super().__init__(decoder, ops, *others, max_pages=max_pages, capture=capture)
-        self.buffers: dict[tuple[int, int, int], Buffer] = {}
+    def __init__(self, *parts: Any, max_pages: int, capture: bool) -> None:
+        super().__init__(*parts, max_pages=max_pages, capture=capture)
+        self.buffers: dict[tuple[int, int], Buffer] = {}
         self.pads = capture
-        self.lengths: Sequence[int] = ()  # of the last batch
 
     def run(self, batch: PrefillBatch, mode: int) -> None:
         shape = batch.shape if self.pads else None
@@ -196,11 +153,9 @@ class PrefillGraphs(CapturedPrefill):
             arrays = batch.arrays()
             buffer = Buffer(arrays, self.device)
             buffer.fill(arrays)
-            self._pass(buffer, batch.lengths, max(batch.lengths), mode)
+            self._pass(buffer, mode)
         else:
-            batch = batch.padded(*shape[:2], self.state.dummy_row)
-            self._fill(shape, batch)
-            self.lengths = batch.lengths
+            self._fill(shape, batch.padded(*shape, self.state.dummy_row))
             self.graphs.run(*shape, mode)
 
     @property
@@ -213,39 +168,30 @@ class PrefillGraphs(CapturedPrefill):
         return min((seconds for shape, seconds in self.graphs.seconds.items() if shape[0] > num_tokens), default=None)
 
     @torch.inference_mode()
-    def record(self, shapes: Iterable[tuple[int, int, int, int]]) -> None:
-        """Ahead of use: tokens, texts, the longest of them, and the sampling mode."""
-        nothing = np.zeros(0, dtype=np.int64)
-        width = NUM_INT_PARAMS + MAX_STOP_IDS
-        for *sizes, mode in shapes if self.graphs.capture else ():
-            shape = (sizes[0], sizes[1], sizes[2])
-            tables = np.zeros((0, self.max_pages), dtype=np.int64)
-            empty = PrefillBatch(nothing, nothing, nothing, [], np.zeros((0, width), dtype=np.int64), np.zeros((0, 3)), tables)
-            if shape[-1] == OVER_CACHE:
-                empty = CachedPrefillBatch(**vars(empty), starts=[])
-            if (*shape, mode) not in self.graphs.graphs:
-                self._fill(shape, empty.padded(*shape[:2], self.state.dummy_row))
-                self.graphs.record([(*shape, mode)])
+    def record(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Ahead of use: tokens, texts and the sampling mode."""
+        nothing, tables = np.zeros(0, dtype=np.int64), np.zeros((0, self.max_pages), dtype=np.int64)
+        int_params = np.zeros((0, NUM_INT_PARAMS + MAX_STOP_IDS), dtype=np.int64)
+        empty = PrefillBatch(nothing, nothing, nothing, [], [], int_params, np.zeros((0, 3)), tables)
+        for num_tokens, num_texts, mode in shapes if self.graphs.capture else ():
+            if (num_tokens, num_texts, mode) not in self.graphs.graphs:
+                self._fill((num_tokens, num_texts), empty.padded(num_tokens, num_texts, self.state.dummy_row))
+                self.graphs.record([(num_tokens, num_texts, mode)])
 
-    def _fill(self, shape: tuple[int, int, int], batch: PrefillBatch) -> None:
+    def _fill(self, shape: tuple[int, int], batch: PrefillBatch) -> None:
         arrays = batch.arrays()
         if shape not in self.buffers:
             self.buffers[shape] = Buffer(arrays, self.device)
         self.buffers[shape].fill(arrays)
 
     def _run(self, *shape: int) -> None:
-        num_tokens, num_texts, longest, mode = shape
-        self._pass(self.buffers[num_tokens, num_texts, longest], self.lengths, longest, mode)
+        num_tokens, num_texts, mode = shape
+        self._pass(self.buffers[num_tokens, num_texts], mode)
 
-    def _pass(self, buffer: Buffer, lengths: Sequence[int], longest: int, mode: int) -> None:
-        """`lengths`: used where nothing is recorded."""
-        (tokens, positions, slots), offsets, ends, int_params, float_params, tables, *blocks = buffer.parts
+    def _pass(self, buffer: Buffer, mode: int) -> None:
+        (tokens, positions, slots), offsets, starts, ends, int_params, float_params, tables = buffer.parts
         new = NewRows(int_params, float_params, tables)
-        if blocks:
-            places, block_tables, block_lengths = blocks[0], *(part.int() for part in blocks[1:])
-            meta = AttentionMetadata.cached_prefill(positions, slots, places, block_tables, block_lengths)
-        else:
-            meta = AttentionMetadata.prefill(positions, slots, lengths, offsets.int(), longest)
+        meta = AttentionMetadata.packed(positions, slots, tables.int(), starts.int(), offsets.int())
         x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
         if self.states is not None and aux:
             text_of = torch.searchsorted(offsets[1:], torch.arange(len(tokens), device=self.device), right=True)

@@ -11,7 +11,7 @@ from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNC
 from fledge.engine.executors.chunked_prefill import MIDDLE
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
-from fledge.engine.executors.prefill import LONGEST, OVER_CACHE, PROMPTS, TOKENS, pass_sizes
+from fledge.engine.executors.prefill import PROMPTS, TOKENS, pass_sizes
 from fledge.kernels import compile_ahead
 
 # Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
@@ -54,11 +54,10 @@ class UsualGraphs:
         """What records them, the largest first, whose memory the others share."""
         batch = self.batch
         yield from self._cycles(modes)
-        longest = [*LONGEST[::-1], *([OVER_CACHE] if batch.config.prefix_caching else [])]
         largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
         passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
-        for size, reach, mode in product(sorted(passes, reverse=True), longest, modes):
-            yield partial(batch.prefills.record, [(*size, reach, mode)])
+        for size, mode in product(sorted(passes, reverse=True), modes):
+            yield partial(batch.prefills.record, [(*size, mode)])
         if batch.config.max_model_len > batch.chunk_tokens:
             for mode in (MIDDLE, *modes):
                 yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])

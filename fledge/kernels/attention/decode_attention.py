@@ -19,37 +19,12 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.attention.paged import attention_reference
-from fledge.kernels.triton_support import attention_programs, jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import attention_programs, by_device, jit, next_power_of_2, tl
 
 MAX_TAIL = 64
 BLOCK = 64  # keys a step
 MAX_ROWS = 64  # query rows a program
 MAX_SPLITS = 64
-
-
-def decode_attention(
-    q_BTHE: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    page_table_BP: Tensor,
-    kv_lens_B: Tensor,
-    page_size: int,
-    *,
-    tail_bits_BT: Tensor | None = None,
-    tail: int = 0,
-    positions_BT: Tensor | None = None,
-    window: int | None = None,
-    splits: int | None = None,
-) -> Tensor:
-    """`positions_BT` is needed only with a window. kv_len 0 marks an empty row: its output is 0.
-
-    `splits`: None chooses by batch size and the longest context that the page table can describe.
-    """
-    arguments = (q_BTHE, keys_KSE, values_KSE, page_table_BP, kv_lens_B, page_size)
-    masks = {"tail_bits_BT": tail_bits_BT, "tail": tail, "positions_BT": positions_BT, "window": window}
-    if use_triton(q_BTHE):
-        return decode_attention_triton(*arguments, **masks, splits=splits)
-    return decode_attention_reference(*arguments, **masks)
 
 
 def choose_splits(num_programs: int, max_kv_len: int, enough_programs: int) -> int:
@@ -71,6 +46,7 @@ def decode_attention_reference(
     positions_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
+    """`positions_BT` is needed only with a window. kv_len 0 marks an empty row: its output is 0."""
     out = torch.zeros_like(q_BTHE)
     num_new = q_BTHE.shape[1]
     for row, kv_len in enumerate(kv_lens_B.tolist()):
@@ -106,6 +82,7 @@ def decode_attention_triton(
     window: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
+    """`splits`: None chooses by batch size and the longest context that the page table can describe."""
     (batch, num_new, num_heads, head_dim), num_kv_heads = q_BTHE.shape, keys_KSE.shape[0]
     assert keys_KSE.stride() == values_KSE.stride() == (keys_KSE.stride(0), head_dim, 1)
     assert q_BTHE.stride()[2:] == (head_dim, 1)
@@ -169,6 +146,9 @@ def decode_attention_triton(
     return out
 
 
+decode_attention = by_device(decode_attention_triton, decode_attention_reference)
+
+
 @jit
 def _decode_attention(
     q_ptr,
@@ -217,8 +197,8 @@ def _decode_attention(
     begin = 0
     if WINDOW > 0:
         # No new token sees keys before this one.
-        REACH: tl.constexpr = WINDOW + (TAIL if TAIL > NEW else NEW)
-        begin = tl.maximum(kv_len - REACH, 0) // BLOCK_KEYS * BLOCK_KEYS
+        SEEN_KEYS: tl.constexpr = WINDOW + (TAIL if TAIL > NEW else NEW)
+        begin = tl.maximum(kv_len - SEEN_KEYS, 0) // BLOCK_KEYS * BLOCK_KEYS
         position = tl.load(positions_ptr + sequence * NEW + token, mask=row_inside, other=0).to(tl.int32)
     if TAIL > 0:
         bits = tl.load(tail_bits_ptr + sequence * NEW + token, mask=row_inside, other=0)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
-
-
-def store_kv(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Tensor, values_KSE: Tensor) -> None:
-    """`slots_N`: -1 is stored nowhere."""
-    run = store_kv_triton if use_triton(k_NKE) else store_kv_reference
-    run(k_NKE, v_NKE, slots_N, keys_KSE, values_KSE)
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 
 def store_kv_reference(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Tensor, values_KSE: Tensor) -> None:
+    """`slots_N`: -1 is stored nowhere."""
     stored = slots_N >= 0
     slots = slots_N[stored].long()
     keys_KSE[:, slots] = k_NKE[stored].transpose(0, 1).to(keys_KSE.dtype)
@@ -41,6 +36,9 @@ def store_kv_triton(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Ten
             LANES=next_power_of_2(head_dim),
             num_warps=1,
         )
+
+
+store_kv = by_device(store_kv_triton, store_kv_reference)
 
 
 @jit

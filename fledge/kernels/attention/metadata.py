@@ -9,7 +9,7 @@
 All but HOST lie on the device and are read there, so that a pass over them can be captured. Which cache is not said here: a
 target and its drafter share pages, so one description serves both.
 
-Shapes: N tokens of all sequences, B sequences (or blocks of them), T tokens of each, P pages a sequence, C = B + 1.
+Shapes: N tokens of all sequences, B sequences, T tokens of each, P pages a sequence, C = B + 1.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.paged import HostLayouts, SequenceLayout
+from fledge.kernels.attention.paged import HostLayouts, SequenceLayout, chain_slots
 
-BLOCK_TOKENS = 64  # of a block of `cached_prefill`
 MAX_CHAIN = 62  # new tokens of a sequence whose causal mask fits the bits of a tail
 
 T = TypeVar("T")
 
 
-class Form(Enum):
+class AttentionForm(Enum):
     DECODE = auto()
     TREE = auto()
     PREFILL = auto()
@@ -41,14 +40,13 @@ class Form(Enum):
 class AttentionMetadata:
     """Made by one of the constructors below, for one pass."""
 
-    form: Form
-    page_table_BP: Tensor | None = None  # int32; or [N], the slot of each row, for prompts that begin at position 0
+    form: AttentionForm
+    page_table_BP: Tensor | None = None  # int32
     starts_B: Tensor | None = None  # int32: position of a sequence's first new token
     counts_B: Tensor | None = None  # DECODE, int32: how many of its T tokens are real; 0: an empty row
     lengths_B: Tensor | None = None  # TREE, int32: keys up to the end of the sequence; 0: an empty one
     positions_N: Tensor | None = None
     slots_N: Tensor | None = None  # of the cache; -1: stored nowhere
-    places_N: Tensor | None = None  # PREFILL: where a token lies among the places of all blocks; None: where it is
     offsets_C: Tensor | None = None  # PREFILL, int32: running sum of the sequences' new tokens, from 0
     tail_bits_BT: Tensor | None = None  # TREE, int64: bit j: the node sees the j-th of the last `tail` keys
     tail: int = 0
@@ -59,7 +57,7 @@ class AttentionMetadata:
     @classmethod
     def decode(cls, page_table_BP: Tensor, starts_B: Tensor, counts_B: Tensor) -> AttentionMetadata:
         """A chain of T new tokens of each of B sequences, from position `starts` on; the last T - count are padding."""
-        return cls(Form.DECODE, page_table_BP, starts_B, counts_B)
+        return cls(AttentionForm.DECODE, page_table_BP, starts_B, counts_B)
 
     @classmethod
     def tree(
@@ -67,7 +65,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """`lengths`: keys of each sequence, its nodes included. `positions`: a node's place on its own path."""
         where = {"lengths_B": lengths_B, "positions_N": positions_N, "slots_N": slots_N}
-        return cls(Form.TREE, page_table_BP, **where, tail_bits_BT=tail_bits_BT, tail=tail)
+        return cls(AttentionForm.TREE, page_table_BP, **where, tail_bits_BT=tail_bits_BT, tail=tail)
 
     @classmethod
     def packed(
@@ -76,28 +74,7 @@ class AttentionMetadata:
         """New tokens of B sequences, one sequence after the other, `offsets[b]` to `offsets[b + 1]`, from position `starts[b]`
         on: whole prompts, ends of prompts and chunks alike. What lies behind them belongs to none."""
         where = {"positions_N": positions_N, "slots_N": slots_N}
-        return cls(Form.PREFILL, page_table_BP, starts_B, **where, offsets_C=offsets_C)
-
-    @classmethod
-    def prefill(
-        cls, positions_N: Tensor, slots_N: Tensor, lengths: Sequence[int], offsets: Tensor, longest: int
-    ) -> AttentionMetadata:
-        """Whole prompts; their keys are found by their rows' slots. Slower than `packed`, which knows pages."""
-        return cls.packed(positions_N, slots_N, slots_N, torch.zeros_like(offsets[1:]), offsets)
-
-    @classmethod
-    def cached_prefill(
-        cls, positions_N: Tensor, slots_N: Tensor, places_N: Tensor, page_table_BP: Tensor, lengths_B: Tensor
-    ) -> AttentionMetadata:
-        """Blocks of BLOCK_TOKENS places, each of one sequence; short ones fill their last places.
-
-        `lengths`: keys up to the block's end; 0: an empty one. A short block begins before its first token.
-        """
-        starts = torch.where(lengths_B > 0, lengths_B, 0) - BLOCK_TOKENS
-        offsets = torch.arange(len(lengths_B) + 1, dtype=torch.int32, device=lengths_B.device) * BLOCK_TOKENS
-        meta = cls.packed(positions_N, slots_N, page_table_BP, starts, offsets)
-        meta.places_N = places_N
-        return meta
+        return cls(AttentionForm.PREFILL, page_table_BP, starts_B, **where, offsets_C=offsets_C)
 
     @classmethod
     def chunk(cls, positions_N: Tensor, slots_N: Tensor, page_table_P: Tensor, length: Tensor) -> AttentionMetadata:
@@ -111,7 +88,7 @@ class AttentionMetadata:
         cls, layouts: Sequence[SequenceLayout], positions_N: Tensor, page_size: int, highest_position: int | None = None
     ) -> AttentionMetadata:
         host = HostLayouts(layouts, page_size, positions_N.device)
-        return cls(Form.HOST, positions_N=positions_N, host=host, highest_position=highest_position)
+        return cls(AttentionForm.HOST, positions_N=positions_N, host=host, highest_position=highest_position)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What all layers of a pass share: made when the first of them asks."""
@@ -121,17 +98,11 @@ class AttentionMetadata:
 
     def tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
         """Position and slot of every new token."""
-        if self.form is not Form.DECODE:
+        if self.form is not AttentionForm.DECODE:
             return self.positions_N, self.slots_N
-        return self.once(("tokens", page_size), lambda: self._chain_tokens(num_tokens, page_size))
-
-    def _chain_tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
-        starts, pages = self.starts_B, self.page_table_BP
-        place = torch.arange(num_tokens // len(starts), device=starts.device)
-        stored = place < self.counts_B[:, None]
-        positions = torch.where(stored, starts[:, None] + place, 0).long()
-        slots = torch.where(stored, pages.long().gather(1, positions // page_size) * page_size + positions % page_size, -1)
-        return positions.flatten(), slots.flatten()
+        starts, counts, pages = given(self.starts_B), given(self.counts_B), given(self.page_table_BP)
+        num_new = num_tokens // len(starts)
+        return self.once(("tokens", page_size), lambda: chain_slots(num_new, starts, counts, pages, page_size))
 
     def chain_as_tree(self, num_tokens: int) -> tuple[Tensor, Tensor | None, int]:
         """Of DECODE, once its keys are stored: keys of each sequence, and the bits and tail of a TREE that is a chain.

@@ -87,6 +87,17 @@ def paired(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", [*tokens, *positions]), dtype=torch.int64).view(2, -1)
 
 
+def chain_slots(
+    num_new: int, starts_B: Tensor, counts_B: Tensor, page_table_BP: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Positions and slots of `num_new` tokens of each sequence from `starts` on; slot -1, stored nowhere, from `counts` on."""
+    place = torch.arange(num_new, device=starts_B.device)
+    stored = place < counts_B[:, None]
+    positions = torch.where(stored, starts_B[:, None] + place, 0).long()
+    pages = page_table_BP.long().gather(1, positions // page_size)
+    return positions.flatten(), torch.where(stored, pages * page_size + positions % page_size, -1).flatten()
+
+
 class HostLayouts:
     """The sequences of one pass as the host knows them, and what follows from them; made once a pass, for all its layers."""
 

@@ -25,35 +25,16 @@ from fledge.kernels.attention.exact import (
     score_shift,
     shifted_scores,
 )
-from fledge.kernels.triton_support import jit, multiprocessors, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, multiprocessors, next_power_of_2, tl
 
 BLOCK = 64  # keys a step
-
-
-def prefill_attention(
-    q_NHE: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    page_table: Tensor,
-    offsets_C: Tensor,
-    starts_B: Tensor,
-    page_size: int,
-    *,
-    window: int | None = None,
-) -> Tensor:
-    """[N, H, E]. A token at a negative position, or of no sequence, sees nothing: its output is 0.
-
-    `page_table`: [B, P]; a flat one holds the slots of all rows, for sequences that start at 0 (page size 1).
-    """
-    arguments = (q_NHE, keys_KSE, values_KSE, page_table, offsets_C, starts_B, page_size)
-    return (prefill_attention_triton if use_triton(q_NHE) else prefill_attention_reference)(*arguments, window=window)
 
 
 def prefill_attention_reference(
     q_NHE: Tensor,
     keys_KSE: Tensor,
     values_KSE: Tensor,
-    page_table: Tensor,
+    page_table_BP: Tensor,
     offsets_C: Tensor,
     starts_B: Tensor,
     page_size: int,
@@ -61,15 +42,18 @@ def prefill_attention_reference(
     counts_B: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Token by token: products of one shape have one order of sums. `counts_B`: keys of a sequence's later tokens do not exist,
-    and without any it sees nothing."""
+    """[N, H, E]. A token at a negative position, or of no sequence, sees nothing: its output is 0.
+
+    Token by token: products of one shape have one order of sums. `counts_B` (here alone): keys of a sequence's later tokens do
+    not exist, and without any it sees nothing.
+    """
     num_kv_heads, _, size = keys_KSE.shape
     out = torch.zeros(q_NHE.shape, dtype=q_NHE.dtype, device=q_NHE.device)
     offsets = offsets_C.tolist()
     for b, start in enumerate(starts_B.tolist()):
         first_row, num_tokens = offsets[b], offsets[b + 1] - offsets[b]
         count = num_tokens if counts_B is None else int(counts_B[b])
-        table = (page_table[first_row:] if page_table.dim() == 1 else page_table[b]).long()
+        table = page_table_BP[b].long()
         for token in range(max(-start, 0), num_tokens if count else 0):
             position = start + token
             first_key = max(position + 1 - window, 0) if window else 0
@@ -85,7 +69,7 @@ def prefill_attention_triton(
     q_NHE: Tensor,
     keys_KSE: Tensor,
     values_KSE: Tensor,
-    page_table: Tensor,
+    page_table_BP: Tensor,
     offsets_C: Tensor,
     starts_B: Tensor,
     page_size: int,
@@ -97,11 +81,9 @@ def prefill_attention_triton(
     """`rows`: of a program, and `stages` of its loads; None chooses. They do not change a bit of the result."""
     (num_kv_heads, _, size), batch = keys_KSE.shape, len(starts_B)
     num_tokens, num_heads, _ = q_NHE.shape
-    flat = page_table.dim() == 1
     assert q_NHE.stride()[1:] == (size, 1)
     assert keys_KSE.stride() == values_KSE.stride() == (keys_KSE.stride(0), size, 1)
-    assert page_table.stride(-1) == 1
-    assert not flat or page_size == 1
+    assert page_table_BP.stride(-1) == 1
     out = torch.empty((num_tokens, num_heads, size), dtype=q_NHE.dtype, device=q_NHE.device)
     if not num_tokens:
         return out
@@ -113,14 +95,14 @@ def prefill_attention_triton(
         q_NHE,
         keys_KSE,
         values_KSE,
-        page_table,
+        page_table_BP,
         offsets_C,
         starts_B,
         out,
         size**-0.5 * math.log2(math.e),
         q_NHE.stride(0),
         keys_KSE.stride(0),
-        0 if flat else page_table.stride(0),
+        page_table_BP.stride(0),
         num_tokens,
         batch,
         SEQUENCES=max(next_power_of_2(batch + 1), 16),
@@ -130,7 +112,6 @@ def prefill_attention_triton(
         LANES=lanes,
         ROWS=rows,
         PAGE=page_size,
-        FLAT=flat,
         BLOCK_KEYS=BLOCK,
         PER_SPLIT=SPLIT,
         SHIFT=score_shift(q_NHE.dtype),
@@ -140,6 +121,9 @@ def prefill_attention_triton(
         enable_fp_fusion=False,
     )
     return out
+
+
+prefill_attention = by_device(prefill_attention_triton, prefill_attention_reference)
 
 
 def choose_rows(num_tokens: int, num_kv_heads: int, group: int, lanes: int, q: Tensor) -> int:
@@ -174,7 +158,6 @@ def _prefill_attention(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     PAGE: tl.constexpr,
-    FLAT: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -221,10 +204,7 @@ def _prefill_attention(
         all_seen = 0
     keys_base = keys_ptr + kv_head.to(tl.int64) * kv_head_stride
     values_base = values_ptr + kv_head.to(tl.int64) * kv_head_stride
-    if FLAT:
-        pages = page_table_ptr + first_row
-    else:
-        pages = page_table_ptr + sequence.to(tl.int64) * pages_stride
+    pages = page_table_ptr + sequence.to(tl.int64) * pages_stride
 
     all_best = tl.full([ROWS], float("-inf"), tl.float32)
     all_total = tl.zeros([ROWS, 8], tl.float32)

@@ -11,14 +11,13 @@ from this pass, side by side in one tile. A program takes a sequence, a key/valu
 contexts are one split. With several programs the one that finishes last adds up the splits.
 
 Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
-this one reads was complete: see `before_attention` of `linear.dispatch`. (Kernels of libraries never let anything start
+this one reads was complete: see `pdl_barrier` of `linear.dispatch`. (Kernels of libraries never let anything start
 early.)
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,19 +36,28 @@ from fledge.kernels.attention.exact import (
     shifted_scores,
     weighted,
 )
+from fledge.kernels.attention.launch_config import (
+    MOST_KEYS,
+    MOST_PART_BYTES,
+    SOME,
+    STREAMED_KEYS,
+    LaunchConfig,
+    arrival_counts,
+    choose_config,
+    choose_programs,
+)
+from fledge.kernels.attention.paged import chain_slots
 from fledge.kernels.attention.prefill_attention import prefill_attention_reference
 from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.kernels.triton_support import (
     attention_programs,
+    by_device,
     jit,
     let_next_start,
-    loaded,
-    multiprocessors,
+    load_fence,
     next_power_of_2,
     overlap,
-    shared_memory,
     tl,
-    use_triton,
     wait_for_inputs,
 )
 
@@ -59,30 +67,7 @@ Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 MAX_ROWS = 32
 
 
-class Form(NamedTuple):
-    """Of a program."""
-
-    # Of the keys, and of the values, that it has loaded before the queries are there: for 32768 256 keys of SmolLM2.
-    first_bytes: int
-    warps: int
-    registers: int
-
-
-# Few programs (`few_programs`) may fill a multiprocessor each; others leave room for a second one or for the kernels around
-# them. Keys beyond the first come one block after the other: with 300 of them a step of four rows took 465 µs in the second
-# form and 385 in the first, with 150 403 and 384. Below 256 one row (365 and 384) and drafts lose a little; beyond all win.
-FEW, SOME = Form(65536, 8, 255), Form(32768, 8, 128)
-# Beyond so many keys the second form is faster: there are shares enough for two programs a multiprocessor. (Of 8,192 keys the
-# first takes three quarters of the second's time, of 32,768 a tenth more, of 131,072 a third more.)
-FEW_KEYS = 16384
-FEW_SHARED_MEMORY = 184 * 1024  # bytes that one in the first form may want; cards from Hopper's data centres have them
-# Of all splits of a launch, until they are added up. Beyond it a program takes all splits of its rows.
-MOST_PART_BYTES = 128 << 20
-STREAMED_KEYS = 64
-MOST_KEYS = 128  # of the blocks after the first
-
-
-def rope_attention(
+def rope_attention_reference(
     qkv_NX: Tensor,
     table_2PE: Tensor,
     starts_B: Tensor,
@@ -98,35 +83,12 @@ def rope_attention(
 ) -> Tensor:
     """The attention's output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten.
 
-    `arrivals`: see `arrival_counts`.
+    `arrivals`: see `arrival_counts`; read by the kernel alone.
     """
-    arguments = (qkv_NX, table_2PE, starts_B, counts_B, keys_KSE, values_KSE, page_table_BP, page_size)
-    if use_triton(qkv_NX):
-        return rope_attention_triton(*arguments, norms=norms, window=window, arrivals=arrivals)
-    return rope_attention_reference(*arguments, norms=norms, window=window)
-
-
-def rope_attention_reference(
-    qkv_NX: Tensor,
-    table_2PE: Tensor,
-    starts_B: Tensor,
-    counts_B: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    page_table_BP: Tensor,
-    page_size: int,
-    *,
-    norms: Norms | None = None,
-    window: int | None = None,
-) -> Tensor:
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
-    place = torch.arange(num_new, device=starts_B.device)
-    stored = place < counts_B[:, None]
-    position = torch.where(stored, starts_B[:, None] + place, 0).long()
-    page = page_table_BP.long().gather(1, position // page_size)
-    slots = torch.where(stored, page * page_size + position % page_size, -1)
-    rope_cache_reference(qkv_NX, table_2PE, position.flatten(), slots.flatten(), keys_KSE, values_KSE, norms)
+    positions_N, slots_N = chain_slots(num_new, starts_B, counts_B, page_table_BP, page_size)
+    rope_cache_reference(qkv_NX, table_2PE, positions_N, slots_N, keys_KSE, values_KSE, norms)
     offsets = torch.arange(batch + 1) * num_new
     q_NHE = qkv_NX.view(len(qkv_NX), -1, head_dim)[:, : -2 * num_kv_heads]
     out = prefill_attention_reference(
@@ -150,10 +112,10 @@ def rope_attention_triton(
     arrivals: Tensor | None = None,
     programs: int | None = None,
     streamed: bool | None = None,
-    form: Form | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
     """`programs`: for the splits of a sequence and head; None chooses. `streamed`: keys come in small blocks all the way; None:
-    where there are more programs than run at once, which wait for each other anyhow. `form`: None chooses by the number of
+    where there are more programs than run at once, which wait for each other anyhow. `config`: None chooses by the number of
     programs and the most keys. None of them changes a bit of the result."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
@@ -167,16 +129,16 @@ def rope_attention_triton(
     row_blocks = -(-num_new * group // rows)
     num_programs = batch * num_kv_heads * row_blocks
     lanes = max(next_power_of_2(head_dim), 16)
-    reach = page_table_BP.shape[1] * page_size
-    max_keys = reach if window is None else min(reach, window + num_new)
+    kv_bucket = page_table_BP.shape[1] * page_size
+    max_keys = kv_bucket if window is None else min(kv_bucket, window + num_new)
     device = qkv_NX.device
-    form = form or choose_form(num_programs, max_keys, device)
-    first = min(max(form.first_bytes // (lanes * qkv_NX.element_size()), 64), form.first_bytes // 128, SPLIT)
+    config = config or choose_config(num_programs, max_keys, device)
+    first = min(max(config.first_bytes // (lanes * qkv_NX.element_size()), 64), config.first_bytes // 128, SPLIT)
     enough = attention_programs(device)
     streamed = num_programs > enough if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
     # A window may begin anywhere in a split.
-    splits = -(-max_keys // SPLIT) + (window is not None and max_keys < reach)
+    splits = -(-max_keys // SPLIT) + (window is not None and max_keys < kv_bucket)
     part_bytes = len(qkv_NX) * num_heads * head_dim * 4
     programs = programs or choose_programs(num_programs, splits, enough, MOST_PART_BYTES // part_bytes)
     out = torch.empty((len(qkv_NX), num_heads * head_dim), dtype=qkv_NX.dtype, device=device)
@@ -231,40 +193,16 @@ def rope_attention_triton(
         SHIFT=score_shift(qkv_NX.dtype),
         WINDOW=window or 0,
         HAS_NORMS=norms is not None,
-        num_warps=4 if streamed else form.warps,
+        num_warps=4 if streamed else config.warps,
         num_stages=3,
-        maxnreg=SOME.registers if streamed else form.registers,
+        maxnreg=SOME.registers if streamed else config.registers,
         enable_fp_fusion=False,
         **overlap(qkv_NX),
     )
     return out
 
 
-def few_programs(device: torch.device) -> int:
-    """48 on an H200."""
-    return multiprocessors(device) * 4 // 11
-
-
-def choose_form(num_programs: int, max_keys: int, device: torch.device) -> Form:
-    if device.type != "cuda" or num_programs > few_programs(device) or max_keys > FEW_KEYS:  # the interpreter need not hurry
-        return SOME
-    return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
-
-
-def choose_programs(num_programs: int, splits: int, enough_programs: int, most_parts: int) -> int:
-    """For the splits of each sequence and head: enough programs to fill the device twice, each with as many splits."""
-    if 2 * num_programs > enough_programs or splits > most_parts:
-        return 1
-    each = -(-splits // max(2 * enough_programs // num_programs, 1))
-    return -(-splits // each)
-
-
-def arrival_counts(device: torch.device) -> Tensor:
-    """How many programs of each sequence and head are done; every launch leaves zeros. Keys are shared out only below so many.
-
-    Launches that may run at once (two engines, two streams) need one each.
-    """
-    return torch.zeros(attention_programs(device), dtype=torch.int32, device=device)
+rope_attention = by_device(rope_attention_triton, rope_attention_reference)
 
 
 @jit
@@ -387,7 +325,7 @@ def _rope_attention(
         k_weight = tl.load(k_weight_ptr + lane, mask=lane_inside, other=0.0).to(tl.float32)
         other_q_weight = tl.load(q_weight_ptr + other_lane).to(tl.float32)
         other_k_weight = tl.load(k_weight_ptr + other_lane).to(tl.float32)
-    q_cos, q_sin, k_cos, k_sin = loaded(q_cos), loaded(q_sin), loaded(k_cos), loaded(k_sin)
+    q_cos, q_sin, k_cos, k_sin = load_fence(q_cos), load_fence(q_sin), load_fence(k_cos), load_fence(k_sin)
 
     wait_for_inputs(PDL)
     TOKEN: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
@@ -398,11 +336,12 @@ def _rope_attention(
     new_k = tl.load(k_heads + lane[None, :], mask=new_mask, other=0.0)
     other_k = tl.load(k_heads + other_lane[None, :], mask=new_mask, other=0.0)
     new_v = tl.load(k_heads + KV_HEADS * SIZE + lane[None, :], mask=new_mask, other=0.0)
-    first_k, first_v, tail_k, tail_v = loaded(first_k), loaded(first_v), loaded(tail_k), loaded(tail_v)
-    q, other_q, new_k, other_k, new_v = loaded(q), loaded(other_q), loaded(new_k), loaded(other_k), loaded(new_v)
+    first_k, first_v, tail_k, tail_v = load_fence(first_k), load_fence(first_v), load_fence(tail_k), load_fence(tail_v)
+    q, other_q, new_k = load_fence(q), load_fence(other_q), load_fence(new_k)
+    other_k, new_v = load_fence(other_k), load_fence(new_v)
     q = rotated(q, other_q, q_cos, q_sin, q_weight, other_q_weight, eps, SIZE, HAS_NORMS, dtype)
     new_k = rotated(new_k, other_k, k_cos, k_sin, k_weight, other_k_weight, eps, SIZE, HAS_NORMS, dtype)
-    q, new_k, new_v = loaded(q), loaded(new_k).to(cache_type), new_v.to(cache_type)
+    q, new_k, new_v = load_fence(q), load_fence(new_k).to(cache_type), new_v.to(cache_type)
     store = new_mask & (program == 0) & (row_block == 0)
     tl.store(keys_base + tail_offsets, new_k, mask=store)
     tl.store(values_base + tail_offsets, new_v, mask=store)

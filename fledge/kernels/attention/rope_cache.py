@@ -11,27 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fledge.kernels.attention.exact import head_scale
-from fledge.kernels.triton_support import jit, next_power_of_2, tl, use_triton
+from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 
 def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The sign of the rotation is folded into the sine (`Rotary.table`), so that rotating is one roll by half a head."""
     half = x_NHE.shape[-1] // 2
     return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
-
-
-def rope_cache(
-    qkv_NX: Tensor,
-    table_2PE: Tensor,
-    positions_N: Tensor,
-    slots_N: Tensor,
-    keys_KSE: Tensor,
-    values_KSE: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> None:
-    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign). `norms`: q and k norm weights and epsilon."""
-    run = rope_cache_triton if use_triton(qkv_NX) else rope_cache_reference
-    run(qkv_NX, table_2PE, positions_N, slots_N, keys_KSE, values_KSE, norms)
 
 
 def rope_cache_reference(
@@ -43,6 +29,7 @@ def rope_cache_reference(
     values_KSE: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
+    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign). `norms`: q and k norm weights and epsilon."""
     num_kv_heads, _, head_dim = keys_KSE.shape
     heads = qkv_NX.view(qkv_NX.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
@@ -95,6 +82,9 @@ def rope_cache_triton(
             num_warps=2 if num_heads * head_dim <= 2048 else 8,
             enable_fp_fusion=False,
         )
+
+
+rope_cache = by_device(rope_cache_triton, rope_cache_reference)
 
 
 @jit

@@ -1,8 +1,8 @@
 /* Attention of a few new tokens over one sequence's keys and values, which lie in one or more runs of consecutive slots. Where
    they lie changes no bit of the result.
 
-   Keys are turned on their side sixteen at a time, so that the scores of sixteen keys are one register and no sum crosses it; all
-   the queries that share the keys use the turned tile. What a query gets does not depend on how many others there are. */
+   Keys are transposed sixteen at a time, so that the scores of sixteen keys are one register and no sum crosses it; all
+   the queries that share the keys use the transposed tile. What a query gets does not depend on how many others there are. */
 
 typedef struct {
     long end;    /* the run holds the keys before this one that no earlier run holds */
@@ -68,7 +68,7 @@ typedef int lane_indexes __attribute__((vector_size(64)));
 #endif
 
 /* out[column][key] = rows[key][column], 16 × 16. Interleaving rows i and i + 8 four times over is a transposition. */
-static inline void turn(const float *rows, long stride, float *out) {
+static inline void transpose(const float *rows, long stride, float *out) {
     lanes a[LANES], b[LANES];
     for (int i = 0; i < LANES; i++) a[i] = load(rows + i * stride);
     for (int round = 0; round < 4; round++) {
@@ -81,12 +81,12 @@ static inline void turn(const float *rows, long stride, float *out) {
     for (int i = 0; i < LANES; i++) store(out + i * LANES, a[i]);
 }
 
-/* The same from sixteen rows of halves, `size` apart: pairs of halves are turned as if they were floats, which is half the work. */
-static inline void turn_halves(const half *rows, long size, float *out) {
+/* The same from sixteen rows of halves, `size` apart: pairs of halves are transposed as floats, which is half the work. */
+static inline void transpose_halves(const half *rows, long size, float *out) {
     typedef uint32_t lane_words __attribute__((vector_size(64)));
     typedef uint16_t lane_halves __attribute__((vector_size(32)));
     float pairs[LANES * LANES];
-    turn((const float *)rows, size / 2, pairs);
+    transpose((const float *)rows, size / 2, pairs);
     for (int i = 0; i < LANES; i++) {
         lane_words both = (lane_words)load(pairs + i * LANES);
         lane_halves even = __builtin_convertvector(both, lane_halves), odd = __builtin_convertvector(both >> 16, lane_halves);
@@ -97,10 +97,10 @@ static inline void turn_halves(const half *rows, long size, float *out) {
     }
 }
 
-/* tile [size][LANES]: sixteen keys on their side. */
-static void turn_keys(const float *keys, long size, float *tile) {
+/* tile [size][LANES]: sixteen keys, transposed. */
+static void transpose_keys(const float *keys, long size, float *tile) {
     long whole = size / LANES * LANES;
-    for (long e = 0; e < whole; e += LANES) turn(keys + e, size, tile + e * LANES);
+    for (long e = 0; e < whole; e += LANES) transpose(keys + e, size, tile + e * LANES);
     for (long e = whole; e < size; e++)
         for (long i = 0; i < LANES; i++) tile[e * LANES + i] = keys[i * size + e];
 }
@@ -129,7 +129,7 @@ static void tile_of(const Cache *cache, const uint8_t *keys, const Run *run, lon
             memset((half *)widened + count * size, 0, sizeof(half) * (LANES - count) * size);
             halves = memcpy(widened, halves, sizeof(half) * count * size);
         }
-        for (long e = 0; e < size; e += 2 * LANES) turn_halves(halves + e, size, tile + e * LANES);
+        for (long e = 0; e < size; e += 2 * LANES) transpose_halves(halves + e, size, tile + e * LANES);
         return;
     }
     const float *floats = gather(cache, keys, run, s, count, widened);
@@ -138,7 +138,7 @@ static void tile_of(const Cache *cache, const uint8_t *keys, const Run *run, lon
         memset(widened + count * size, 0, sizeof(float) * (LANES - count) * size);
         floats = widened;
     }
-    turn_keys(floats, size, tile);
+    transpose_keys(floats, size, tile);
 }
 
 static inline const Run *run_of(const Sequence *sequence, long s) {
@@ -203,7 +203,8 @@ INLINE void score(const int N, const float *q, const float *tile, long size, flo
 
 /* out[n][0 … size) += Σ weights[n][i] · values[i] for N heads, 64, 16 or fewer columns at a time, always in the values' order;
    `stride`, `step`: from one of weights, and of out, to the next */
-INLINE void mix(const int N, const float *weights, long stride, const float *values, long count, long size, float *out, long step) {
+INLINE void weighted_sum(const int N, const float *weights, long stride, const float *values, long count, long size, float *out,
+                         long step) {
     long e = 0;
     for (; e + 4 * LANES <= size; e += 4 * LANES) {
         lanes sums[HEADS][4];
@@ -262,7 +263,7 @@ static void seen_keys(const Sequence *sequence, long t, long window, long *first
 enum { PART_KEYS = 512, SHARE_ENDS = 2 };
 
 /* scores [0 … PART_KEYS) of a part's keys, in place, to weights of those from `begin` to `end`; hidden keys weigh nothing. */
-static void weigh(const Sequence *sequence, long t, long part, long begin, long end, float *scores, float *ends) {
+static void softmax_weights(const Sequence *sequence, long t, long part, long begin, long end, float *scores, float *ends) {
     long hidden = part * PART_KEYS - (sequence->kv_len - sequence->tail);  /* place in the tail of the part's first key */
     const unsigned char *mask = sequence->tail_mask ? sequence->tail_mask + t * sequence->tail + hidden : NULL;
     long masked = begin + hidden > 0 ? begin : -hidden;
@@ -347,7 +348,8 @@ static void attend_part(const Cache *cache, const Sequence *sequence, long kv_he
         later = fetch_later(cache, sequence, values, later, start + s, TILE_KEYS);
     for (long r = 0; r < rows; r++)
         for (long g = 0; g < group && begin[r] < end[r]; g++)
-            weigh(sequence, t + r, part, begin[r], end[r], scores + (r * group + g) * PART_KEYS, shares + (r * group + g) * stride + size);
+            softmax_weights(sequence, t + r, part, begin[r], end[r], scores + (r * group + g) * PART_KEYS,
+                            shares + (r * group + g) * stride + size);
     run = sequence->runs;
     for (long s = from / TILE_KEYS * TILE_KEYS; s < to; s += TILE_KEYS) {
         while (run->end <= start + s) run++;
@@ -358,7 +360,8 @@ static void attend_part(const Cache *cache, const Sequence *sequence, long kv_he
             long low = begin[r] > s ? begin[r] - s : 0, high = end[r] - s < count ? end[r] - s : count;
             for (long g = 0; g < group && low < high; g += HEADS) {
                 const float *weights = scores + (r * group + g) * PART_KEYS + s + low;
-                FOR_HEADS(group - g, mix, weights, PART_KEYS, some + low * size, high - low, size, shares + (r * group + g) * stride, stride);
+                FOR_HEADS(group - g, weighted_sum, weights, PART_KEYS, some + low * size, high - low, size,
+                          shares + (r * group + g) * stride, stride);
             }
         }
     }

@@ -170,21 +170,13 @@ INLINE void block_strip(const int format, const int R, const Activations *x, lon
 }
 
 typedef void (*StripOf)(const Activations *, long, long, const uint8_t *, int, float *);
-#define STRIP_OF(FORMAT, R)                                                                                               \
+#define STRIP_OF(R, FORMAT)                                                                                               \
     static void FORMAT##_strip_##R(const Activations *x, long step, long units, const uint8_t *strip, int streamed, float *out) { \
         block_strip(FORMAT, R, x, step, units, strip, streamed, out);                                                     \
     }
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#define STRIP_NAME(R, FORMAT) FORMAT##_strip_##R,
 #define STRIPS_OF(FORMAT)                                                                                                 \
-    STRIP_OF(FORMAT, 1) STRIP_OF(FORMAT, 2) STRIP_OF(FORMAT, 3) STRIP_OF(FORMAT, 4)                                       \
-    static const StripOf FORMAT##_strip[] = {0, FORMAT##_strip_1, FORMAT##_strip_2, FORMAT##_strip_3, FORMAT##_strip_4};
-#else
-#define STRIPS_OF(FORMAT)                                                                                                 \
-    STRIP_OF(FORMAT, 1) STRIP_OF(FORMAT, 2) STRIP_OF(FORMAT, 3) STRIP_OF(FORMAT, 4)                                       \
-    STRIP_OF(FORMAT, 5) STRIP_OF(FORMAT, 6) STRIP_OF(FORMAT, 7) STRIP_OF(FORMAT, 8)                                       \
-    static const StripOf FORMAT##_strip[] = {0, FORMAT##_strip_1, FORMAT##_strip_2, FORMAT##_strip_3, FORMAT##_strip_4,   \
-        FORMAT##_strip_5, FORMAT##_strip_6, FORMAT##_strip_7, FORMAT##_strip_8};
-#endif
+    FOR_BLOCK_ROWS(STRIP_OF, FORMAT) static const StripOf FORMAT##_strip[] = {0, FOR_BLOCK_ROWS(STRIP_NAME, FORMAT)};
 FOR_BLOCK_FORMATS(STRIPS_OF)
 
 static const StripOf *strips_of(int format) {

@@ -120,20 +120,10 @@ static void place_row(const void *task, long row) {
     }
 }
 
-/* A thread's own working memory, kept between calls. */
-static float *own_memory(size_t floats) {
-    static __thread float *memory;
-    static __thread size_t size;
-    if (floats > size) {
-        free(memory);
-        memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-        if (!memory) {
-            fprintf(stderr, "fledge: no memory for attention over a long text\n");
-            abort();
-        }
-        size = floats;
-    }
-    return memory;
+static __thread Memory own_memory;  /* a thread's own, for attention */
+
+static float *attention_memory(const Cache *cache, long rows) {
+    return at_least(&own_memory, attention_floats(cache, rows) * sizeof(float), "attention over a long text");
 }
 
 /* A block of rows under one kv head. */
@@ -173,7 +163,7 @@ static void attend_one_part(const void *task, long number) {
     if (part > i.to) return;
     float *shares = a->shares + number / a->most_parts * a->most_parts * share_floats(cache, a->block_rows);
     attend_part(cache, i.sequence, i.kv_head, i.start, i.rows, part, i.q, width, shares + (part - i.from) * share_floats(cache, i.rows),
-                own_memory(attention_floats(cache, i.rows)));
+                attention_memory(cache, i.rows));
 }
 
 static void attend_block(const void *task, long item) {
@@ -183,7 +173,7 @@ static void attend_block(const void *task, long item) {
     long E = cache->head_size, H = cache->heads, K = cache->kv_heads;
     const float *shares = a->shares ? a->shares + item * a->most_parts * share_floats(cache, a->block_rows) : NULL;
     attend_rows(cache, i.sequence, i.kv_head, i.start, i.rows, i.q, (H + 2 * K) * E, shares, i.from, i.to,
-                a->attended + i.row * H * E, own_memory(attention_floats(cache, i.rows)));
+                a->attended + i.row * H * E, attention_memory(cache, i.rows));
     for (long r = i.row; a->in_bytes && r < i.row + i.rows; r++)
         for (long at = i.kv_head * (H / K) * E; at < (i.kv_head + 1) * (H / K) * E; at += UNIT)
             quantise_unit(a->attended + r * H * E + at, unit_at(a->in_bytes, r, a->batch->rows, H * E, at / UNIT));
@@ -213,18 +203,7 @@ static void request_cache(const void *what, long share, long shares) {
     }
 }
 
-/* The callers' working memory; whoever holds the pool's lock has it. */
-static void *shared_memory(size_t bytes) {
-    static void *memory;
-    static size_t size;
-    if (bytes > size) {
-        free(memory);
-        size = (bytes + 4095) / 4096 * 4096;
-        memory = aligned_alloc(64, size);
-        if (!memory) size = 0;
-    }
-    return memory;
-}
+static Memory working;  /* the callers'; whoever holds the pool's lock has it */
 
 /* `next`: the linear that follows the layer, or NULL. */
 static int layer_locked(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed,
@@ -233,13 +212,14 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     long width = layer->qkv.outputs, H_E = cache->heads * cache->head_size, units = (hidden + (H_E > middle ? H_E : middle)) / UNIT;
     int threads = (int)batch->threads, normed_outputs = layer->attention_output_norm != NULL;
     /* Few rows over long texts: the parts of the keys are dealt out to the threads; over short ones the rows are, evenly. Many rows go
-       in blocks that share the turned keys. */
+       in blocks that share the transposed keys. */
     long most_parts = rows <= ROWS ? most_seen_parts(cache, batch) : 1, in_parts = most_parts > 1;
     long share = in_parts ? rows : (rows + threads - 1) / threads, block_rows = share < ROWS ? share : ROWS;
     for (long s = 0; s < batch->num_sequences; s++) num_blocks += (batch->sequences[s].query_len + block_rows - 1) / block_rows;
     size_t floats = (rows * (hidden + width + H_E + middle + (normed_outputs ? hidden : 0)) + 15) / 16 * 16, shared = 0;
     if (in_parts) shared = num_blocks * cache->kv_heads * most_parts * share_floats(cache, block_rows);
-    float *memory = shared_memory((floats + shared) * sizeof(float) + rows * units * sizeof(Activations) + 3 * num_blocks * sizeof(long));
+    size_t bytes = (floats + shared) * sizeof(float) + rows * units * sizeof(Activations) + 3 * num_blocks * sizeof(long);
+    float *memory = at_least(&working, bytes, NULL);
     if (!memory) return 1;
     float *input = memory, *heads = input + rows * hidden, *attended = heads + rows * width, *gated = attended + rows * H_E;
     float *added = normed_outputs ? gated + rows * middle : x;

@@ -28,7 +28,8 @@ typedef struct {
 static int experts_locked(const Expert *experts, long num_experts, const float *x, const int64_t *chosen, const float *weights,
                           float *out, long rows, long per_row, int threads) {
     long hidden = experts->down.outputs, middle = experts->down.inputs;
-    float *memory = shared_memory(rows * (2 * hidden + middle) * sizeof(float) + (rows + 1) * (sizeof(long) + sizeof(float)));
+    size_t bytes = rows * (2 * hidden + middle) * sizeof(float) + (rows + 1) * (sizeof(long) + sizeof(float));
+    float *memory = at_least(&working, bytes, NULL);
     if (!memory) return 1;
     float *input = memory, *output = input + rows * hidden, *gated = output + rows * hidden, *weight = gated + rows * middle;
     long *row = (long *)(weight + rows + (rows & 1));

@@ -15,13 +15,23 @@
 /* AHEAD_BYTES: how far ahead blocks are loaded. From memory at 10 KB instead of 4: a row of a 135M target takes 6 % less time, of a
    0.5B one 10 %; 16 KB and more lose again, as they push each other out of the first cache. */
 enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24, AHEAD_BYTES = 10240 };
+/* DO(R, …) for every number of rows R up to the largest */
+#define UP_TO_3(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__)
+#define UP_TO_4(DO, ...) UP_TO_3(DO, __VA_ARGS__) DO(4, __VA_ARGS__)
+#define UP_TO_8(DO, ...) UP_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
 /* Rows whose sums fit the registers; of blocks, whose panels are computed WIDTH outputs at a time, more. */
 #if defined(__AVX512BW__)
 enum { ROWS = 8, BLOCK_ROWS = 8 };
+#define FOR_ROWS UP_TO_8
+#define FOR_BLOCK_ROWS UP_TO_8
 #elif defined(__AVX2__)
 enum { ROWS = 3, BLOCK_ROWS = 4 };
+#define FOR_ROWS UP_TO_3
+#define FOR_BLOCK_ROWS UP_TO_4
 #else
 enum { ROWS = 3, BLOCK_ROWS = 8 };
+#define FOR_ROWS UP_TO_3
+#define FOR_BLOCK_ROWS UP_TO_8
 #endif
 enum { CHUNK = 8 };  /* rows taken through a panel at a time */
 
@@ -158,17 +168,9 @@ static inline long panel_bytes(long format, long inputs, long group) {
 typedef struct { byte pair[2]; } nibble;  /* any type but a byte */
 typedef struct { byte pair[3]; } wide_nibble;
 
-#if defined(__AVX512BW__)
+#define PANEL_NAME(R, WEIGHT) WEIGHT##_panel_##R,
 #define PANELS_OF(KIND, WEIGHT, WIDEN)                                                                                    \
-    KIND(1, WEIGHT, WIDEN) KIND(2, WEIGHT, WIDEN) KIND(3, WEIGHT, WIDEN) KIND(4, WEIGHT, WIDEN)                           \
-    KIND(5, WEIGHT, WIDEN) KIND(6, WEIGHT, WIDEN) KIND(7, WEIGHT, WIDEN) KIND(8, WEIGHT, WIDEN)                           \
-    static const PanelOf WEIGHT##_panel[ROWS + 1] = {0, WEIGHT##_panel_1, WEIGHT##_panel_2, WEIGHT##_panel_3,             \
-        WEIGHT##_panel_4, WEIGHT##_panel_5, WEIGHT##_panel_6, WEIGHT##_panel_7, WEIGHT##_panel_8};
-#else
-#define PANELS_OF(KIND, WEIGHT, WIDEN)                                                                                    \
-    KIND(1, WEIGHT, WIDEN) KIND(2, WEIGHT, WIDEN) KIND(3, WEIGHT, WIDEN)                                                  \
-    static const PanelOf WEIGHT##_panel[ROWS + 1] = {0, WEIGHT##_panel_1, WEIGHT##_panel_2, WEIGHT##_panel_3};
-#endif
+    FOR_ROWS(KIND, WEIGHT, WIDEN) static const PanelOf WEIGHT##_panel[ROWS + 1] = {0, FOR_ROWS(PANEL_NAME, WEIGHT)};
 
 typedef void (*PanelOf)(const Product *, long, const void *, float *);
 PANELS_OF(PANEL_OF, float, widen_floats)
@@ -260,27 +262,32 @@ static void product_panel(const void *task, long index) {
     }
 }
 
-/* Memory for activations; whoever holds the pool's lock has it. */
-static void *activation_memory(size_t bytes) {
-    static char *memory;
-    static size_t size;
-    if (bytes > size) {
-        free(memory);
-        memory = aligned_alloc(64, size = (bytes + 63) / 64 * 64);
-        if (!memory) {
-            fprintf(stderr, "fledge: no memory for a linear's activations (%zu bytes)\n", bytes);
-            abort();
+/* Memory that is kept between calls and grows. */
+typedef struct { void *at; size_t bytes; } Memory;
+
+/* At least `bytes` of it; what it held is lost. Without so many: NULL, or the end of the process if there is a `purpose`. */
+static void *at_least(Memory *memory, size_t bytes, const char *purpose) {
+    if (bytes > memory->bytes) {
+        free(memory->at);
+        memory->bytes = (bytes + 4095) / 4096 * 4096;
+        memory->at = aligned_alloc(64, memory->bytes);
+        if (!memory->at) {
+            memory->bytes = 0;
+            if (purpose) fprintf(stderr, "fledge: no memory for %s (%zu bytes)\n", purpose, bytes), abort();
         }
     }
-    return memory;
+    return memory->at;
 }
 
+static Memory activations;  /* whoever holds the pool's lock has it */
+
 /* Activations in fixed point, for weights in groups. */
-static void fix(Product *product) {
+static void to_fixed_point(Product *product) {
     const Linear *linear = product->linear;
     long numbers = product->rows * linear->inputs, groups = numbers / linear->group, in_row = linear->inputs / linear->group;
     float gathered[linear->group];
-    float *scales = activation_memory(numbers * sizeof(int16_t) + 2 * groups * sizeof(float)), *sums = scales + groups;
+    size_t bytes = numbers * sizeof(int16_t) + 2 * groups * sizeof(float);
+    float *scales = at_least(&activations, bytes, "a linear's activations"), *sums = scales + groups;
     int16_t *fixed = (int16_t *)(sums + groups);
     for (long g = 0; g < groups; g++) {
         const float *x = product->x + g * linear->group;
@@ -311,7 +318,8 @@ static void quantise_row_of(const void *task, long row) {
 
 /* Activations in 8 bits, for blocks. */
 static void quantise(Product *product, int threads) {
-    product->in_bytes = activation_memory(product->rows * (product->linear->inputs / UNIT) * sizeof(Activations));
+    size_t bytes = product->rows * (product->linear->inputs / UNIT) * sizeof(Activations);
+    product->in_bytes = at_least(&activations, bytes, "a linear's activations");
     parallel(quantise_row_of, product, product->rows, threads);
 }
 
@@ -324,7 +332,7 @@ static int in_blocks(const Linear *linear) {
 
 static void prepare(Product *product, int threads) {
     product->streamed = product->linear->streamed && product->rows <= (in_blocks(product->linear) ? BLOCK_ROWS : ROWS);
-    if (is_grouped(product->linear->parts[0].format)) fix(product);
+    if (is_grouped(product->linear->parts[0].format)) to_fixed_point(product);
     else if (!product->in_bytes && in_blocks(product->linear)) quantise(product, threads);
 }
 

@@ -44,16 +44,7 @@ def read_fp8(codes_OI: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
     return Fp8Weight(codes_OI, scales.reshape(-1, 1).expand(outputs, 1).contiguous(), inputs)
 
 
-def quantize_fp8(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:
-    """Rounds to the nearest, a scale an output, or a block."""
-    if block is None:
-        scales = (weight_OI.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
-        return Fp8Weight((weight_OI.float() / scales).to(torch.float8_e4m3fn), scales, weight_OI.shape[1])
-    outputs, inputs = weight_OI.shape
-    padded = torch.nn.functional.pad(weight_OI.float(), (0, -inputs % block[1], 0, -outputs % block[0]))
-    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3))
-    scales = (blocks / LARGEST).clamp(min=1e-12)
-    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:outputs, :inputs]
-    return Fp8Weight(
-        (weight_OI.float() / wide).to(torch.float8_e4m3fn), scales.repeat_interleave(block[0], 0)[:outputs], block[1]
-    )
+def quantize_fp8(weight_OI: Tensor) -> Fp8Weight:
+    """Rounds to the nearest, a scale an output."""
+    scales = (weight_OI.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
+    return Fp8Weight((weight_OI.float() / scales).to(torch.float8_e4m3fn), scales, weight_OI.shape[1])

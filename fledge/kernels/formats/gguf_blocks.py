@@ -1,4 +1,4 @@
-"""GGUF's tensor formats: their sizes, tensors as they lie in a mapped file, and a reference of the CPU kernels' arithmetic.
+"""GGUF's tensor formats: their sizes, and tensors as they lie in a mapped file.
 
 The bits of each format are in `cpu/blocks.h`. The kernels multiply blocks by activations of 8 bits, a scale for 32 of a row;
 F32, F16 and BF16 are multiplied by fp32 activations.
@@ -97,13 +97,3 @@ class Blocks:
         page = mmap.PAGESIZE
         first, end = start // page * page, -(-(start + self.data.nbytes) // page) * page
         owner.madvise(mmap.MADV_DONTNEED, first, end - first)
-
-
-def quantised_activations(x_NI: Tensor) -> Tensor:
-    """What the kernels make of activations, in fp32: 8 bits, a scale for each 32 of a row."""
-    import torch
-
-    units = x_NI.float().unflatten(-1, (-1, UNIT))
-    largest = units.abs().amax(-1, keepdim=True)
-    codes = (units * torch.where(largest > 0, 127 / largest, 0.0)).round()
-    return (codes * (largest / 127)).flatten(-2)

@@ -77,7 +77,7 @@ class IntWeight:
 
 def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
     """int16, `32 / bits` times as many along `dim`, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, device=words.device)
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     dim = dim % words.dim()
     parts = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & (1 << bits) - 1
     return parts.flatten(dim, dim + 1).to(torch.int16)

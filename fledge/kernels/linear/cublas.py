@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.gate import swiglu
+from fledge.kernels.gate import apply_gate
+from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.summation import Summation
-from fledge.kernels.linear.tiles import finish, tiled_linear
+from fledge.kernels.linear.tiles import tiled_linear
 
 _trials: dict[tuple, bool] = {}
 
@@ -51,5 +52,5 @@ def cublas_linear(
         return finish(total[None], x_MK.dtype, bias_O, gated=gated, residual_MO=residual_MO)
     out = F.linear(x_MK, weight_OK, bias_O)
     if gated:
-        out = swiglu(out)
+        out = apply_gate(out)
     return out if residual_MO is None else out.add_(residual_MO)

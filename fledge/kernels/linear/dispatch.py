@@ -4,16 +4,15 @@
 
 Every kernel sums in the order of `summation`, so the choice changes the speed and no bit of a result. A decoding step is bound
 by launches or by reading weights: for few rows such a layer is one kernel (two where a wide weight has a norm). Measured shapes
-have their forms in `measured.FORMS`, on cards like the measured one; else the first rule of `TABLE` that serves a case names
-the kernel.
+have their launch configs in `measured.CONFIGS`, on cards like the measured one; else the first rule of `TABLE` that serves a
+case names the kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from fledge.kernels.linear import staged_mma as staged
 from fledge.kernels.linear import summation as orders
 from fledge.kernels.linear import tma_tiles as tma
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
-from fledge.kernels.linear.measured import FORMS
+from fledge.kernels.linear.measured import CONFIGS
 from fledge.kernels.linear.reference import NormLike, linear_reference
 from fledge.kernels.linear.register_mma import norm_parts, register_mma
 from fledge.kernels.linear.staged_mma import staged_mma
@@ -33,7 +32,7 @@ from fledge.kernels.linear.summation import Summation, summation
 from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
@@ -63,7 +62,7 @@ class Rule(NamedTuple):
 #   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
 #   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
 #   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory; of a
-#                    plain one where FORMS names it
+#                    plain one where CONFIGS names it
 #   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
 #   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
 #   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
@@ -99,41 +98,26 @@ def fewest_cublas_rows(case: Case) -> int:
 def can_be_staged(case: Case) -> bool:
     """Beyond these limits tiles are faster: 128 rows of 135M's gate and up take 7.1 instead of 9.6 µs, 64 of 1.5B's o 4.7
     instead of 6.5."""
-    return case.rows <= 64 and case.inputs * case.outputs <= 2_000_000 and staged_form(case) is not None
+    return case.rows <= 64 and case.inputs * case.outputs <= 2_000_000 and staged_config(case) is not None
 
 
-def staged_form(case: Case) -> staged.Form | None:
+def staged_config(case: Case) -> staged.LaunchConfig | None:
     outputs = case.outputs // (2 if case.gated else 1)
     card = multiprocessors(case.device), shared_memory(case.device)
-    return staged.choose_form(case.rows, outputs, case.order, case.gated, *card)
+    return staged.choose_config(case.rows, outputs, case.order, case.gated, *card)
 
 
 NEVER = 1 << 62
-_forced: list[str] = []
 
 
-@contextmanager
-def forced(kernel: str) -> Iterator[None]:
-    """All linears of plain weights on one kernel, to measure it: `cublas` in whatever order it sums."""
-    _forced.append(kernel)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
-def choose_kernel(case: Case) -> str:
-    return choose_form(case)[0]
-
-
-def choose_form(case: Case) -> tuple[str, tuple[int, ...]]:
-    """The kernel, and the numbers of its form (see `measured`); none: as the kernel itself chooses."""
-    # A form fills the card that it was measured on; one with fewer or more multiprocessors takes the rules.
+def choose_kernel(case: Case) -> tuple[str, tuple[int, ...]]:
+    """The kernel, and the numbers of its launch config (see `measured`); none: as the kernel itself chooses."""
+    # A config fills the card that it was measured on; one with fewer or more multiprocessors takes the rules.
     is_measured = multiprocessors(case.device) == MEASURED_MULTIPROCESSORS
     if case.format == "plain" and case.dtype == torch.bfloat16 and is_measured:
-        for most, kernel, form in FORMS.get((case.inputs, case.outputs, case.gated), ()):
+        for most, kernel, config in CONFIGS.get((case.inputs, case.outputs, case.gated), ()):
             if case.rows <= most and serves_plain(kernel, case):
-                return kernel, form
+                return kernel, config
     return next(rule.kernel for rule in TABLE if rule.needs(case)), ()
 
 
@@ -148,13 +132,8 @@ def serves_plain(kernel: str, case: Case) -> bool:
 
 
 def case_of(x_MK: Tensor, weight: Tensor | QuantizedWeight, gated: bool = False) -> Case:
-    group_size = weight.group_size if isinstance(weight, QuantizedWeight) else 1
-    outputs = weight_parts(weight)[0].shape[0]
-    return Case(*x_MK.shape, outputs, format_of(weight), x_MK.dtype, x_MK.device, gated, group_size)
-
-
-def format_of(weight: Tensor | QuantizedWeight) -> str:
-    return weight.format if isinstance(weight, QuantizedWeight) else "plain"
+    format, group_size = (weight.format, weight.group_size) if isinstance(weight, QuantizedWeight) else ("plain", 1)
+    return Case(*x_MK.shape, weight_parts(weight)[0].shape[0], format, x_MK.dtype, x_MK.device, gated, group_size)
 
 
 def linear(
@@ -165,54 +144,49 @@ def linear(
     norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
 ) -> Tensor:
-    """`before_attention`: a barrier for programmatic dependent launch (PDL), by which a kernel starts while the one before it
-    still runs (see `triton_support`). Kernels take it as HOLD: the next one, attention, starts only when this one has waited
-    for all kernels before it. So it may read what those wrote (settled keys, lengths) without waiting itself.
+    """`pdl_barrier`: for programmatic dependent launch (PDL), by which a kernel starts while the one before it still runs (see
+    `triton_support`). The next kernel, attention, starts only when this one has waited for all kernels before it. So it may
+    read what those wrote (settled keys, lengths) without waiting itself.
     """
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
     case = case_of(x_MK, weight, gated)
-    order, (kernel, form) = case.order, choose_form(case)
-    if _forced and isinstance(weight, Tensor):
-        kernel, form = _forced[-1], ()
+    order, (kernel, config) = case.order, choose_kernel(case)
     options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
     # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
-    if norm is not None and (_forced or not order.scales_sums or norm.weight.dtype != x_MK.dtype):
-        x_MK, norm = add_rms_norm(x_MK, None, norm.weight, norm.eps), None
-    fused = options | {"norm": norm, "before_attention": before_attention}
+    if norm is not None and (not order.scales_sums or norm.weight.dtype != x_MK.dtype):
+        x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
+    fused = options | {"norm": norm, "pdl_barrier": pdl_barrier}
     if kernel == "register_mma":
-        rows, wide = form or (None, 0)
+        rows, wide = config or (None, 0)
         return register_mma(x_MK, weight, bias_O, rows=rows, wide=bool(wide), **fused)
     if kernel == "staged_mma":
         assert isinstance(weight, Tensor)
-        program = staged.Form(*form) if form else staged_form(case)
+        program = staged.LaunchConfig(*config) if config else staged_config(case)
         assert program is not None
-        return staged_mma(x_MK, weight, bias_O, form=program, **fused)
+        return staged_mma(x_MK, weight, bias_O, config=program, **fused)
     if kernel == "register_stream":
         assert norm is None, "other kernels serve weights whose sums a norm scales"
-        stream = streams.Form(*form)
-        return streams.register_stream(x_MK, weight, bias_O, form=stream, before_attention=before_attention, **options)
+        stream = streams.LaunchConfig(*config)
+        return streams.register_stream(x_MK, weight, bias_O, config=stream, pdl_barrier=pdl_barrier, **options)
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
-    if kernel == "cublas" and isinstance(weight, Tensor):
-        if _forced:
-            return cublas_linear(x_MK, weight, bias_O, **options | {"order": order._replace(slices=1)})
-        if cublas_is_exact(len(x_MK), weight, order, bias_O):
-            return cublas_linear(x_MK, weight, bias_O, **options)
+    if kernel == "cublas" and isinstance(weight, Tensor) and cublas_is_exact(len(x_MK), weight, order, bias_O):
+        return cublas_linear(x_MK, weight, bias_O, **options)
     if kernel == "tma_tiles" and isinstance(weight, Tensor) and tma.serves(x_MK, weight):
-        options |= {"scale_M": scale_M, "before_attention": before_attention}
-        return tma.tma_tiles(x_MK, weight, bias_O, form=tma.Form(*form), **options)
-    if form and kernel == "tiles":
-        options |= tile_options(form) | {"split": bool(form[5])}
-    return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, before_attention=before_attention, **options)
+        options |= {"scale_M": scale_M, "pdl_barrier": pdl_barrier}
+        return tma.tma_tiles(x_MK, weight, bias_O, config=tma.LaunchConfig(*config), **options)
+    if config and kernel == "tiles":
+        options |= tile_options(config) | {"split": bool(config[5])}
+    return tiled_linear(x_MK, weight, bias_O, scale_M=scale_M, pdl_barrier=pdl_barrier, **options)
 
 
-def tile_options(form: tuple[int, ...]) -> dict[str, Any]:
-    """Of `tiles`, from the numbers of a form."""
-    return {"tile": Tile(*form[:5])} if form else {}
+def tile_options(config: tuple[int, ...]) -> dict[str, Any]:
+    """Of `tiles`, from the numbers of a launch config."""
+    return {"tile": Tile(*config[:5])} if config else {}
 
 
 class Shape(NamedTuple):
@@ -238,7 +212,7 @@ def table(
     for shape in shapes:
         sizes = (shape.inputs, shape.outputs, shape.format, dtype, device, shape.gated, shape.group_size)
         cases = [Case(count, *sizes) for count in rows]
-        kernels = [on_cpu if device.type == "cpu" else choose_kernel(case) for case in cases]
+        kernels = [on_cpu if device.type == "cpu" else choose_kernel(case)[0] for case in cases]
         line: dict[str, str | int] = {"linear": shape.name, "K": shape.inputs, "N": shape.outputs, "format": shape.format}
         line["slices"] = cases[0].order.slices
         lines.append(line | {f"{count} rows": kernel for count, kernel in zip(rows, kernels, strict=True)})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.linear.dispatch import case_of, choose_form, linear, tile_options
+from fledge.kernels.linear.dispatch import case_of, choose_kernel, linear, tile_options
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.tiles import tiled_head
 from fledge.kernels.quantization import QuantizedWeight
-from fledge.kernels.rms_norm import add_rms_norm
+from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose
 from fledge.kernels.triton_support import use_triton
 
@@ -29,11 +29,11 @@ def head_choice(
     if not use_triton(x_ND):
         hidden = F.rms_norm(x_ND, norm.weight.shape, norm.weight, norm.eps)
         return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
-    hidden = add_rms_norm(x_ND, None, norm.weight, norm.eps)
+    hidden = rms_norm(x_ND, norm.weight, norm.eps)
     if draws is None and len(x_ND) <= FUSED_ROWS:
         case = case_of(hidden, weight_VD)
         if case.order.slices == 1:  # a vocabulary of 3,840 or more
-            kernel, form = choose_form(case)
-            options = tile_options(form) if kernel == "tiles" else {}
+            kernel, config = choose_kernel(case)
+            options = tile_options(config) if kernel == "tiles" else {}
             return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
     return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)

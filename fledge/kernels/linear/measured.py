@@ -1,18 +1,18 @@
-"""The fastest form of a linear by its shape and number of rows, measured on an H200.
+"""The fastest launch config of a linear by its shape and number of rows, measured on an H200.
 
 Written by `benchmarks/gpu_linears.py --fill` from a run's file. A shape that is not here has the limits of `dispatch`.
 """
 
 from __future__ import annotations
 
-# (inputs, outputs, gated): up to so many rows, the kernel, and the numbers of its form.
+# (inputs, outputs, gated): up to so many rows, the kernel, and the numbers of its config.
 #   register_mma     rows of a program; whether a thread loads eight weights at once
-#   staged_mma       `staged_mma.Form`
-#   register_stream  `register_stream.Form`
+#   staged_mma       `staged_mma.LaunchConfig`
+#   register_stream  `register_stream.LaunchConfig`
 #   tiles            `tiles.Tile`; whether slices are programs of their own
-#   tma_tiles        `tma_tiles.Form`
+#   tma_tiles        `tma_tiles.LaunchConfig`
 #   cublas           none
-FORMS: dict[tuple[int, int, bool], tuple[tuple[int, str, tuple[int, ...]], ...]] = {
+CONFIGS: dict[tuple[int, int, bool], tuple[tuple[int, str, tuple[int, ...]], ...]] = {
     (576, 960, False): (
         (1, "register_mma", (8, 0)),
         (4, "register_mma", ()),

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from fledge.kernels.gate import swiglu_reference
+from fledge.kernels.gate import apply_gate_reference
 from fledge.kernels.quantization import QuantizedWeight, dequantize
 
 
@@ -24,6 +24,12 @@ class NormLike(Protocol):
 
     @property
     def eps(self) -> float: ...
+
+
+class NormModule(NormLike, Protocol):
+    """`models.layers.RMSNorm`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Norm(NamedTuple):
@@ -50,5 +56,5 @@ def linear_reference(
     wide_bias = None if bias_O is None else bias_O.double()
     out = F.linear(x_MK.double(), weight_OK.double(), wide_bias).to(x_MK.dtype)
     if gated:
-        out = swiglu_reference(out)
+        out = apply_gate_reference(out)
     return out if residual_MO is None else residual_MO + out

@@ -15,19 +15,17 @@ def read_codes(
     offsets_ptr,
     first_column,
     chunk,
-    SLICES: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SIZE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
+    SHAPE: gl.constexpr,
     layout: gl.constexpr,
 ):
     """Of a chunk: its codes as they lie in memory, and the scales and offsets of its halves (each lies in one group)."""
-    PACKED: gl.constexpr = 8 // BITS  # codes a byte
+    PACKED: gl.constexpr = 8 // SHAPE.bits  # codes a byte
+    SLICES: gl.constexpr = SHAPE.slices
+    PRODUCTS: gl.constexpr = SHAPE.products
+    COLUMNS: gl.constexpr = SHAPE.columns
+    OUTPUTS: gl.constexpr = SHAPE.outputs
+    SIZE: gl.constexpr = SHAPE.size
+    GROUP: gl.constexpr = SHAPE.group
     operand = gl.zeros([SLICES, PRODUCTS, 64], gl.int8, layout=layout)
     # The layout of bytes is that of every PACKED-th input.
     bytes_: gl.constexpr = gl.SliceLayout(3, gl.reshape(operand, [SLICES, PRODUCTS, 64 // PACKED, PACKED]).type.layout)
@@ -37,7 +35,7 @@ def read_codes(
     byte = gl.arange(0, 64 // PACKED, layout=gl.SliceLayout(0, gl.SliceLayout(1, bytes_)))[None, None, :]
     column = first_column + product % COLUMNS
     line = (column + product // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
-    place = (piece * CHUNKS + chunk) * (64 // PACKED) + byte
+    place = (piece * SHAPE.steps + chunk) * (64 // PACKED) + byte
     inside = (column < OUTPUTS) & (place < SIZE // PACKED)
     if codes_ptr.dtype.element_ty == gl.float8e4nv:
         codes = gl.load(codes_ptr + line + place, mask=inside, other=0.0)
@@ -48,11 +46,11 @@ def read_codes(
     half_s = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, halves)))[None, None, :]
     column_s = first_column + product_s % COLUMNS
     line_s = (column_s + product_s // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // GROUP)
-    k = (piece_s * CHUNKS + chunk) * 64 + half_s * 32
+    k = (piece_s * SHAPE.steps + chunk) * 64 + half_s * 32
     inside_s = (column_s < OUTPUTS) & (k < SIZE)
     scale = gl.load(scales_ptr + line_s + k // GROUP, mask=inside_s, other=0.0)
     offset = scale
-    if HAS_OFFSETS:
+    if SHAPE.offsets:
         offset = gl.load(offsets_ptr + line_s + k // GROUP, mask=inside_s, other=0.0)
     return codes, scale, offset
 
@@ -88,26 +86,25 @@ if gl is not None:
 @jit
 def weights_of(
     read,
-    SLICES: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    BITS: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
+    SHAPE: gl.constexpr,
     layout: gl.constexpr,
     dtype: gl.constexpr,
 ):
     """What a chunk's codes stand for [SLICES, PRODUCTS, 64]. Each thread keeps what it has: nothing moves."""
+    SLICES: gl.constexpr = SHAPE.slices
+    PRODUCTS: gl.constexpr = SHAPE.products
     if read[0].dtype == gl.float8e4nv:
         values = gl.inline_asm_elementwise(_FROM_FP8, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
-    elif BITS == 8:
+    elif SHAPE.bits == 8:
         values = gl.inline_asm_elementwise(_FROM_BYTES, "=r,=r,=r,=r,r", [read[0]], dtype=gl.float32, is_pure=True, pack=4)
     else:
-        nibbles: gl.constexpr = _FROM_NIBBLES if HAS_OFFSETS else _FROM_NIBBLES_LESS_8
+        nibbles: gl.constexpr = _FROM_NIBBLES if SHAPE.offsets else _FROM_NIBBLES_LESS_8
         kinds: gl.constexpr = "=r,=r,=r,=r,=r,=r,=r,=r,r"
         low, high = gl.inline_asm_elementwise(nibbles, kinds, [read[0]], dtype=(gl.float32, gl.float32), is_pure=True, pack=4)
         values = gl.reshape(gl.join(low, high), [SLICES, PRODUCTS, 64])  # low: the even inputs'
     values = gl.convert_layout(values, layout)
     values = gl.reshape(values, [SLICES, PRODUCTS, 2, 32])
     values = values * read[1].to(gl.float32)[:, :, :, None]
-    if HAS_OFFSETS:
+    if SHAPE.offsets:
         values = values + read[2].to(gl.float32)[:, :, :, None]
     return gl.convert_layout(gl.reshape(values.to(dtype), [SLICES, PRODUCTS, 64]), layout)

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gluon_support import async_copy, gl, jit, mma_v2
-from fledge.kernels.linear.register_mma import (
-    _finished_sums,
-    _let_next_start,
-    _load_rows,
-    _output_places,
-    _place,
-    _wait_for_inputs,
+from fledge.kernels.linear.mma_fragments import (
+    Shape,
+    finished_sums,
+    input_place,
+    let_next_start,
+    load_rows,
+    output_places,
+    wait_for_inputs,
 )
 from fledge.kernels.linear.stream_codes import load_scales, weights_of
 from fledge.kernels.linear.summation import Summation
@@ -39,7 +40,7 @@ COLUMNS, ROWS = 16, 8  # of a program
 AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # when the next kernel may start: START below
 
 
-class Form(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Of a program; nothing of it changes a result."""
 
     rows: int = ROWS  # or 16: then so many rows read the weight once
@@ -51,10 +52,10 @@ def step_of(order: Summation) -> int:
     return 128 if order.slice_inputs % 128 == 0 else 64
 
 
-def steps_of(form: Form, order: Summation, gated: bool, bits: int) -> tuple[int, int]:
+def steps_of(config: LaunchConfig, order: Summation, gated: bool, bits: int) -> tuple[int, int]:
     """Inputs of a step, and how many steps the ring has. The last step of a plain weight's slice may be shorter."""
     lines = order.slices * COLUMNS * (2 if gated else 1)
-    step, ring = step_of(order), form.ring << 10
+    step, ring = step_of(order), config.ring << 10
     if bits < 16:
         return step, min(max(ring // (lines * step * bits // 8), 4), 8)
     step = 128 if ring >= 4 * lines * 256 else 64
@@ -112,11 +113,11 @@ def register_stream(
     order: Summation,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    before_attention: bool = False,
-    form: Form | None = None,
+    pdl_barrier: bool = False,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
     """As `dispatch.linear`, without a norm."""
-    (num_rows, size), form = x_MK.shape, form or Form()
+    (num_rows, size), config = x_MK.shape, config or LaunchConfig()
     codes, scales, offsets, bits, group = weight_parts(weight)
     outputs = codes.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
@@ -127,10 +128,12 @@ def register_stream(
     else:
         assert not order.scales_sums, "other kernels serve plain weights whose sums a norm scales"
         assert codes.dtype == x_MK.dtype == torch.bfloat16
-    step, stages = steps_of(form, order, gated, bits)
-    start = AFTER_LOOP if not form.early else AFTER_WAITING if before_attention else AT_ONCE
+    step, stages = steps_of(config, order, gated, bits)
+    start = AFTER_LOOP if not config.early else AFTER_WAITING if pdl_barrier else AT_ONCE
+    slices = (order.slices, order.slice_inputs, step)
+    shape = Shape(config.rows, COLUMNS, gated, *slices, size, outputs, bits, group, kind_of_offsets(weight))
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _register_stream[(-(-num_rows // form.rows), -(-outputs // COLUMNS))](
+    _register_stream[(-(-num_rows // config.rows), -(-outputs // COLUMNS))](
         x_MK if bits < 16 else x_MK.view(torch.int32),
         codes if bits >= 8 else codes.view(torch.int16),  # a unit: what a thread has of a group
         scales if scales is not None else x_MK,
@@ -139,24 +142,12 @@ def register_stream(
         residual_MO if residual_MO is not None else x_MK,
         out,
         num_rows,
-        ROWS=form.rows,
-        COLUMNS=COLUMNS,
-        SLICES=order.slices,
-        SLICE=order.slice_inputs,
-        STEP=step,
-        STEPS=-(-order.slice_inputs // step),
+        SHAPE=shape,
         STAGES=stages,
-        SIZE=size,
-        OUTPUTS=outputs,
-        BITS=bits,
-        GROUP=group,
-        PART=math.gcd(group, step),
-        HAS_OFFSETS=kind_of_offsets(weight) if isinstance(weight, QuantizedWeight) else 0,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
-        GATED=gated,
         START=start,
-        **layouts(order.slices, gated, bits, step, form.rows),
+        **layouts(order.slices, gated, bits, step, config.rows),
         num_warps=order.slices,
         enable_fp_fusion=False,
         **overlap(x_MK),
@@ -173,33 +164,22 @@ def _both(pair):
 
 
 @jit
-def _copy_codes(
-    ring,
-    codes_ptr,
-    first_column,
-    number,
-    SLICES: gl.constexpr,
-    SLICE: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SIZE: gl.constexpr,
-    PACKED: gl.constexpr,
-    layout: gl.constexpr,
-):
+def _copy_codes(ring, codes_ptr, first_column, number, SHAPE: gl.constexpr, layout: gl.constexpr):
     """Starts the copy of a step's codes (a plain weight's numbers) into the ring. Inputs past the slice become zeros."""
-    line = gl.arange(0, SLICES * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
-    unit = gl.arange(0, STEP // PACKED, layout=gl.SliceLayout(0, layout))[None, :]
-    column = first_column + line % PRODUCTS % COLUMNS
-    place = _place(line // PRODUCTS, number, unit, SLICE // PACKED, STEP // PACKED)
-    row = (column + line % PRODUCTS // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // PACKED)
-    mask = (column < OUTPUTS) & (place < SIZE // PACKED) & (number < STEPS)
+    PACKED: gl.constexpr = 1 if SHAPE.bits >= 8 else 4  # codes a unit
+    SLICE: gl.constexpr = SHAPE.slice_inputs // PACKED
+    STEP: gl.constexpr = SHAPE.step // PACKED
+    SIZE: gl.constexpr = SHAPE.size // PACKED
+    PRODUCTS: gl.constexpr = SHAPE.products
+    line = gl.arange(0, SHAPE.slices * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
+    unit = gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
+    column = first_column + line % PRODUCTS % SHAPE.columns
+    place = input_place(line // PRODUCTS, number, unit, SLICE, STEP)
+    row = (column + line % PRODUCTS // SHAPE.columns * SHAPE.outputs).to(gl.int64) * SIZE
+    mask = (column < SHAPE.outputs) & (place < SIZE) & (number < SHAPE.steps)
     if SLICE % STEP:
-        mask = mask & (number * (STEP // PACKED) + unit < SLICE // PACKED)
-    async_copy.async_copy_global_to_shared(ring.index(number % STAGES), codes_ptr + row + place, mask=mask)
+        mask = mask & (number * STEP + unit < SLICE)
+    async_copy.async_copy_global_to_shared(ring.index(number % ring.shape[0]), codes_ptr + row + place, mask=mask)
     async_copy.commit_group()
 
 
@@ -213,22 +193,10 @@ def _register_stream(
     residual_ptr,
     out_ptr,
     num_rows,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    SLICES: gl.constexpr,
-    SLICE: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
+    SHAPE: gl.constexpr,
     STAGES: gl.constexpr,
-    SIZE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    BITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    PART: gl.constexpr,
-    HAS_OFFSETS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
     START: gl.constexpr,
     CODES_LAYOUT: gl.constexpr,
     X_LAYOUT: gl.constexpr,
@@ -236,107 +204,56 @@ def _register_stream(
     SHARED_LAYOUT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    PACKED: gl.constexpr = 1 if BITS >= 8 else 4  # codes a unit
+    SLICES: gl.constexpr = SHAPE.slices
+    PRODUCTS: gl.constexpr = SHAPE.products
+    ROWS: gl.constexpr = SHAPE.rows
+    STEP: gl.constexpr = SHAPE.step
+    BITS: gl.constexpr = SHAPE.bits
     PAIR: gl.constexpr = 2 if BITS == 16 else 1  # inputs a unit of the rows
-    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     LINES: gl.constexpr = SLICES * PRODUCTS
-    UNITS: gl.constexpr = STEP // PACKED
-    PARTS: gl.constexpr = STEP // PART
+    UNITS: gl.constexpr = STEP if BITS >= 8 else STEP // 4  # of codes
+    PARTS: gl.constexpr = STEP // SHAPE.part
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
+    first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * SHAPE.columns
 
     ring = gl.allocate_shared_memory(codes_ptr.dtype.element_ty, [STAGES, LINES, UNITS], SHARED_LAYOUT)
     for i in gl.static_range(STAGES - 1):
-        _copy_codes(
-            ring,
-            codes_ptr,
-            first_column,
-            i,
-            SLICES,
-            SLICE,
-            PRODUCTS,
-            COLUMNS,
-            OUTPUTS,
-            STEP,
-            STEPS,
-            STAGES,
-            SIZE,
-            PACKED,
-            COPY_LAYOUT,
-        )
+        _copy_codes(ring, codes_ptr, first_column, i, SHAPE, COPY_LAYOUT)
     if BITS < 16:
         whole = gl.zeros([LINES, UNITS], gl.int8, layout=CODES_LAYOUT)
         grouped: gl.constexpr = gl.reshape(whole, [LINES, PARTS, UNITS // PARTS]).type.layout
         by_part: gl.constexpr = gl.SliceLayout(2, grouped)
-        scale = load_scales(
-            scales_ptr, first_column, 0, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
-        )
+        scale = load_scales(scales_ptr, first_column, 0, SHAPE, by_part)
         offset = scale
-        if HAS_OFFSETS:
-            offset = load_scales(
-                offsets_ptr, first_column, 0, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
-            )
-    if PDL == 1 and START == 1:
-        _let_next_start()
+        if SHAPE.offsets:
+            offset = load_scales(offsets_ptr, first_column, 0, SHAPE, by_part)
+    if PDL and START == 1:
+        let_next_start()
     if PDL:
-        _wait_for_inputs()
-        if PDL == 2 or START == 2:
-            _let_next_start()
-    x = _load_rows(x_ptr, first_row, num_rows, 0, SLICES, SLICE // PAIR, STEP // PAIR, STEPS, SIZE // PAIR, ROWS, X_LAYOUT)
+        wait_for_inputs()
+        if START == 2:
+            let_next_start()
+    x = load_rows(x_ptr, first_row, num_rows, 0, SHAPE, PAIR, X_LAYOUT)
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
-    for i in range(STEPS):
+    for i in range(SHAPE.steps):
         async_copy.wait_group(STAGES - 2)
         w = ring.index(i % STAGES).load(CODES_LAYOUT)
-        _copy_codes(
-            ring,
-            codes_ptr,
-            first_column,
-            i + STAGES - 1,
-            SLICES,
-            SLICE,
-            PRODUCTS,
-            COLUMNS,
-            OUTPUTS,
-            STEP,
-            STEPS,
-            STAGES,
-            SIZE,
-            PACKED,
-            COPY_LAYOUT,
-        )
+        _copy_codes(ring, codes_ptr, first_column, i + STAGES - 1, SHAPE, COPY_LAYOUT)
         # What comes from the cache is read a step ahead.
         x_now = x
-        x = _load_rows(
-            x_ptr, first_row, num_rows, i + 1, SLICES, SLICE // PAIR, STEP // PAIR, STEPS, SIZE // PAIR, ROWS, X_LAYOUT
-        )
+        x = load_rows(x_ptr, first_row, num_rows, i + 1, SHAPE, PAIR, X_LAYOUT)
         if BITS < 16:
             codes = gl.reshape(w, [LINES, PARTS, UNITS // PARTS])
             scale_now, offset_now = scale, offset
-            if GROUP != SIZE:
-                scale = load_scales(
-                    scales_ptr, first_column, i + 1, SLICES, PRODUCTS, COLUMNS, OUTPUTS, STEP, STEPS, SIZE, GROUP, PART, by_part
-                )
+            if SHAPE.group != SHAPE.size:
+                scale = load_scales(scales_ptr, first_column, i + 1, SHAPE, by_part)
                 offset = scale
-                if HAS_OFFSETS:
-                    offset = load_scales(
-                        offsets_ptr,
-                        first_column,
-                        i + 1,
-                        SLICES,
-                        PRODUCTS,
-                        COLUMNS,
-                        OUTPUTS,
-                        STEP,
-                        STEPS,
-                        SIZE,
-                        GROUP,
-                        PART,
-                        by_part,
-                    )
-            w = weights_of(codes, scale_now, offset_now, STEP, BITS, HAS_OFFSETS)
+                if SHAPE.offsets:
+                    offset = load_scales(offsets_ptr, first_column, i + 1, SHAPE, by_part)
+            w = weights_of(codes, scale_now, offset_now, SHAPE)
         # A group's four inputs of a thread are two pairs of an operand. Each thread keeps what it has: nothing moves.
         w = gl.permute(gl.reshape(w, [SLICES, PRODUCTS, STEP // 16, 4, 2, 2]), (0, 1, 2, 4, 3, 5))
         if BITS < 16:
@@ -348,17 +265,15 @@ def _register_stream(
         total = mma_v2(w, gl.convert_layout(gl.reshape(r, [SLICES, STEP, ROWS]), right), total)
     async_copy.wait_group(0)
     # Not before: kernels that wait beside this one take its bandwidth.
-    if PDL == 1 and START == 0:
-        _let_next_start()
+    if PDL and START == 0:
+        let_next_start()
 
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
-    column, place, inside = _output_places(first_row, first_column, num_rows, ROWS, COLUMNS, OUTPUTS, answer)
+    column, place, inside = output_places(first_row, first_column, num_rows, SHAPE, answer)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     shares = gl.allocate_shared_memory(gl.float32, [LINES, ROWS], flat)
     shares.store(gl.reshape(total, [LINES, ROWS]))
-    out = _finished_sums(
-        shares, 1.0, bias_ptr, column, SLICES, COLUMNS, PRODUCTS, OUTPUTS, False, HAS_BIAS, GATED, dtype, answer
-    )
+    out = finished_sums(shares, 1.0, bias_ptr, column, SHAPE, False, HAS_BIAS, dtype, answer)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
         out = residual.to(gl.float32) + out.to(dtype).to(gl.float32)

@@ -18,27 +18,29 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gluon_support import async_copy, gl, jit, mma_v2
-from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.linear.register_mma import (
-    SLICES,
-    _grouped_left,
-    _grouped_right,
-    _let_next_start,
-    _load_norm,
-    _load_weights,
-    _squares,
-    _times,
-    _wait_for_inputs,
+from fledge.kernels.linear.mma_fragments import (
+    Shape,
+    add_squares,
+    grouped_left,
+    grouped_right,
+    let_next_start,
+    load_norm,
+    load_weights,
     norm_scale,
+    output_places,
     silu_times,
+    times,
+    wait_for_inputs,
 )
+from fledge.kernels.linear.reference import NormLike
+from fledge.kernels.linear.register_mma import SLICES
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.triton_support import overlap
 
 TILE = 16  # rows that are multiplied at once
 
 
-class Form(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Of a program; nothing of it changes a result."""
 
     rows: int
@@ -48,29 +50,29 @@ class Form(NamedTuple):
 
 # In order of size. On an H200 a program of four warps with 96 registers of weights a thread shares a multiprocessor with one
 # more, one with 48 with two more.
-FORMS = (Form(32, 16), Form(32, 32), Form(64, 16), Form(64, 32), Form(64, 32, 2))
+CONFIGS = (LaunchConfig(32, 16), LaunchConfig(32, 32), LaunchConfig(64, 16), LaunchConfig(64, 32), LaunchConfig(64, 32, 2))
 WEIGHT_REGISTERS = 96  # a thread's, at most
 
 
-def choose_form(
+def choose_config(
     num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int, shared_bytes: int
-) -> Form | None:
+) -> LaunchConfig | None:
     """The smallest programs that all run at once; None: there are none. `outputs`: of one half of a gated weight."""
-    for form in FORMS:
-        programs = -(-num_rows // form.rows) * -(-outputs // form.columns)
-        if 0 < programs <= programs_at_once(form, order, gated, shared_bytes) * num_multiprocessors:
-            return form
+    for config in CONFIGS:
+        programs = -(-num_rows // config.rows) * -(-outputs // config.columns)
+        if 0 < programs <= programs_at_once(config, order, gated, shared_bytes) * num_multiprocessors:
+            return config
     return None
 
 
-def programs_at_once(form: Form, order: Summation, gated: bool, shared_bytes: int) -> int:
+def programs_at_once(config: LaunchConfig, order: Summation, gated: bool, shared_bytes: int) -> int:
     """On a multiprocessor with `shared_bytes` of shared memory, of which the system takes 1 KB for each program."""
-    products = form.columns * (2 if gated else 1)
-    registers = products // form.groups * order.slice_inputs // CHUNK
+    products = config.columns * (2 if gated else 1)
+    registers = products // config.groups * order.slice_inputs // CHUNK
     if registers > WEIGHT_REGISTERS:
         return 0
-    memory = form.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
-    by_registers = (2 if registers > 48 else 3) // form.groups
+    memory = config.rows * SLICES * (2 * order.slice_inputs + 4 * products + 4)
+    by_registers = (2 if registers > 48 else 3) // config.groups
     return min(shared_bytes // (memory + 1024), by_registers)
 
 
@@ -102,11 +104,11 @@ def staged_mma(
     bias_O: Tensor | None = None,
     *,
     order: Summation,
-    form: Form,
+    config: LaunchConfig,
     norm: NormLike | None = None,
     gated: bool = False,
     residual_MO: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
 ) -> Tensor:
     """As `dispatch.linear`, where `order.scales_sums`."""
     num_rows, size = x_MK.shape
@@ -116,8 +118,9 @@ def staged_mma(
     assert order.scales_sums
     assert order.slices == SLICES
     outputs = weight_OK.shape[0] // (2 if gated else 1)
+    shape = Shape(config.rows, config.columns, gated, SLICES, order.slice_inputs, CHUNK, size, outputs)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
-    _staged_mma[(-(-num_rows // form.rows), -(-outputs // form.columns))](
+    _staged_mma[(-(-num_rows // config.rows), -(-outputs // config.columns))](
         x_MK,
         weight_OK,
         bias_O if bias_O is not None else x_MK,
@@ -126,20 +129,14 @@ def staged_mma(
         out,
         num_rows,
         norm.eps if norm is not None else 0.0,
-        ROWS=form.rows,
-        COLUMNS=form.columns,
-        SLICES=SLICES,
-        GROUPS=form.groups,
-        CHUNKS=order.slice_inputs // CHUNK,
-        SIZE=size,
-        OUTPUTS=outputs,
+        SHAPE=shape,
+        GROUPS=config.groups,
         HAS_BIAS=bias_O is not None,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual_MO is not None,
-        GATED=gated,
-        HOLD=before_attention,
-        **layouts(form.columns * (2 if gated else 1), form.groups),
-        num_warps=SLICES * form.groups,
+        PDL_BARRIER=pdl_barrier,
+        **layouts(shape.products, config.groups),
+        num_warps=SLICES * config.groups,
         enable_fp_fusion=False,
         **overlap(x_MK),
     )
@@ -147,30 +144,22 @@ def staged_mma(
 
 
 @jit
-def _copy_rows(
-    staged,
-    x_ptr,
-    first_row,
-    num_rows,
-    chunk,
-    SLICES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SIZE: gl.constexpr,
-):
-    """A chunk [SLICES, rows, 64] to shared memory, 16 bytes a thread."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [SLICES, GROUPS, 1], [2, 1, 0])
-    piece = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+def _copy_rows(staged, x_ptr, first_row, num_rows, chunk, SHAPE: gl.constexpr, GROUPS: gl.constexpr):
+    """A chunk [slices, rows, 64] to shared memory, 16 bytes a thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [SHAPE.slices, GROUPS, 1], [2, 1, 0])
+    piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = first_row + gl.arange(0, staged.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    k = (piece * CHUNKS + chunk) * 64 + place
-    async_copy.async_copy_global_to_shared(staged, x_ptr + row * SIZE + k, mask=(row < num_rows) & (k < SIZE))
+    k = (piece * SHAPE.steps + chunk) * 64 + place
+    async_copy.async_copy_global_to_shared(staged, x_ptr + row * SHAPE.size + k, mask=(row < num_rows) & (k < SHAPE.size))
 
 
 @jit
-def _in_order(parts, SLICES: gl.constexpr, HALVES: gl.constexpr, COLUMNS: gl.constexpr, answer: gl.constexpr):
-    """Sums of four slices [SLICES * HALVES * COLUMNS, ROWS], one after the other; the two halves of a gated weight apart."""
-    gl.static_assert(SLICES == 4)
+def _in_order(parts, SHAPE: gl.constexpr, answer: gl.constexpr):
+    """Sums of four slices [slices * products, rows], one after the other; the two halves of a gated weight apart."""
+    gl.static_assert(SHAPE.slices == 4)
+    HALVES: gl.constexpr = SHAPE.products // SHAPE.columns
+    COLUMNS: gl.constexpr = SHAPE.columns
     ROWS: gl.constexpr = parts.shape[1]
     low, high = gl.split(gl.permute(gl.reshape(parts, [2, 2, HALVES, COLUMNS, ROWS]), (2, 3, 4, 1, 0)))
     first, second = gl.split(low)
@@ -195,43 +184,41 @@ def _staged_mma(
     out_ptr,
     num_rows,
     eps,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    SLICES: gl.constexpr,
+    SHAPE: gl.constexpr,
     GROUPS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    SIZE: gl.constexpr,
-    OUTPUTS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
-    GATED: gl.constexpr,
-    HOLD: gl.constexpr,
+    PDL_BARRIER: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     X_LAYOUT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     TILE: gl.constexpr = 16
-    TILES: gl.constexpr = ROWS // TILE
-    PRODUCTS: gl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    TILES: gl.constexpr = SHAPE.rows // TILE
+    SLICES: gl.constexpr = SHAPE.slices
+    CHUNKS: gl.constexpr = SHAPE.steps
+    PRODUCTS: gl.constexpr = SHAPE.products
+    COLUMNS: gl.constexpr = SHAPE.columns
+    OUTPUTS: gl.constexpr = SHAPE.outputs
+    ROWS: gl.constexpr = SHAPE.rows
     WARPS: gl.constexpr = SLICES * GROUPS
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, GROUPS, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=4)
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [0, 1])
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if PDL == 1 and not HOLD:
-        _let_next_start()
+    if PDL and not PDL_BARRIER:
+        let_next_start()
 
     first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
     ws = ()
     for i in gl.static_range(CHUNKS):
-        w = _load_weights(weight_ptr, first_column, i, SLICES, CHUNKS, SIZE, OUTPUTS, COLUMNS, PRODUCTS, W_LAYOUT)
-        ws = ws + (w,)  # noqa: RUF005
+        ws = ws + (load_weights(weight_ptr, first_column, i, SHAPE, W_LAYOUT),)  # noqa: RUF005
     norms = ()
     if HAS_NORM:
         for i in gl.static_range(CHUNKS):
-            norms = norms + (_load_norm(norm_ptr, i, SLICES, CHUNKS, SIZE, X_LAYOUT),)  # noqa: RUF005
+            norms = norms + (load_norm(norm_ptr, i, SHAPE, X_LAYOUT),)  # noqa: RUF005
     # No bank conflicts: eight neighbouring rows have the same 16 bytes of a row in different banks.
     rows_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
     staged = ()  # one by one: the compiler has a barrier between copies to one
@@ -242,18 +229,15 @@ def _staged_mma(
     sums = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], sums_layout)
     squares = gl.allocate_shared_memory(gl.float32, [SLICES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
     if PDL:
-        _wait_for_inputs()
-        if HOLD or PDL == 2:
-            _let_next_start()
+        wait_for_inputs()
+        if PDL_BARRIER:
+            let_next_start()
     for tile in gl.static_range(TILES):
         for i in gl.static_range(CHUNKS):
             target = staged[tile * CHUNKS + i]
-            _copy_rows(target, x_ptr, first_row + tile * TILE, num_rows, i, SLICES, GROUPS, CHUNKS, SIZE)
+            _copy_rows(target, x_ptr, first_row + tile * TILE, num_rows, i, SHAPE, GROUPS)
         async_copy.commit_group()
-    column = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, answer))[:, None]
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, answer))[None, :]
-    inside = (row < num_rows) & (column < OUTPUTS)
-    place = row * OUTPUTS + column
+    column, place, inside = output_places(first_row, first_column, num_rows, SHAPE, answer)
     residual = gl.zeros([COLUMNS, ROWS], dtype, layout=answer)
     if HAS_RESIDUAL:
         residual = gl.load(residual_ptr + place, mask=inside, other=0.0)
@@ -265,23 +249,22 @@ def _staged_mma(
         for i in gl.static_range(CHUNKS):
             x = staged[tile * CHUNKS + i].permute([0, 2, 1]).load(X_LAYOUT)
             if HAS_NORM:
-                square = _squares(square, x)
-                x = _times(x, norms[i])
-            total = mma_v2(_grouped_left(ws[i], left), _grouped_right(x, right), total)
+                square = add_squares(square, x)
+                x = times(x, norms[i])
+            total = mma_v2(grouped_left(ws[i], left), grouped_right(x, right), total)
         sums.slice(tile * TILE, TILE, dim=1).store(gl.reshape(total, [SLICES * PRODUCTS, TILE]))
         if HAS_NORM:
             squares.slice(tile * TILE, TILE, dim=1).store(gl.sum(square, axis=1))
-    HALVES: gl.constexpr = 2 if GATED else 1
-    out, up = _in_order(sums.load(answer), SLICES, HALVES, COLUMNS, answer)
+    out, up = _in_order(sums.load(answer), SHAPE, answer)
     if HAS_NORM:
         total_square = squares.slice(0, 1).load(answer)
         for i in gl.static_range(1, SLICES):
             total_square = total_square + squares.slice(i, 1).load(answer)
-        scale = norm_scale(total_square, eps, SIZE)
+        scale = norm_scale(total_square, eps, SHAPE.size)
         out, up = out * scale, up * scale
     if HAS_BIAS:
         out += gl.load(bias_ptr + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
-    if GATED:
+    if SHAPE.gated:
         if HAS_BIAS:
             up += gl.load(bias_ptr + OUTPUTS + column, mask=column < OUTPUTS, other=0.0).to(gl.float32)
         out = silu_times(out, up, dtype)

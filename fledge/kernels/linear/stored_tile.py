@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fledge.kernels.gluon_support import gl, jit
-from fledge.kernels.linear.register_mma import silu_times
+from fledge.kernels.linear.mma_fragments import silu_times
 
 
 @jit

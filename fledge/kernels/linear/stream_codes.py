@@ -27,53 +27,41 @@ if gl is not None:
 
 
 @jit
-def load_scales(
-    scales_ptr,
-    first_column,
-    number,
-    SLICES: gl.constexpr,
-    PRODUCTS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-    PART: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """[SLICES * PRODUCTS, STEP / PART]"""
-    line = gl.arange(0, SLICES * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
-    part = gl.arange(0, STEP // PART, layout=gl.SliceLayout(0, layout))[None, :]
-    column = first_column + line % PRODUCTS % COLUMNS
-    k = (line // PRODUCTS * STEPS + number) * STEP + part * PART
-    row = (column + line % PRODUCTS // COLUMNS * OUTPUTS).to(gl.int64) * (SIZE // GROUP)
-    return gl.load(scales_ptr + row + k // GROUP, mask=(column < OUTPUTS) & (k < SIZE) & (number < STEPS), other=0.0)
+def load_scales(scales_ptr, first_column, number, SHAPE: gl.constexpr, layout: gl.constexpr):
+    """[slices * products, parts of a step]"""
+    PRODUCTS: gl.constexpr = SHAPE.products
+    line = gl.arange(0, SHAPE.slices * PRODUCTS, layout=gl.SliceLayout(1, layout))[:, None]
+    part = gl.arange(0, SHAPE.step // SHAPE.part, layout=gl.SliceLayout(0, layout))[None, :]
+    column = first_column + line % PRODUCTS % SHAPE.columns
+    k = (line // PRODUCTS * SHAPE.steps + number) * SHAPE.step + part * SHAPE.part
+    row = (column + line % PRODUCTS // SHAPE.columns * SHAPE.outputs).to(gl.int64) * (SHAPE.size // SHAPE.group)
+    inside = (column < SHAPE.outputs) & (k < SHAPE.size) & (number < SHAPE.steps)
+    return gl.load(scales_ptr + row + k // SHAPE.group, mask=inside, other=0.0)
 
 
 @jit
-def weights_of(codes, scale, offset, STEP: gl.constexpr, BITS: gl.constexpr, HAS_OFFSETS: gl.constexpr):
-    """[lines, STEP] in bfloat16 of codes [lines, parts, bytes] and scales [lines, parts]."""
+def weights_of(codes, scale, offset, SHAPE: gl.constexpr):
+    """[lines, step] in bfloat16 of codes [lines, parts, bytes] and scales [lines, parts]."""
     LINES: gl.constexpr = codes.shape[0]
     scale, offset = scale.to(gl.float32), offset.to(gl.float32)
     if codes.dtype == gl.float8e4nv:
         kinds: gl.constexpr = "=r,=r,r,r,r,r,r"
         w = gl.inline_asm_elementwise(_FP8, kinds, [codes, scale[:, :, None]], dtype=gl.bfloat16, is_pure=True, pack=4)
-    elif BITS == 8:
+    elif SHAPE.bits == 8:
         kinds: gl.constexpr = "=r,=r,r,r,r,r,r,r,r,r,r"
         zero = scale * _INT8_ZERO
         operands = [codes, scale[:, :, None], zero[:, :, None]]
         w = gl.inline_asm_elementwise(_INT8, kinds, operands, dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
         kinds: gl.constexpr = "=h,=h,=h,=h,h,r,r"
-        nibbles: gl.constexpr = _FOUR_OFFSETS if HAS_OFFSETS == 1 else _FOUR
-        if HAS_OFFSETS == 1:
+        nibbles: gl.constexpr = _FOUR_OFFSETS if SHAPE.offsets == 1 else _FOUR
+        if SHAPE.offsets == 1:
             added = offset
         else:
-            added = offset + scale * -128.0 if HAS_OFFSETS else scale * _INT4_ZERO
+            added = offset + scale * -128.0 if SHAPE.offsets else scale * _INT4_ZERO
         operands = [codes, scale[:, :, None], added[:, :, None]]
         w = gl.inline_asm_elementwise(
             nibbles, kinds, operands, dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
         )
         w = gl.join(gl.join(w[0], w[2]), gl.join(w[1], w[3]))
-    return gl.reshape(w, [LINES, STEP])
+    return gl.reshape(w, [LINES, SHAPE.step])

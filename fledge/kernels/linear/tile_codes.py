@@ -2,22 +2,39 @@
 
 Two rules keep the order of `summation`, whatever the tile; both were read off the code that Triton 3.6 makes for sm_90:
 
-- Weights pass an assembly block that the compiler does not look behind (`held`). Else it gives each thread of a tile of fewer
-  than 64 outputs four neighbouring codes, and the 16 inputs of a product are no neighbours.
+- Weights pass an assembly block that the compiler does not look behind (`layout_fence`). Else it gives each thread of a tile of
+  fewer than 64 outputs four neighbouring codes, and the 16 inputs of a product are no neighbours.
 - A product is complete before the next step (`finished_step`). Else wgmma, which reads weights from registers while the program
   goes on, has up to seven products under way when the next step writes to those registers.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import COMPILED, jit, tl
 
 
-def kind_of_offsets(weight: QuantizedWeight) -> int:
-    """`HAS_OFFSETS`. 0: none. 1: nibble * scale + offset. 2: offset - 128 * scale is precomputed, once a group; it is added to
+class CodesShape(NamedTuple):
+    """Of a weight and the steps it is read in: a constant of its kernel."""
+
+    size: int  # inputs
+    bits: int
+    group: int  # inputs that share a scale
+    part: int  # of a group that a step reads at once
+    offsets: int  # `kind_of_offsets`
+    step: int  # inputs
+
+
+def kind_of_offsets(weight: Tensor | QuantizedWeight) -> int:
+    """0: none. 1: nibble * scale + offset. 2: offset - 128 * scale is precomputed, once a group; it is added to
     (128 + nibble) * scale, as a nibble is read in the float 128, which saves an instruction a weight."""
-    return 0 if weight.offsets is None else 2 if weight.offsets_fold else 1
+    if isinstance(weight, Tensor) or weight.offsets is None:
+        return 0
+    return 2 if weight.offsets_fold else 1
 
 
 def _rounded(pairs: str) -> str:
@@ -72,25 +89,18 @@ if tl is not None:
 
 
 @jit
-def read_scales(
-    scales_ptr,
-    offsets_ptr,
-    line,
-    inside,
-    start,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """[LINES, STEP / PART] scales and offsets of a step, from input `start` on. Read a step ahead: nothing else hides them."""
+def read_scales(scales_ptr, offsets_ptr, line, inside, start, CODES: tl.constexpr):
+    """[lines, parts] scales and offsets of a step, from input `start` on. Read a step ahead: nothing else hides them."""
+    SIZE: tl.constexpr = CODES.size
+    GROUP: tl.constexpr = CODES.group
+    PART: tl.constexpr = CODES.part
+    STEP: tl.constexpr = CODES.step
     groups = (start + tl.arange(0, STEP // PART) * PART) // GROUP
     mask = inside[:, None] & (groups < SIZE // GROUP)[None, :]
     places = line[:, None] * (SIZE // GROUP) + groups[None, :]
     scale = tl.load(scales_ptr + places, mask=mask, other=0.0)
     offset = scale
-    if HAS_OFFSETS:
+    if CODES.offsets:
         offset = tl.load(offsets_ptr + places, mask=mask, other=0.0)
     return scale, offset
 
@@ -103,15 +113,16 @@ def read_weights(
     line,
     inside,
     start,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    PART: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     LINES: tl.constexpr,
-    STEP: tl.constexpr,
+    CODES: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """[LINES, STEP] of a quantised weight in the activations' type, from input `start` on."""
+    SIZE: tl.constexpr = CODES.size
+    BITS: tl.constexpr = CODES.bits
+    PART: tl.constexpr = CODES.part
+    HAS_OFFSETS: tl.constexpr = CODES.offsets
+    STEP: tl.constexpr = CODES.step
     IS_FP8: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
     PACKED: tl.constexpr = 8 // BITS  # codes a byte
     byte = start // PACKED + tl.arange(0, STEP // PACKED)
@@ -149,11 +160,11 @@ def read_weights(
         even = scaled(codes & 15, scale, offset, not HAS_OFFSETS, HAS_OFFSETS, dtype)
         odd = scaled(codes >> 4, scale, offset, not HAS_OFFSETS, HAS_OFFSETS, dtype)
         w = tl.join(even, odd)
-    return held(tl.reshape(w, (LINES, STEP)))
+    return layout_fence(tl.reshape(w, (LINES, STEP)))
 
 
 @jit
-def held(w):
+def layout_fence(w):
     """The weights themselves. The compiler moves no change of layout above this."""
     if COMPILED:
         if w.dtype.primitive_bitwidth == 16:

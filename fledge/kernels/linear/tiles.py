@@ -1,7 +1,7 @@
 """Linear layers as tiles of outputs x rows on tensor cores, in the order of `summation`, for any number of rows.
 
     few rows    a program has all slices of its outputs, one a warp (or one after the other); the result needs no second kernel
-    some rows   a slice of a tile is a program of its own; fp32 sums meet in `_finish`
+    some rows   a slice of a tile is a program of its own; fp32 sums meet in `slice_sums`
     many rows   a program goes through the slices one after the other
 
 Weights are the first operand of a product, rows the second. A quantised weight (`kernels.quantization`) is turned into the
@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear.slice_sums import finish, finished, in_order, silu_times
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tile_codes import finished_step, kind_of_offsets, read_scales, read_weights
+from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.triton_support import jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
+from fledge.kernels.triton_support import INT_MAX, jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
 
 MANY_ROWS = 512  # from which the slices of a tile come one after the other
-FINISH_BLOCK = 512
 
 
 class Tile(NamedTuple):
@@ -86,7 +86,7 @@ def tiled_linear(
     gated: bool = False,
     residual_MO: Tensor | None = None,
     scale_M: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
     tile: Tile | None = None,
     split: bool | None = None,
 ) -> Tensor:
@@ -95,7 +95,7 @@ def tiled_linear(
     out = torch.empty((len(x_MK), outputs), dtype=x_MK.dtype, device=x_MK.device)
     if len(x_MK):
         extras = {"bias_O": bias_O, "residual_MO": residual_MO, "scale_M": scale_M, "tile": tile, "split": split}
-        _launch(x_MK, weight, out, order, gated=gated, hold=before_attention, **extras)
+        _launch(x_MK, weight, out, order, gated=gated, pdl_barrier=pdl_barrier, **extras)
     return out
 
 
@@ -136,7 +136,7 @@ def _launch(
     scale_M: Tensor | None = None,
     best_ids: Tensor | None = None,
     token_ids: Tensor | None = None,
-    hold: bool = False,
+    pdl_barrier: bool = False,
     tile: Tile | None = None,
     split: bool | None = None,
 ) -> None:
@@ -171,16 +171,12 @@ def _launch(
         best_ids if best_ids is not None else x_MK,
         token_ids if token_ids is not None else x_MK,
         num_rows,
-        SIZE=size,
+        CODES=CodesShape(size, bits, group, part, kind_of_offsets(weight), step),
         OUTPUTS=outputs,
         SLICE=order.slice_inputs,
         BESIDE=beside,
         AFTER=after,
         SPLIT=split,
-        BITS=bits,
-        GROUP=group,
-        PART=part,
-        HAS_OFFSETS=kind_of_offsets(weight) if isinstance(weight, QuantizedWeight) else 0,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
         HAS_SCALE=scale_M is not None,
@@ -189,7 +185,6 @@ def _launch(
         GATED=gated,
         ROWS=tile.rows,
         COLUMNS=columns,
-        STEP=step,
         dtype=_DTYPES[x_MK.dtype],
         num_warps=tile.warps,
         num_stages=tile.stages * 2 // x_MK.element_size(),  # fp32 is twice as wide, and shared memory is not
@@ -197,93 +192,11 @@ def _launch(
         **overlap(x_MK),
     )
     if split:
-        finish(target, out.dtype, bias_O, gated=gated, residual_MO=residual_MO, scale_M=scale_M, hold=hold, out=out)
-
-
-def finish(
-    parts_SMO: Tensor,
-    dtype: torch.dtype,
-    bias_O: Tensor | None = None,
-    *,
-    gated: bool = False,
-    residual_MO: Tensor | None = None,
-    scale_M: Tensor | None = None,
-    hold: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """What follows the product, on the fp32 sums of its slices."""
-    slices, num_rows, lines = parts_SMO.shape
-    outputs = lines // (2 if gated else 1)
-    if out is None:
-        out = torch.empty((num_rows, outputs), dtype=dtype, device=parts_SMO.device)
-    _finish[(num_rows, -(-outputs // FINISH_BLOCK))](
-        parts_SMO,
-        bias_O if bias_O is not None else out,
-        residual_MO if residual_MO is not None else out,
-        scale_M if scale_M is not None else parts_SMO,
-        out,
-        OUTPUTS=outputs,
-        SLICES=slices,
-        HAS_BIAS=bias_O is not None,
-        HAS_RESIDUAL=residual_MO is not None,
-        HAS_SCALE=scale_M is not None,
-        GATED=gated,
-        HOLD=hold,
-        BLOCK=FINISH_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **overlap(out),
-    )
-    return out
+        extras = {"residual_MO": residual_MO, "scale_M": scale_M, "pdl_barrier": pdl_barrier}
+        finish(target, out.dtype, bias_O, gated=gated, out=out, **extras)
 
 
 _DTYPES = {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    # Rounded between the two products, as the unfused network does.
-    wide = gate.to(dtype).to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
-    return silu * up.to(dtype).to(tl.float32)
-
-
-@jit
-def _in_order(total, BESIDE: tl.constexpr):
-    """Sum over the first axis, one after the other."""
-    if BESIDE == 1:
-        out = tl.reshape(total, (total.shape[1], total.shape[2]))
-    elif BESIDE == 2:
-        first, second = tl.split(tl.permute(total, (1, 2, 0)))
-        out = first + second
-    else:
-        pairs = tl.reshape(tl.permute(total, (1, 2, 0)), (total.shape[1], total.shape[2], 2, 2))
-        even, odd = tl.split(pairs)
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        out = ((first + second) + third) + fourth
-    return out
-
-
-@jit
-def _finished(
-    total,
-    bias_ptr,
-    scale_ptr,
-    row,
-    column,
-    mask,
-    OUTPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    IS_UP: tl.constexpr,
-):
-    """A linear's sums with scale and bias; `IS_UP`: of the second half of a gated weight."""
-    if HAS_SCALE:
-        total = total * tl.load(scale_ptr + row, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + (OUTPUTS if IS_UP else 0) + column, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @jit
@@ -299,16 +212,12 @@ def _tiles(
     best_ids_ptr,
     token_ids_ptr,
     num_rows,
-    SIZE: tl.constexpr,
+    CODES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SLICE: tl.constexpr,
     BESIDE: tl.constexpr,
     AFTER: tl.constexpr,
     SPLIT: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -317,10 +226,12 @@ def _tiles(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
     dtype: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SIZE: tl.constexpr = CODES.size
+    BITS: tl.constexpr = CODES.bits
+    STEP: tl.constexpr = CODES.step
     LINES: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     line = tl.arange(0, LINES)
     column_l = tl.program_id(1) * COLUMNS + line % COLUMNS
@@ -336,7 +247,7 @@ def _tiles(
         acc = total
         END: tl.constexpr = SLICE * AFTER
         if BITS < 16:
-            scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first, SIZE, GROUP, PART, HAS_OFFSETS, STEP)
+            scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first, CODES)
         for start in range(0, END, STEP):
             k = first + start + tl.arange(0, STEP)
             x = tl.load(x_ptr + row64[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
@@ -345,24 +256,8 @@ def _tiles(
                 w = tl.load(weight_ptr + line[:, None] * SIZE + k[None, :], mask=mask, other=0.0)
             else:
                 scale_now, offset_now = scale, offset
-                scale, offset = read_scales(
-                    scales_ptr, offsets_ptr, line, inside, first + start + STEP, SIZE, GROUP, PART, HAS_OFFSETS, STEP
-                )
-                w = read_weights(
-                    weight_ptr,
-                    scale_now,
-                    offset_now,
-                    line,
-                    inside,
-                    first + start,
-                    SIZE,
-                    BITS,
-                    PART,
-                    HAS_OFFSETS,
-                    LINES,
-                    STEP,
-                    dtype,
-                )
+                scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first + start + STEP, CODES)
+                w = read_weights(weight_ptr, scale_now, offset_now, line, inside, first + start, LINES, CODES, dtype)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
             if BITS < 16:
                 acc = finished_step(acc)
@@ -380,7 +275,7 @@ def _tiles(
             x = tl.load(x_ptr + row64[None, :, None] * SIZE + k, mask=mask_x, other=0.0)
             w = tl.load(weight_ptr + line[None, :, None] * SIZE + k, mask=inside[None, :, None] & (k < SIZE), other=0.0)
             slices = tl.dot(w, tl.permute(x, (0, 2, 1)), slices, input_precision="ieee")
-        total = _in_order(slices, BESIDE)
+        total = in_order(slices, BESIDE)
 
     # Not before: kernels that wait beside this one take its bandwidth. 115 instead of 124 µs a layer of 8B, one row.
     let_next_start(PDL)
@@ -394,18 +289,18 @@ def _tiles(
         if GATED:
             total, up = tl.split(tl.permute(tl.reshape(total, (2, COLUMNS, ROWS)), (1, 2, 0)))
         rows, columns = row64[None, :], column[:, None]
-        total = _finished(total, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, False)
+        total = finished(total, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, False)
         if GATED:
-            up = _finished(up, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, True)
+            up = finished(up, bias_ptr, scale_ptr, rows, columns, kept, OUTPUTS, HAS_BIAS, HAS_SCALE, True)
             total = silu_times(total, up, dtype)
         if IS_HEAD:
             token = column
             if HAS_IDS:
-                token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=2147483647).to(tl.int32)
+                token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=INT_MAX).to(tl.int32)
             # Rounded like the logits of a network in this type, so that ties are the same ones.
             logits = tl.where((column < OUTPUTS)[:, None], total.to(dtype).to(tl.float32), float("-inf"))
             top = tl.max(logits, axis=0)
-            least = tl.min(tl.where(logits == top[None, :], token[:, None], 2147483647), axis=0)
+            least = tl.min(tl.where(logits == top[None, :], token[:, None], INT_MAX), axis=0)
             place = row64 * tl.num_programs(1) + tl.program_id(1)
             tl.store(out_ptr + place, top, mask=row_inside)
             tl.store(best_ids_ptr + place, least, mask=row_inside)
@@ -414,48 +309,3 @@ def _tiles(
             if HAS_RESIDUAL:
                 total = tl.load(residual_ptr + place, mask=kept, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
             tl.store(out_ptr + place, total.to(dtype), mask=kept)
-
-
-@jit
-def _finish(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    scale_ptr,
-    out_ptr,
-    OUTPUTS: tl.constexpr,
-    SLICES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    GATED: tl.constexpr,
-    HOLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if not HOLD:
-        let_next_start(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < OUTPUTS
-    dtype = out_ptr.dtype.element_ty
-    WEIGHT_ROWS: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
-    wait_for_inputs(PDL)
-    if HOLD:
-        let_next_start(PDL)
-    part = parts_ptr + row * WEIGHT_ROWS + column
-    stride = tl.num_programs(0).to(tl.int64) * WEIGHT_ROWS
-    total = tl.load(part, mask=inside, other=0.0)
-    for i in tl.static_range(1, SLICES):
-        total += tl.load(part + i * stride, mask=inside, other=0.0)
-    total = _finished(total, bias_ptr, scale_ptr, row + 0 * column, column, inside, OUTPUTS, HAS_BIAS, HAS_SCALE, False)
-    if GATED:
-        up = tl.load(part + OUTPUTS, mask=inside, other=0.0)
-        for i in tl.static_range(1, SLICES):
-            up += tl.load(part + OUTPUTS + i * stride, mask=inside, other=0.0)
-        up = _finished(up, bias_ptr, scale_ptr, row + 0 * column, column, inside, OUTPUTS, HAS_BIAS, HAS_SCALE, True)
-        total = silu_times(total, up, dtype)
-    place = row * OUTPUTS + column
-    if HAS_RESIDUAL:
-        total = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
-    tl.store(out_ptr + place, total.to(dtype), mask=inside)

@@ -5,10 +5,10 @@ ahead of the product, also across slices and tiles: nothing drains between two. 
 next step. Where a tile's sums of slices are kept until the last one is there:
 
     REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
-    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `tiles.finish`
+    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `slice_sums.finish`
     MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
 
-No form in `measured.FORMS` uses this kernel yet: it is tested without a card and still to be measured on one.
+No config in `measured.CONFIGS` uses this kernel yet: it is tested without a card and still to be measured on one.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gluon_support import TensorDescriptor, gl, gluon, hopper, jit
-from fledge.kernels.linear.register_mma import _let_next_start, _wait_for_inputs
+from fledge.kernels.linear.mma_fragments import let_next_start, wait_for_inputs
+from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.stored_tile import load_residual, places, store_finished
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tiles import finish
 from fledge.kernels.triton_support import multiprocessors, overlap
 
 REGISTERS, PROGRAMS, MEMORY = range(3)
 GROUP = 8  # tiles of rows that are computed side by side, so that the L2 cache holds what they read
 
 
-class Form(NamedTuple):
+class LaunchConfig(NamedTuple):
     """Of a program; nothing of it changes a result."""
 
     rows: int
@@ -56,14 +56,14 @@ def supports_wgmma(device: torch.device) -> bool:
 
 
 @lru_cache
-def layouts(form: Form, gated: bool) -> dict[str, Any]:
+def layouts(config: LaunchConfig, gated: bool) -> dict[str, Any]:
     """Of the sums, a quarter of them, the stored results, and a step's rows and weights in shared memory."""
-    columns = form.outputs // (4 if form.sums == MEMORY else 2 if gated else 1)  # that are stored at once
+    columns = config.outputs // (4 if config.sums == MEMORY else 2 if gated else 1)  # that are stored at once
     lanes = min(columns // 8, 32)  # that store a row, 16 bytes each
     return {
-        "SUMS": gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.outputs, 16]),
-        "QUARTER": gl.NVMMADistributedLayout([3, 0], [form.warps, 1], [16, form.outputs // 4, 16]),
-        "STORED": gl.BlockedLayout([1, 8], [32 // lanes, lanes], [form.warps, 1], [1, 0]),
+        "SUMS": gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.outputs, 16]),
+        "QUARTER": gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.outputs // 4, 16]),
+        "STORED": gl.BlockedLayout([1, 8], [32 // lanes, lanes], [config.warps, 1], [1, 0]),
         "STAGED": gl.NVMMASharedLayout(128, 16, 2),
     }
 
@@ -74,11 +74,11 @@ def tma_tiles(
     bias_O: Tensor | None = None,
     *,
     order: Summation,
-    form: Form,
+    config: LaunchConfig,
     gated: bool = False,
     residual_MO: Tensor | None = None,
     scale_M: Tensor | None = None,
-    before_attention: bool = False,
+    pdl_barrier: bool = False,
 ) -> Tensor:
     """As `tiles.tiled_linear`."""
     (num_rows, size), lines = x_MK.shape, len(weight_OK)
@@ -87,18 +87,18 @@ def tma_tiles(
     assert residual_MO is None or residual_MO.is_contiguous()
     assert order.slice_inputs % CHUNK == 0
     halves = 2 if gated else 1
-    outputs, columns, slices = lines // halves, form.outputs // halves, -(-size // order.slice_inputs)
-    sums = form.sums if slices > 1 else REGISTERS
+    outputs, columns, slices = lines // halves, config.outputs // halves, -(-size // order.slice_inputs)
+    sums = config.sums if slices > 1 else REGISTERS
     assert sums != MEMORY or not gated
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     parts = out
     if sums != REGISTERS:
         count = slices if sums == PROGRAMS else slices - 1
         parts = torch.empty((count, num_rows, lines), dtype=torch.float32, device=x_MK.device)
-    work = -(-num_rows // form.rows) * -(-outputs // columns) * (slices if sums == PROGRAMS else 1)
-    shapes = layouts(form, gated)
-    _tma_tiles[(min(work, form.beside * multiprocessors(x_MK.device)),)](
-        TensorDescriptor.from_tensor(x_MK, [form.rows, CHUNK], shapes["STAGED"]),
+    work = -(-num_rows // config.rows) * -(-outputs // columns) * (slices if sums == PROGRAMS else 1)
+    shapes = layouts(config, gated)
+    _tma_tiles[(min(work, config.beside * multiprocessors(x_MK.device)),)](
+        TensorDescriptor.from_tensor(x_MK, [config.rows, CHUNK], shapes["STAGED"]),
         TensorDescriptor.from_tensor(weight_OK, [columns, CHUNK], shapes["STAGED"]),
         bias_O if bias_O is not None else x_MK,
         residual_MO if residual_MO is not None else x_MK,
@@ -115,17 +115,17 @@ def tma_tiles(
         HAS_RESIDUAL=residual_MO is not None,
         HAS_SCALE=scale_M is not None,
         GATED=gated,
-        ROWS=form.rows,
+        ROWS=config.rows,
         COLUMNS=columns,
-        STAGES=form.stages,
+        STAGES=config.stages,
         GROUP=GROUP,
         **shapes,
-        num_warps=form.warps,
+        num_warps=config.warps,
         enable_fp_fusion=False,
         **overlap(x_MK),
     )
     if sums == PROGRAMS:
-        extras = {"gated": gated, "residual_MO": residual_MO, "scale_M": scale_M, "hold": before_attention}
+        extras = {"gated": gated, "residual_MO": residual_MO, "scale_M": scale_M, "pdl_barrier": pdl_barrier}
         finish(parts, out.dtype, bias_O, out=out, **extras)
     return out
 
@@ -255,9 +255,7 @@ def _tma_tiles(
         _copy_weights(w_desc, ws.index(i), arrived.index(i), ahead, ahead[0] < all_work, SHAPE)
         ahead = _after(ahead, num_rows, SHAPE)
     if PDL:
-        _wait_for_inputs()
-        if PDL == 2:
-            _let_next_start()
+        wait_for_inputs()
     ahead = begin
     for i in gl.static_range(STAGES - 1):
         _copy_rows(x_desc, xs.index(i), arrived.index(i), ahead, ahead[0] < all_work)
@@ -293,8 +291,8 @@ def _tma_tiles(
                 gl.store(parts_ptr + s * stride + place, acc, mask=inside)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         total = acc if APART or SLICES == 1 else total + acc
-        if work + programs >= all_work and PDL == 1:
-            _let_next_start()
+        if work + programs >= all_work and PDL:
+            let_next_start()
         extras = (bias_ptr, scale_ptr, out_ptr, own_row, num_rows)
         if APART:
             place, inside = places(own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, LINES, SUMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fledge.errors import RequestError
 from fledge.serving.tool_parsers.base import CallArguments, JsonCall, ToolEvent, ToolParser
 
 
@@ -46,23 +45,41 @@ class RequiredParser(ToolParser):
 
 
 def required_schema(tools: list[tuple[str, dict[str, Any] | None]], parallel: bool) -> dict[str, Any]:
-    """The schema of a list of calls to any of these (name, parameters). Definitions move to the top, where `$ref` looks."""
+    """The schema of a list of calls to any of these (name, parameters). Each tool's own is a definition, which its references
+    are led to."""
     definitions: dict[str, Any] = {}
     calls = []
-    for name, parameters in tools:
-        parameters = dict(parameters or {"type": "object", "properties": {}})
-        own = parameters.pop("$defs", None) or {}
-        if not isinstance(own, dict):
-            raise RequestError(f"the parameters of tool {name!r:.80}: $defs must be an object")
-        definitions |= own
+    for number, (name, parameters) in enumerate(tools):
+        place, own = f"tool_{number}", dict(parameters or {"type": "object", "properties": {}})
+        own.pop("$id", None)  # only the root of a schema may have one, which this is no more
+        definitions[place] = _moved(own, f"#/$defs/{place}")
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": parameters},
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
                 "required": ["name", "parameters"],
             }
         )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not parallel:
-        schema["maxItems"] = 1
-    return schema | ({"$defs": definitions} if definitions else {})
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return schema if parallel else schema | {"maxItems": 1}
+
+
+# What is under these is data, in which `$ref` is a name like any other.
+_DATA = ("const", "enum", "default", "examples", "example")
+
+
+def _moved(node: Any, place: str, is_schema: bool = True) -> Any:
+    """A schema that now lies at `place` of another. `is_schema`: not the names of properties or definitions."""
+    if isinstance(node, list):
+        return [_moved(one, place) for one in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {}
+    for key, value in node.items():
+        if is_schema and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            value = place + value[1:]
+        elif not (is_schema and key in _DATA):
+            names = is_schema and key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+            value = _moved(value, place, not names)
+        moved[key] = value
+    return moved

@@ -5,6 +5,7 @@ It must equal `methods.eagle`, which has a worked example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from fledge.errors import UserError
 from fledge.kernels.accept import Accepted
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.draft_inputs import DraftInputs, keep_last
 from fledge.kernels.sample import PartialArgmax, SamplingState
-from fledge.kernels.step_inputs import DraftInputs, keep_last
 from fledge.models.drafter import EagleDrafter
 from fledge.ops.base import Ops
 from fledge.ops.cuda_ops import CudaOps
@@ -98,11 +99,19 @@ class CapturedTree(CapturedEagle):
     adjusts_drafts = False  # counts and grammars would have to fork at every node
 
     def __init__(
-        self, shape: TreeShape, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int, max_depth: int
+        self,
+        shape: TreeShape,
+        network: EagleDrafter,
+        cache: PagedKV,
+        batch: Rows,
+        max_positions: int,
+        max_depth: int,
+        covered: float = 1.0,
     ) -> None:
+        """`covered`: share of the target's tokens that the draft vocabulary can name, when the graphs are recorded."""
         super().__init__(network, cache, batch, max_positions)
         check_shape(shape, max_depth)
-        self.shape = shape
+        self.shape, self.log_covered = shape, math.log(covered)
 
     def num_drafted(self, depth: int) -> int:
         return num_nodes(self.shape, depth, self.network.config.draft_vocab_size)
@@ -122,7 +131,7 @@ class CapturedTree(CapturedEagle):
             return logits.unflatten(0, frontier.tokens_BW.shape), h.unflatten(0, frontier.tokens_BW.shape)
 
         logits, h = self.output(self.states_RD[:size])
-        tree = grow_tree(logits, h, step, self.shape, depth, target_ids_V=self.target_ids)
+        tree = grow_tree(logits, h, step, self.shape, depth, target_ids_V=self.target_ids, log_covered=self.log_covered)
         return Drafted(tree=tree)
 
     def output(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:

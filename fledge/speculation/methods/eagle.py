@@ -15,7 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.errors import UserError
+from fledge.kernels.attention.metadata import MAX_CHAIN, AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
 from fledge.kernels.native import best_of
 from fledge.kernels.row_copy import take
@@ -50,7 +51,7 @@ class EagleSpeculator:
         self.device = cache.keys.device
         self.lookahead = lookahead(depth, tree)
         shape = f"tree of {tree.nodes}" if tree else "chain"
-        self.description = f"EAGLE {network.config.version}, {shape}, depth {depth.limit}"
+        self.description = f"EAGLE {network.config.version}, {shape}, depth {depth}"
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
         self.seen_not_finite = False
@@ -75,8 +76,12 @@ class EagleSpeculator:
     def captured(self, batch: Rows, max_positions: int, max_depth: int) -> CapturedEagle:
         if self.depth.threshold:
             log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
+        if self.network.config.mla is not None and max_depth >= MAX_CHAIN:
+            raise UserError(f"a drafter with latent attention drafts at most {MAX_CHAIN - 1} tokens on a GPU, not {max_depth}")
         parts = (self.network, self.cache, batch, max_positions)
-        return CapturedEagle(*parts) if self.tree is None else CapturedTree(self.tree, *parts, max_depth)
+        if self.tree is None:
+            return CapturedEagle(*parts)
+        return CapturedTree(self.tree, *parts, max_depth, self.coverage.covered)
 
     def draft(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft]:
         is_watched = self.observer is not None and self.observer.begin(spans)

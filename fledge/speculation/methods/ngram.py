@@ -23,7 +23,7 @@ class NgramSpeculator:
     def __init__(self, depth: DepthPolicy, longest: int = 4, shortest: int = 2) -> None:
         self.depth, self.longest, self.shortest = depth, longest, shortest
         self.lookahead = depth.limit + 1
-        self.description = f"n-gram look-up, depth {depth.limit}"
+        self.description = f"n-gram look-up, depth {depth}"
         self.indexes: dict[int, _NgramIndex] = {}
 
     def forget(self, request: DraftedRequest) -> None:

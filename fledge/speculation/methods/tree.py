@@ -192,7 +192,7 @@ def row_depths(tree: TreeDraft) -> Tensor:
 def accept_tree(chosen_BT: Tensor, tree: TreeDraft, depth: int, active_B: Tensor) -> TreePath:
     """The accepted path. `chosen_BT`: the target's choice after the pending token and after each node.
 
-    Of several children with the chosen token it is the first; as `verification.verify_greedy`.
+    Of several children with the chosen token it is the first; as `verification.verify`.
     """
     count = tree.tokens_BN.shape[1]
     node_N = torch.arange(count, device=chosen_BT.device)

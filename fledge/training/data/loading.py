@@ -15,11 +15,13 @@ from typing import Literal
 import numpy as np
 
 from fledge.bench.loops import is_looping, loop_start
+from fledge.files import hash_files
 from fledge.tokenizer import Tokenizer
 from fledge.training.data.chat_files import (
     Block,
     Conversation,
     DataError,
+    Decontamination,
     TokenTurn,
     conversations_of,
     parse_messages,
@@ -27,8 +29,15 @@ from fledge.training.data.chat_files import (
     read_conversations,
     read_lines,
 )
-from fledge.training.data.decontamination import Decontamination
-from fledge.training.data.rendering import Answer, ChatFormat, TemplateError
+from fledge.training.data.rendering import (
+    THOUGHT,
+    THOUGHT_END,
+    Answer,
+    ChatFormat,
+    TemplateError,
+    is_open_thought,
+    split_thought,
+)
 from fledge.training.data.samples import Sample, SampleSet, key_of
 from fledge.training.data.templates import Augmentation, Choice
 from fledge.training.data.workers import Processes, num_cores
@@ -39,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 # A process starts within two seconds and makes samples from about 20 MB a second.
 MIN_BYTES_FOR_PROCESSES = 1 << 26
@@ -122,10 +131,20 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     answers = [Answer(ids=turn.answer_ids) for turn in turns] or [Answer()] * num_answers
     # Earlier answers that are not among `turns` were learnt from in a conversation of their own.
     answers = [Answer(has_loss=False)] * (num_answers - len(answers)) + answers
+    opened = bool(turns) and chat.tokenizer.decode(turns[-1].prompt_ids[-8:]).rstrip().endswith(THOUGHT)
+    learnt = [message for message in messages if message["role"] == "assistant"][-max(1, len(turns)) :]
+    if any(is_open_thought(message) or (opened and THOUGHT_END not in message["content"]) for message in learnt):
+        raise TemplateError("an answer that was cut off in its thought cannot be rendered: templates would close it")
     if choice.template is None:
-        return chat.tokens(chat.render(messages, conversation.options), answers)
-    if "tools" in conversation.options or any({"tool_calls", "reasoning_content"} & message.keys() for message in messages):
+        rendered = chat.render(messages, conversation.options)
+        if turns:
+            chat.require_prompt(rendered, messages, conversation.options)
+        return chat.tokens(rendered, answers)
+    with_parts = any({"tool_calls", "reasoning_content"} & message.keys() for message in messages)
+    if "tools" in conversation.options or with_parts or opened:
         raise TemplateError("tools and reasoning can be rendered by the model's own chat template alone")
+    past = [split_thought(message) for message in messages[: -len(learnt)]]  # a thought is forgotten once it is answered
+    messages = [*({"role": one["role"], "content": one["content"]} for one in past), *messages[-len(learnt) :]]
     eos = chat.tokenizer.eos_token_ids
     rendered = choice.template.render(messages, (chat.tokenizer.token(eos[0]) or "") if eos else "")
     return chat.tokens(rendered, answers, bos=True)
@@ -374,13 +393,10 @@ def _samples_of(workers: Processes, block: Block, first_index: Future, next_inde
 def data_hash(paths: str | Path | Sequence[str | Path]) -> str:
     """SHA-256 over the contents of the files, in order."""
     paths = [paths] if isinstance(paths, str | Path) else paths
-    digest = hashlib.sha256()
     for path in paths:
         if not Path(path).is_file():
             raise DataError(f"{path}: there is no such file")
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hash_files(paths)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,16 +25,6 @@ class PackedBatch:
     positions: torch.Tensor  # int64 [B, T]; count from the document's beginning (plus its random offset)
     document: torch.Tensor  # int32 [B, T]; 1, 2, … within a row; 0 = padding
     loss_mask: torch.Tensor  # bool [B, T]; the token is one to be predicted. Never the first of a document
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
-        return PackedBatch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
-
-    def pin_memory(self) -> PackedBatch:
-        return PackedBatch(*(getattr(self, f.name).pin_memory() for f in fields(self)))
-
-    @property
-    def num_tokens(self) -> int:
-        return int((self.document > 0).sum())
 
 
 class PackedLoader(Iterator[PackedBatch]):
@@ -137,20 +127,19 @@ class PackedLoader(Iterator[PackedBatch]):
         shape = (len(rows), self.sequence_length)
         tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         document, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-        for b, row in enumerate(rows):
-            offsets = np.random.default_rng([self.seed, self._epoch, int(row)]).integers(
+        offsets = [
+            np.random.default_rng([self.seed, self._epoch, int(row)]).integers(
                 0, self.position_offset_max, size=len(self._rows[row]), endpoint=True
             )
-            at = 0
-            for number, (index, offset) in enumerate(zip(self._rows[row], offsets, strict=True), 1):
-                start, length = self.starts[index], self.lengths[index]
-                here, there = slice(at, at + length), slice(start, start + length)
-                tokens[b, here] = self.samples.tokens[there]
-                positions[b, here] = np.arange(offset, offset + length)
-                document[b, here] = number
-                loss_mask[b, here] = self.samples.loss_mask[there]
-                loss_mask[b, at] = False  # a first token cannot be predicted
-                at += length
+            for row in rows
+        ]
+        for b, number, index, here in places([self._rows[row] for row in rows], self.lengths):
+            there = slice(self.starts[index], self.starts[index] + self.lengths[index])
+            tokens[b, here] = self.samples.tokens[there]
+            positions[b, here] = offsets[b][number - 1] + np.arange(self.lengths[index])
+            document[b, here] = number
+            loss_mask[b, here] = self.samples.loss_mask[there]
+            loss_mask[b, here.start] = False  # a first token cannot be predicted
         return PackedBatch(*map(torch.from_numpy, (tokens, positions, document, loss_mask)))
 
     # --- resuming -----------------------------------------------------------------------------------------------
@@ -189,6 +178,26 @@ def _documents(samples: SampleSet, sequence_length: int) -> tuple[np.ndarray, np
     answers_before = np.concatenate(([0], np.cumsum(samples.loss_mask, dtype=np.int64)))
     useful = answers_before[starts + lengths] > answers_before[np.minimum(starts + 1, starts + lengths)]
     return starts[useful], lengths[useful]
+
+
+def places(rows: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int, int, slice]]:
+    """Where documents lie that are packed into rows: (row, number in it from 1 on, document, its columns)."""
+    for row, documents in enumerate(rows):
+        begin = 0
+        for number, document in enumerate(documents, 1):
+            end = begin + int(lengths[document])
+            yield row, number, document, slice(begin, end)
+            begin = end
+
+
+def pack_texts(texts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and documents [rows, length] of texts in rows, as in `PackedBatch`."""
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    document = torch.zeros_like(tokens)
+    for row, number, index, here in places(rows, [len(text) for text in texts]):
+        tokens[row, here] = torch.tensor(texts[index])
+        document[row, here] = number
+    return tokens, document
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ the conversation twice, once with a marker in place of each answer: what stands 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -46,6 +46,24 @@ class Answer:
     has_loss: bool = True
 
 
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+
+
+def split_thought(message: Message) -> Message:
+    """An assistant's message with the thought before its answer as `reasoning_content`, as chat templates take it."""
+    content = message["content"]
+    if message["role"] != "assistant" or "reasoning_content" in message or THOUGHT_END not in content:
+        return message
+    thought, _, answer = content.partition(THOUGHT_END)
+    # A template's generation prompt may have opened the thought.
+    return {**message, "content": answer.strip("\n"), "reasoning_content": thought.replace(THOUGHT, "", 1).strip("\n")}
+
+
+def is_open_thought(message: Message) -> bool:
+    """Whether an answer was cut off in its thought."""
+    return THOUGHT in message["content"] and THOUGHT_END not in message["content"]
+
+
 def _marker(index: int) -> str:
     return f"⟦answer{index}⟧"
 
@@ -72,6 +90,30 @@ class ChatFormat:
         options = options or {}
         if any("tool_calls" in message or "reasoning_content" in message for message in messages):
             return self._render_turn_by_turn(messages, options, open_turn)
+        if any(THOUGHT_END in message["content"] for message in messages if message["role"] == "assistant"):
+            return self._render_thoughts(messages, options, open_turn)
+        return self._render_marked(messages, options, open_turn)
+
+    def _render_thoughts(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
+        """For answers with a thought inside their content: templates take it as reasoning, as it is, or leave it out."""
+        try:
+            return self._render_turn_by_turn(list(map(split_thought, messages)), options, open_turn)
+        except TemplateError:
+            rendered = self._render_marked(messages, options, open_turn)
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        content = messages[last]["content"]
+        if open_turn or rendered.answers[-1].strip() == content.strip():
+            return rendered
+        # It leaves thoughts out of what is past. The model wrote this one behind its prompt.
+        prompt = self._text(messages[:last], True, options)
+        if prompt.rstrip().endswith(THOUGHT):
+            content = content.partition(THOUGHT)[2].lstrip("\n") if content.lstrip().startswith(THOUGHT) else content
+        earlier = len(rendered.answers) - 1
+        contexts, answers = (*[""] * earlier, prompt, self._closing_text), (*[""] * earlier, content)
+        return Rendered(contexts, answers, (*[False] * earlier, True))
+
+    def _render_marked(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
+        """For answers that are their content: it is replaced by markers, and what stands between them is context."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         marked = [dict(message) for message in messages]
         for number, i in enumerate(turns):
@@ -105,13 +147,15 @@ class ChatFormat:
                 answers.append("")
                 is_whole.append(False)
                 continue
-            answer = full[len(prompt) : end]
+            begin, answer = len(prompt), full[len(prompt) : end]
             reasoning, calls = messages[i].get("reasoning_content", ""), messages[i].get("tool_calls", ())
+            if not reasoning and not calls:  # an empty thought before it is the template's, as after a prompt without thinking
+                begin += max(0, answer.find(messages[i]["content"].strip()))
             is_whole.append(reasoning.strip() in answer and all(call["function"]["name"] in answer for call in calls))
-            contexts.append(full[position : len(prompt)])
-            answers.append(answer)
+            contexts.append(full[position:begin])
+            answers.append(full[begin:end])
             position = end
-        if turns and not is_whole[-1]:
+        if turns and not is_whole[-1] and not open_turn:
             raise TemplateError("the chat template leaves out the reasoning or the tool calls of an answer")
         return Rendered((*contexts, full[position:]), tuple(answers), tuple(is_whole))
 
@@ -182,6 +226,13 @@ class ChatFormat:
         closing = ids[: self._closing_length(ids)]
         return list(dict.fromkeys([*closing[-1:], *self.tokenizer.eos_token_ids]))
 
+    def require_prompt(self, rendered: Rendered, messages: Sequence[Message], options: Options) -> None:
+        """Refuses what the target does not see when it writes the last answer: some templates rewrite what is past."""
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        parts = [part for pair in zip(rendered.contexts, (*rendered.answers[:-1], ""), strict=False) for part in pair]
+        if "".join(parts) != self._text(messages[:last], True, options):
+            raise TemplateError("the chat template writes another text before a past answer than before a new one")
+
     # --- tokens -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
@@ -207,9 +258,7 @@ class ChatFormat:
     def _assemble(self, rendered: Rendered, answers: Sequence[Answer], bos: bool) -> tuple[list[int], list[bool]]:
         assert len(answers) == len(rendered.answers)
         is_whole = rendered.is_whole or (True,) * len(answers)
-        answers = [
-            answer if whole else replace(answer, has_loss=False) for answer, whole in zip(answers, is_whole, strict=True)
-        ]
+        answers = [answer if whole else Answer(has_loss=False) for answer, whole in zip(answers, is_whole, strict=True)]
         # Templates spell out the first token themselves; a text without a template gets what the tokenizer adds.
         ids = self.tokenizer.encode("", add_special_tokens=True) if bos else []
         ids += self.encode(rendered.contexts[0])

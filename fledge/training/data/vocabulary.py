@@ -68,12 +68,6 @@ class DraftVocabulary:
         """int64 [draft vocabulary]: target id = draft id + d2t[draft id]."""
         return torch.from_numpy(self.token_ids - np.arange(len(self.token_ids)))
 
-    def t2d(self, vocab_size: int | None = None) -> torch.Tensor:
-        """bool [vocab_size]: is the target's token in the draft vocabulary?"""
-        mask = np.zeros(vocab_size or self.provenance["vocab_size"], bool)
-        mask[self.token_ids] = True
-        return torch.from_numpy(mask)
-
     def coverage_of(self, samples: SampleSet) -> float:
         """Share of these answers' tokens that the drafter can name (held-out samples: an honest figure)."""
         answer_ids = samples.answer_ids()

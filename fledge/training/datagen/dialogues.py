@@ -26,15 +26,17 @@ class Dialogue:
 
     prompt: Prompt
     messages: list[Message]  # so far, with the target's answers
-    upcoming: deque[str]  # the user's turns still to come
+    upcoming: deque[Message]  # the user's turns still to come
     turns: list[dict[str, Any]] = field(default_factory=list)  # as they will stand in the file
     prompt_ids: list[int] = field(default_factory=list)  # what is to be answered now
     looping: bool = False  # one of the answers so far
 
     @classmethod
     def start(cls, prompt: Prompt) -> Dialogue:
+        if prompt.messages:
+            return cls(prompt, list(prompt.messages[:-1]), deque(prompt.messages[-1:]))
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return cls(prompt, system, deque(prompt.turns))
+        return cls(prompt, system, deque({"role": "user", "content": turn} for turn in prompt.turns))
 
     def line(self) -> str:
         source = {"source": self.prompt.source} if self.prompt.source else {}
@@ -63,12 +65,12 @@ class Settled(NamedTuple):
 class HostWork:
     """Each method takes a list, so that many small pieces can travel together."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, longest_prompt: int | None):
-        self.tokenizer, self.chat_template, self.longest_prompt = tokenizer, chat_template, longest_prompt
-        self.chat = ChatFormat(tokenizer, chat_template)
+    def __init__(self, tokenizer: Tokenizer, longest_prompt: int | None):
+        self.tokenizer, self.longest_prompt = tokenizer, longest_prompt
+        self.chat = ChatFormat(tokenizer)
 
     def __reduce__(self) -> tuple:
-        return HostWork, (self.tokenizer, self.chat_template, self.longest_prompt)
+        return HostWork, (self.tokenizer, self.longest_prompt)
 
     def open(self, prompts: list[Prompt]) -> list[Dialogue | str]:
         """Conversations with their first prompt; or why there is none: "too_long" or "refused" (by the template)."""
@@ -94,10 +96,12 @@ class HostWork:
 
     def _open_turn(self, dialogue: Dialogue) -> str:
         """Adds the user's next turn and renders the prompt. Where that is not possible, says why and changes nothing."""
-        dialogue.messages.append({"role": "user", "content": dialogue.upcoming.popleft()})
+        dialogue.messages.append(dialogue.upcoming.popleft())
         problem = ""
         try:
             answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
+            given = sum(message["role"] == "assistant" for message in dialogue.messages) - len(answers)
+            answers = [Answer()] * given + answers
             dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers, dialogue.prompt.options)
             if self.longest_prompt is not None and len(dialogue.prompt_ids) > self.longest_prompt:
                 problem = "too_long"

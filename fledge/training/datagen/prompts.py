@@ -12,16 +12,17 @@ from typing import IO, Any
 
 from fledge.files import write_atomically
 from fledge.training.data.chat_files import DataError, parse_messages, parse_options, read_lines, user_turns
-from fledge.training.data.rendering import Options
+from fledge.training.data.rendering import Message, Options
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user asks, turn by turn; the target's answers come in between."""
+    """What a user asks, turn by turn; the target's answers come in between. Or a conversation to be continued."""
 
     id: str
     turns: tuple[str, ...]
     system: str = ""
+    messages: tuple[Message, ...] = ()  # of a conversation with tools: as it is, up to the user's or tool's message to answer
     source: str = ""
     options: Options = field(default_factory=dict)  # tools, enable_thinking: what the chat template gets too
 
@@ -34,25 +35,33 @@ def prompt_id(parts: Sequence[str]) -> str:
 def read_prompts(path: str | Path) -> Iterator[Prompt]:
     """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are passed over) and {"prompt": "…"}.
 
+    Messages with a tool's result cannot be asked again turn by turn, because the target may call other tools: they are kept, up
+    to the last message of a user or tool, which is answered.
     `id`, `system`, `source`, `tools` and `chat_template_kwargs` may stand beside them.
     """
     for where, line in read_lines(path):
-        system = line.get("system") or ""
+        system, kept = line.get("system") or "", ()
         turns = user_turns(line, where)
         if "messages" in line:
             messages = parse_messages(line["messages"], where)
-            if unknown := {message["role"] for message in messages} - {"system", "user", "assistant"}:
+            if unknown := {message["role"] for message in messages} - {"system", "user", "assistant", "tool"}:
                 raise DataError(f"{where}: messages of {', '.join(sorted(unknown))} cannot be answered again")
-            system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+            if any(message["role"] == "tool" for message in messages):
+                last = max(i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
+                given = () if not system or messages[0]["role"] == "system" else ({"role": "system", "content": system},)
+                kept, system = (*given, *messages[: last + 1]), ""
+            else:
+                system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
         if not turns or not all(turn.strip() for turn in turns):
             raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
         name = line.get("id")
         options = parse_options(line, where)
-        extra = [json.dumps(options, sort_keys=True)] if options else []
+        extra = [json.dumps(part, sort_keys=True) for part in (options, kept) if part]
         yield Prompt(
             id=prompt_id([system, *turns, *extra]) if name is None else str(name),
             turns=tuple(turns),
             system=system,
+            messages=kept,
             source=str(line.get("source") or ""),
             options=options,
         )

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fledge import progress
 from fledge.tokenizer import Tokenizer
-from fledge.training.data.decontamination import Decontamination
+from fledge.training.data.chat_files import Decontamination
 from fledge.training.data.loading import DataError
 from fledge.training.data.rendering import Options
 from fledge.training.data.workers import Workers, find_workers
@@ -148,9 +148,9 @@ def regenerate(
     seed: int = 0,
     self_prompted: int | None = None,
     limit: int | None = None,
+    share: tuple[int, int] = (0, 1),
     decontaminate: Sequence[str | Path] = (),
     model: str = "",
-    chat_template: str | None = None,
     template_options: Sequence[Options] = ({},),
     wave: int = WAVE,
     processes: int | None = None,
@@ -160,6 +160,7 @@ def regenerate(
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
     Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
+    `share`: (number, count): this call takes every `count`-th prompt of the file, another process the others.
     `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
     `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
     `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
@@ -173,12 +174,13 @@ def regenerate(
         raise DataError("nothing to answer: give a file of prompts, a number of self-written prompts, or both")
     if max_tokens < 1 or temperature < 0 or not 0 < top_p <= 1 or (self_prompted or 0) < 0:
         raise DataError("regenerating needs max_tokens >= 1, temperature >= 0, 0 < top_p <= 1 and self_prompted >= 0")
-    prompts = list(islice(read_prompts(prompts_path), limit)) if prompts_path is not None else []
+    number, count = share
+    prompts = list(islice(read_prompts(prompts_path), limit))[number::count] if prompts_path is not None else []
     settings = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    settings["chat_template"] = chat_template or tokenizer.chat_template or ""
+    settings["chat_template"] = tokenizer.chat_template or ""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     max_model_len = getattr(generator, "max_model_len", None)
-    work = HostWork(tokenizer, chat_template, None if max_model_len is None else max_model_len - max_tokens)
+    work = HostWork(tokenizer, None if max_model_len is None else max_model_len - max_tokens)
     decontamination, stop_ids = (
         Decontamination.of_files(decontaminate),
         work.chat.stop_ids(),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints.ends import Ends
-from fledge.training.losses import Head
-from fledge.training.targets.states_client import EndpointError, StatesClient, launch_command
-from fledge.training.targets.target import Document, Target, TargetStates, documents
+from fledge.training.targets.states_client import FILE_S, EndpointError, StatesClient, launch_command
+from fledge.training.targets.target import Document, Head, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
 # Of a log-probability, between the server's arithmetic (bf16, other kernels) and ours. Another layer is off by whole units.
@@ -139,3 +138,4 @@ class EndpointAnswers:
                 yield done.result()
         finally:  # requests under way end, so that their files are removed; the others are not made
             pool.shutdown(cancel_futures=True)
+            self.client.sweep(FILE_S)

@@ -16,6 +16,7 @@ from fledge.checkpoints.hf import load_config, load_decoder
 from fledge.checkpoints.tensors import read_json
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, is_supported
 from fledge.errors import ModelError, first_line
+from fledge.models.moe import stack_experts
 from fledge.training.distributed import DistributedContext
 from fledge.training.drafter import drafter_config, last_layer, last_layer_of_transformers, usable
 from fledge.training.recipe import Recipe
@@ -39,7 +40,7 @@ def find_target(recipe: Recipe) -> Path:
     return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
 
 
-def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> LoadedTarget:
+def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> LoadedTarget:
     """`recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     target: Target
@@ -54,10 +55,12 @@ def load_target(recipe: Recipe, world: DistributedContext, folder: Path) -> Load
     elif recipe.target.backend == "fledge":
         shape = known = load_config(folder)
         config = drafter_config(recipe.drafter, shape)
-        if sharded := recipe.run.shard_target and world.size > 1:
-            decoder = load_sharded(lambda: load_decoder(folder, dtype), world, device)
+        if sharded := recipe.run.shard_target and dist.size > 1:
+            decoder = load_sharded(lambda: load_decoder(folder, dtype), dist, device)
         else:
             decoder = load_decoder(folder, dtype, device)
+            if device.type == "cuda":
+                stack_experts(decoder, dtype)
         target = DecoderTarget(decoder, config.aux_layer_ids, compile=recipe.run.compile == "yes", sharded=sharded)
         stop_ids, weights = known.eos_token_ids, last_layer(decoder)
     else:

@@ -107,22 +107,22 @@ class StatesOnDisk(Target):
             self._files[path] = np.memmap(path, _numpy_type(self.dtype), "r").reshape(-1, self.width)
         return self._files[path]
 
-    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, world: DistributedContext) -> Iterator[float]:
+    def fill(self, loader: PackedLoader, plan: Any, device: torch.device, dist: DistributedContext) -> Iterator[float]:
         """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
         target = self.target
         assert target is not None
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
         total = one_row.batches_per_epoch
         coming: deque[tuple[int, TrainBatch | None]] = deque()
-        for done in range(0, total, world.size):
-            rows = [next(one_row) for _ in range(min(world.size, total - done))]
+        for done in range(0, total, dist.size):
+            rows = [next(one_row) for _ in range(min(dist.size, total - done))]
             # Who has no row of its own at the end takes another's: where passes need all processes, all make them.
-            batch = plan(rows[min(world.rank, len(rows) - 1)])
-            missing = world.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
+            batch = plan(rows[min(dist.rank, len(rows) - 1)])
+            missing = dist.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
             if missing:
                 target.prefetch(batch)
             if target.requires_collective:
-                missing = bool(world.sum(torch.tensor(int(missing))) > 0)
+                missing = bool(dist.sum(torch.tensor(int(missing))) > 0)
             coming.append((done + len(rows), batch if missing else None))
             if len(coming) > ROWS_AHEAD:
                 yield self._settle(*coming.popleft(), device, total)
@@ -143,7 +143,6 @@ def _numpy_type(dtype: torch.dtype) -> type:
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:
     if path.exists():
         found = json.loads(path.read_text())
-        found = {"weights": identity["weights"]} | found  # earlier versions did not note them
         if different := [key for key in identity if found.get(key) != identity[key]]:
             raise UserError(
                 f"{path.parent}: holds states of another target ({', '.join(different)} differ); use another folder"

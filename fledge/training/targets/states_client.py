@@ -17,7 +17,8 @@ import shlex
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -80,6 +81,8 @@ class StatesClient:
         self._files = self._http if _origin(self.storage) == _origin(self.url) else new_client()
         self._patience_s = FIRST_CONTACT_S
         self._closed, self._folder_seen = threading.Event(), False
+        self._late: set[str] = set()  # files that were not there yet when they were to be deleted
+        self._lock = threading.Lock()
         self.model, self.max_length = self._served_model()
         self._patience_s = OUTAGE_S
 
@@ -104,17 +107,24 @@ class StatesClient:
         """What the target writes after the prompt, its stop token included, and why it ended; greedily unless said."""
         body = {"prompt": list(map(int, prompt)), "max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
         content = self._completion(body | {"stop_token_ids": list(stop_ids)} | sampling)
-        try:
-            self._collect(content)  # not wanted, but they would fill the server's folder
-        except FileNotFoundError:
-            if not self._folder_seen:  # none is deleted: better no answers than a full disk
-                raise self._not_here(content) from None
+        self._discard(content)
         choice = content["choices"][0]
         return list(choice["token_ids"]), choice.get("finish_reason") or "stop"
 
     def close(self) -> None:
-        """Nothing is tried again; what is under way may end, so that its files are removed."""
+        """Nothing is tried again; what is under way may end, so that its files are removed. Late files are waited for."""
         self._closed.set()
+        self.sweep(FILE_S)
+
+    def sweep(self, wait_s: float = 0.0) -> None:
+        """Deletes files that came late."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                self._late = {place for place in self._late if not _delete_unlocked(place)}
+            if not self._late or time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
     # --- the conversation -----------------------------------------------------------------------------------------
 
@@ -160,15 +170,39 @@ class StatesClient:
 
     # --- the files ------------------------------------------------------------------------------------------------
 
-    def _collect(self, content: dict[str, Any]) -> dict[str, Tensor]:
-        """Reads the answer's file, once it is whole, and deletes it where that is possible."""
+    def _place(self, content: dict[str, Any]) -> str:
+        """Where the answer's file is seen from here."""
         named = _named(content)
         if "://" in named:
             raise EndpointError(f"{self.url}: it names states on another host, which are not fetched: {printable(named, 80)!r}")
         name = os.path.basename(named)
         if not STATES_FILE.fullmatch(name):
             raise EndpointError(f"{self.url}: it names a file of states that has no plain name: {printable(name, 80)!r}")
-        place = f"{self.storage}/{name}"
+        return f"{self.storage}/{name}"
+
+    def _discard(self, content: dict[str, Any]) -> None:
+        """Deletes a file of states that is not needed, without reading it: now, or when it is there.
+
+        Over HTTP nothing can be deleted. Until a first file was found where the user says, each is waited for: better no
+        answers than a full disk.
+        """
+        place = self._place(content)
+        if place.startswith(("http://", "https://")):
+            return
+        deadline = time.monotonic() + FIRST_CONTACT_S
+        while not (deleted := _delete_unlocked(place)) and not self._folder_seen:
+            if time.monotonic() > deadline:
+                raise self._not_here(content)
+            time.sleep(0.01)
+        self._folder_seen = True
+        if not deleted:
+            with self._lock:
+                self._late.add(place)
+            self.sweep()
+
+    def _collect(self, content: dict[str, Any]) -> dict[str, Tensor]:
+        """Reads the answer's file, once it is whole, and deletes it where that is possible."""
+        place = self._place(content)
         fetch = self._download if place.startswith(("http://", "https://")) else _read_unlocked
         deadline, wait = time.monotonic() + (FILE_S if self._folder_seen else FIRST_CONTACT_S), 0.002
         while True:
@@ -180,12 +214,14 @@ class StatesClient:
                 except SafetensorError:  # not whole yet
                     pass
             if time.monotonic() > deadline:
+                if fetch is _read_unlocked:
+                    with self._lock:
+                        self._late.add(place)
                 raise FileNotFoundError(2, "not there", place)
             time.sleep(wait)
             wait = min(2 * wait, 0.2)
         if fetch is _read_unlocked:
-            for file in (Path(place), Path(place + ".lock")):
-                file.unlink(missing_ok=True)
+            _delete(place)
         self._folder_seen = True
         return tensors
 
@@ -237,16 +273,36 @@ def _origin(url: str) -> tuple[str, str, int | None] | None:
 def _read_unlocked(place: str) -> bytes | None:
     """The file's content once its writer has let go of it; None: not yet."""
     try:
-        with _open_plain(place + ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            with _open_plain(place) as file:
-                return file.read()
-    except BlockingIOError:
-        return None
+        with _open_unlocked(place) as file:
+            return file.read()
     except PermissionError:
         raise EndpointError(f"{place}: may not be read; the server writes for its own user alone: train as that user") from None
     except OSError:
         return None
+
+
+def _delete_unlocked(place: str) -> bool:
+    """Deletes a file and its lock once its writer has let go of it. False: not yet."""
+    try:
+        with _open_unlocked(place):
+            _delete(place)
+        return True
+    except OSError:
+        return False
+
+
+def _delete(place: str) -> None:
+    for file in (Path(place), Path(place + ".lock")):
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _open_unlocked(place: str) -> Iterator[BinaryIO]:
+    """Opens a file whose writer has let go of it; else an OSError."""
+    with _open_plain(place + ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with _open_plain(place) as file:
+            yield file
 
 
 def _open_plain(place: str) -> BinaryIO:

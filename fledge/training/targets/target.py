@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,28 @@ from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.ops.base import LayerModule
 from fledge.ops.torch_ops import AttendOps
 from fledge.training.distributed import DistributedContext
-from fledge.training.losses import Head
 from fledge.training.ttt import Mask, TrainBatch, packed_attend, packed_mask
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a target turns its last hidden state into logits."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None  # logits are cap·tanh(logits / cap)
+
+    def rows(self, token_ids: Tensor) -> Head:
+        """The head over a few tokens only."""
+        bias = self.bias[token_ids] if self.bias is not None else None
+        return replace(self, weight=self.weight[token_ids].contiguous(), bias=bias)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 class TargetStates(NamedTuple):
@@ -109,11 +130,12 @@ class DecoderTarget(Target):
             run_layer = _layer if skip_compile else self._layer
 
             def run(index: int, x: Tensor) -> Tensor:
-                kind, weights, attention = self._kinds[index], self._layers[index], decoder.layers[index].self_attn
-                # Experts are chosen on the host: not for a compiler.
-                run_this = _layer if kind[1] else run_layer
+                kind, weights, layer = self._kinds[index], self._layers[index], decoder.layers[index]
+                attention = layer.self_attn
+                if kind[1]:  # chosen on the host, or by kernels that read the layer's own stacked experts: not for a compiler
+                    return layer(x, None, AttendOps(packed_attend(masks, length), *angles))
                 cos, sin = angles[attention.rope]
-                return run_this(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
+                return run_layer(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
 
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
@@ -126,7 +148,7 @@ class DecoderTarget(Target):
         self._layer = _layer
 
 
-def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device: torch.device) -> Decoder:
+def load_sharded(load: Callable[[], Decoder], dist: DistributedContext, device: torch.device) -> Decoder:
     """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
     All must then make the same passes.
 
@@ -136,7 +158,7 @@ def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (world.size,))
+    mesh = init_device_mesh(device.type, (dist.size,))
 
     def spread() -> Decoder:
         decoder = load()
@@ -148,7 +170,7 @@ def load_sharded(load: Callable[[], Decoder], world: DistributedContext, device:
                 part.to(device)
         return decoder
 
-    return world.in_turn(spread)
+    return dist.in_turn(spread)
 
 
 def _layer(

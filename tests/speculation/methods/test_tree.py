@@ -17,7 +17,7 @@ from fledge.kernels.accept import RowState, accept
 from fledge.kernels.attention.decode_attention import decode_attention
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
-from fledge.kernels.ngram import append_tokens, ngram_drafts, ngram_drafts_reference
+from fledge.kernels.ngram import ngram_drafts, ngram_drafts_reference
 from fledge.kernels.sample import PartialArgmax
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
@@ -271,7 +271,6 @@ def test_nothing_depends_on_values():
         assert along_path(torch.empty(batch * 11, size), path).shape == (batch * (depth + 1), size)
         texts = torch.empty(batch, 100, dtype=torch.int32)
         assert ngram_drafts_reference(texts, starts, active, batch, depth).shape == (batch, depth)
-        append_tokens(texts, chosen, starts, active)
 
 
 @pytest.mark.gpu
@@ -301,7 +300,6 @@ def test_a_recorded_graph_gives_what_eager_calls_give():
         chain, drafts = collapse(chosen, tree, path)
         moved = [keys.clone(), values.clone()]
         compact_path(*moved, pages, PAGE, starts, path.rows_BT, path.counts_B)
-        append_tokens(texts, chain, starts, path.counts_B)
         return [*tree, *meta[:4], *path, chain, drafts, *moved, ngram_drafts(texts, starts, active, batch, depth)]
 
     run()

@@ -1,6 +1,6 @@
 """A toy to try training on: a tiny target that learns a small made-up language in seconds, and its answers.
 
-python -m fledge.training.toy runs/toy      makes runs/toy/target and runs/toy/answers.jsonl
+python -m fledge.training.targets.toy runs/toy      makes runs/toy/target and runs/toy/answers.jsonl
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fledge.checkpoints.hf import save_decoder
 from fledge.config import ModelConfig
 from fledge.files import write_atomically
 from fledge.models.decoder import Decoder
+from fledge.training.data.packing import pack_texts
 from fledge.training.targets.continuations import continuations
 from fledge.training.ttt import document_starts, packed_attend, packed_mask
 
@@ -96,18 +97,16 @@ def learned_target(steps: int = 300, seed: int = 0) -> Decoder:
     rows, length = 8, 128
     decoder.reserve(length)
     for step in range(steps):
-        tokens, document = torch.full((rows, length), PAD), torch.zeros(rows, length, dtype=torch.long)
-        for row in range(rows):
-            at = number = 0
-            while True:
-                prompt, answer = conversation(draw)
-                text = prompt + answer
-                if at + len(text) > length:
-                    break
-                number += 1
-                tokens[row, at : at + len(text)] = torch.tensor(text)
-                document[row, at : at + len(text)] = number
-                at += len(text)
+        texts: list[list[int]] = []
+        packed: list[list[int]] = []
+        for _ in range(rows):
+            packed.append([])
+            left = length
+            while len(text := [token for part in conversation(draw) for token in part]) <= left:
+                packed[-1].append(len(texts))
+                texts.append(text)
+                left -= len(text)
+        tokens, document = pack_texts(texts, packed, length)
         start = document_starts(document)
         attend = packed_attend({None: packed_mask(start, flex=False)}, length)
         positions = torch.arange(length) - start

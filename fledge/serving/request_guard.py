@@ -43,11 +43,25 @@ def _place(host: str) -> str:
     return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-class Gate:
-    """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it."""
+def is_local_name(host: str) -> bool:
+    """Whether a Host header names no domain of the internet: an address, `localhost`, or a name without a dot."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        return "." not in name.rstrip(".") or name.rstrip(".").lower().endswith(".localhost")
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits) -> None:
-        self.app, self.limits = app, limits
+
+class RequestGuard:
+    """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it.
+
+    `local_only`: refuses requests for any domain. A page whose domain is made to point to this machine (DNS rebinding) could
+    otherwise ask a server that is open to this machine alone.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits, local_only: bool = False) -> None:
+        self.app, self.limits, self.local_only = app, limits, local_only
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,13 +108,21 @@ class Gate:
             return None
 
     def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:
-        if self.keys and scope["path"] not in OPEN_PATHS and key is None:
-            scheme = 'Basic realm="Fledge: the API key is the password"' if scope["path"] == "/" else "Bearer"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # uvicorn writes --root-path before each
+        if self.keys and path not in OPEN_PATHS and key is None:
+            scheme = 'Basic realm="Fledge: the API key is the password"' if path == "/" else "Bearer"
             return ApiError(
                 "a valid API key is missing; send it as `Authorization: Bearer KEY`",
                 401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": scheme},
+            )
+        if self.local_only and not is_local_name(headers.get("host", "")):
+            return ApiError(
+                "this server is open to its own machine alone and does not know this host name; use localhost or an address, "
+                "or start it with --api-key, or with --trusted-proxies behind a proxy",
+                403,
+                code="unknown_host",
             )
         length = headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > self.limits.max_request_bytes):

@@ -1,6 +1,5 @@
-"""What the networks of a captured step read: tokens become rows of the target's or of the drafter's input.
+"""What the drafter of a captured step reads and keeps.
 
-`verify_inputs`: the pending token and the draft of each sequence, embedded.
 `draft_inputs`: a token with the state it is paired with, [input_layernorm(embedding) ; hidden_norm(state)].
 `fuse_inputs`: the tapped target states side by side, each with its own norm.
 `keep_last`: of a sequence's rows, the last that counts becomes its state.
@@ -17,15 +16,18 @@ from torch import Tensor
 
 from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.sample import PartialArgmax, pick, picked
-from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
+from fledge.kernels.triton_support import (
+    by_device,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    tl,
+    use_triton,
+    wait_for_inputs,
+)
 
 MAX_TAPS = 4  # states that the kernel takes; with more the reference runs
-
-
-class VerifyInputs(NamedTuple):
-    x_ND: Tensor
-    starts_B: Tensor  # int32: position of the first row
-    counts_B: Tensor  # int32: rows of the sequence; 0: it is empty
 
 
 class DraftInputs(NamedTuple):
@@ -33,104 +35,6 @@ class DraftInputs(NamedTuple):
     residual_ND: Tensor
     starts_B: Tensor | None  # of captured passes alone, where the host does not know them
     counts_B: Tensor | None
-
-
-def verify_inputs(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
-    run = verify_inputs_triton if use_triton(embedding_VD) else verify_inputs_reference
-    return run(batch, depth, token_R, drafts_RD, length_R, active_R, embedding_VD, last_draft)
-
-
-def verify_inputs_reference(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    if last_draft is not None:
-        drafts_RD[:batch, depth - 1] = picked(last_draft, len(embedding_VD))
-    tokens = torch.cat([token_R[:batch, None], drafts_RD[:batch, :depth]], 1)
-    return VerifyInputs(embedding_VD[tokens.flatten()], length_R[:batch] - 1, active_R[:batch] * (depth + 1))
-
-
-def verify_inputs_triton(
-    batch: int,
-    depth: int,
-    token_R: Tensor,
-    drafts_RD: Tensor,
-    length_R: Tensor,
-    active_R: Tensor,
-    embedding_VD: Tensor,
-    last_draft: PartialArgmax | None = None,
-) -> VerifyInputs:
-    (vocab_size, size), device = embedding_VD.shape, embedding_VD.device
-    x = torch.empty((batch * (depth + 1), size), dtype=embedding_VD.dtype, device=device)
-    starts, counts = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
-    num_blocks = last_draft.ids_NC.shape[1] if last_draft is not None else 1
-    _verify_inputs[(batch, depth + 1)](
-        token_R,
-        drafts_RD,
-        length_R,
-        active_R,
-        embedding_VD,
-        last_draft.best_NC if last_draft is not None else x,
-        last_draft.ids_NC if last_draft is not None else starts,
-        x,
-        starts,
-        counts,
-        DEPTH=depth,
-        DRAFT=drafts_RD.shape[1],
-        SIZE=size,
-        SIZE_BLOCK=next_power_of_2(size),
-        VOCAB=vocab_size,
-        BLOCKS=num_blocks,
-        PADDED=next_power_of_2(num_blocks),
-        HAS_CHOICE=last_draft is not None,
-        num_warps=4,
-        **overlap(x),
-    )
-    return VerifyInputs(x, starts, counts)
-
-
-def draft_inputs(
-    h_ND: Tensor,
-    tokens: Tensor | PartialArgmax,
-    embedding_VD: Tensor,
-    embedding_norm: NormLike,
-    hidden_norm: NormLike,
-    output_norm: NormLike | None,
-    *,
-    norm_before_residual: bool,
-    step: int = 0,
-    drafts_RD: Tensor | None = None,
-    length_R: Tensor | None = None,
-    active_R: Tensor | None = None,
-) -> DraftInputs:
-    """Synchronising (`step` 0): `tokens` [N] with the fused target states. Drafting the token after `step` drafted ones:
-    `tokens` is the choice of the last of them, which is written down; `output_norm` normalises the fed-back state."""
-    run = draft_inputs_triton if use_triton(h_ND) else draft_inputs_reference
-    arguments = (h_ND, tokens, embedding_VD, embedding_norm, hidden_norm, output_norm)
-    return run(
-        *arguments,
-        norm_before_residual=norm_before_residual,
-        step=step,
-        drafts_RD=drafts_RD,
-        length_R=length_R,
-        active_R=active_R,
-    )
 
 
 def draft_inputs_reference(
@@ -147,6 +51,8 @@ def draft_inputs_reference(
     length_R: Tensor | None = None,
     active_R: Tensor | None = None,
 ) -> DraftInputs:
+    """Synchronising (`step` 0): `tokens` [N] with the fused target states. Drafting the token after `step` drafted ones:
+    `tokens` is the choice of the last of them, which is written down; `output_norm` normalises the fed-back state."""
     starts = counts = None
     if step:
         batch = len(h_ND)
@@ -220,6 +126,9 @@ def draft_inputs_triton(
     return DraftInputs(x, residual, starts, counts)
 
 
+draft_inputs = by_device(draft_inputs_triton, draft_inputs_reference)
+
+
 def fuse_inputs(taps: Sequence[Tensor], whole: NormLike | None, each: Sequence[NormLike] | None) -> Tensor:
     """`whole`: a norm over all of them together; `each`: one per state."""
     if whole is None and each is not None and use_triton(taps[0]) and len(taps) <= MAX_TAPS:
@@ -258,12 +167,8 @@ def fuse_inputs_triton(taps: Sequence[Tensor], each: Sequence[NormLike]) -> Tens
     return x
 
 
-def keep_last(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
-    """Row counts - 1 of each sequence; a sequence without rows keeps its state."""
-    (keep_last_triton if use_triton(x_ND) else keep_last_reference)(x_ND, counts_B, state_RD)
-
-
 def keep_last_reference(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
+    """Row counts - 1 of each sequence; a sequence without rows keeps its state."""
     batch = len(counts_B)
     last = x_ND.view(batch, -1, x_ND.shape[1])[torch.arange(batch), counts_B.long().clamp(min=1) - 1]
     state_RD[:batch] = torch.where(counts_B[:, None] > 0, last, state_RD[:batch])
@@ -275,44 +180,7 @@ def keep_last_triton(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
     _keep_last[(batch,)](x_ND, counts_B, state_RD, NEW=num_new, SIZE=size, SIZE_BLOCK=block, num_warps=2, **overlap(x_ND))
 
 
-@jit
-def _verify_inputs(
-    token_ptr,
-    drafts_ptr,
-    length_ptr,
-    active_ptr,
-    embedding_ptr,
-    best_ptr,
-    ids_ptr,
-    x_ptr,
-    starts_ptr,
-    counts_ptr,
-    DEPTH: tl.constexpr,
-    DRAFT: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_CHOICE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    sequence = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1)
-    column = tl.arange(0, SIZE_BLOCK)
-    wait_for_inputs(PDL)
-    token = tl.load(token_ptr + sequence)
-    if place == 0:
-        tl.store(starts_ptr + sequence, tl.load(length_ptr + sequence) - 1)
-        tl.store(counts_ptr + sequence, tl.load(active_ptr + sequence) * (DEPTH + 1))
-    elif HAS_CHOICE and place == DEPTH:
-        token = pick(best_ptr, ids_ptr, sequence, VOCAB, BLOCKS, PADDED).to(tl.int64)
-        tl.store(drafts_ptr + sequence * DRAFT + DEPTH - 1, token)
-    else:
-        token = tl.load(drafts_ptr + sequence * DRAFT + place - 1)
-    x = tl.load(embedding_ptr + token * SIZE + column, mask=column < SIZE, other=0.0)
-    tl.store(x_ptr + (sequence * (DEPTH + 1) + place) * SIZE + column, x, mask=column < SIZE)
+keep_last = by_device(keep_last_triton, keep_last_reference)
 
 
 @jit

@@ -1,4 +1,7 @@
-"""Answers for `fledge make`: written within a time limit, then split into training and held-out conversations."""
+"""Answers for `fledge make`: written within a time limit, then split into training and held-out conversations.
+
+Under torchrun each process of the first machine answers its share of the prompts, in files of its own (answers.rank1.jsonl …).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,7 +23,8 @@ from fledge.files import write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
-from fledge.training.planning import AnswerPart, MakePlan
+from fledge.training.distributed import DistributedContext
+from fledge.training.make_plan import AnswerPart, MakePlan
 from fledge.training.targets.endpoint import EndpointAnswers
 from fledge.training.targets.states_client import StatesClient, launch_command
 
@@ -28,9 +32,10 @@ FIRST_ROUND = {"cuda": 2048, "cpu": 64}  # self-written prompts; later rounds ar
 ENDPOINT_REQUESTS = 64
 MIN_ANSWERS, MIN_SECONDS = 8, 60.0  # fewer cannot be trained on and held out; they may take a minute beyond a short budget
 MIN_SHARE = 0.15  # of all time, at least for answers, even if loading took long
+BOTH = [{"enable_thinking": True}, {"enable_thinking": False}]  # of the chat template
 SIZED_LINES = 4096  # conversations whose tokens are counted; the rest are assumed to be alike
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Progress:
     settings: dict[str, Any]
     seconds: float = 0.0  # by earlier processes
     done: tuple[str, ...] = ()
+    hours: float = 0.0  # the time given, of the process that trained last
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -49,7 +55,7 @@ class Progress:
             return cls(path, settings)
         found = json.loads(path.read_text())
         for name, value in settings.items():
-            if (found["settings"].get(name) or None) != (value or None):  # newer settings are not in older files
+            if found["settings"].get(name) != value:
                 raise UserError(
                     f"{path.parent}: was begun with {name} {found['settings'].get(name)!r}, now it is {value!r}; name another "
                     "output folder, or use the same settings"
@@ -58,7 +64,7 @@ class Progress:
         if "answers" not in done:  # killed: it lived at least until its last answer
             last = max((file.stat().st_mtime for file in path.parent.glob("answers*.jsonl")), default=0.0)
             seconds += max(0.0, last - path.stat().st_mtime)
-        return cls(path, settings, seconds, done)
+        return cls(path, settings, seconds, done, found["hours"])
 
     @property
     def spent(self) -> float:
@@ -66,7 +72,7 @@ class Progress:
         return self.seconds + time.monotonic() - self.began
 
     def save(self) -> None:
-        record = {"settings": self.settings, "seconds": self.spent, "done": list(self.done)}
+        record = {"settings": self.settings, "seconds": self.spent, "done": list(self.done), "hours": self.hours}
         write_atomically(self.path, lambda file: file.write(json.dumps(record, indent=2).encode() + b"\n"))
 
     def finish(self, part: str) -> None:
@@ -75,27 +81,59 @@ class Progress:
 
 
 def answer(
-    plan: MakePlan, shape: Any, tokenizer: Tokenizer, out: Path, progress: Progress, decontaminate: Sequence[Path], say: Say
+    plan: MakePlan,
+    shape: Any,
+    tokenizer: Tokenizer | None,
+    out: Path,
+    progress: Progress,
+    decontaminate: Sequence[Path],
+    log: Log,
+    dist: DistributedContext | None = None,
 ) -> None:
-    """Writes all answers of the plan and splits them into training and held-out files."""
-    writer = _AnswerWriter(_generator(plan, shape), plan, tokenizer, out, progress, decontaminate, say)
-    start = progress.spent
-    left = max(plan.answer_seconds - start, MIN_SHARE * plan.seconds)
-    for part in plan.answer_parts:
-        writer.write_until(part, start + part.until * left)
-    files = [out / part.file for part in plan.answer_parts]
-    if sum(map(num_lines, files)) < MIN_ANSWERS:  # a short budget on a busy machine: the first few come before the time limit
-        writer.write_first(plan.answer_parts[0])
-    del writer
-    release_memory(torch.device(plan.device))
+    """Writes all answers of the plan and splits them into training and held-out files. Called by all processes.
+
+    `tokenizer`: of those that answer.
+    """
+    dist = dist or DistributedContext()
+    device = f"cuda:{dist.local_rank}" if plan.device == "cuda" and dist.size > 1 else plan.device
+
+    def write() -> _AnswerWriter | None:
+        if dist.rank >= plan.num_answering:
+            return None
+        assert tokenizer is not None
+        writer = _AnswerWriter(_generator(plan, shape, device), plan, tokenizer, out, progress, decontaminate, log, dist.rank)
+        start = progress.spent
+        left = max(plan.answer_seconds - start, MIN_SHARE * plan.seconds)
+        for part in plan.answer_parts:
+            writer.write_until(part, start + part.until * left)
+        return writer
+
+    writer = dist.on_each(write)
+    # A short budget on a busy machine: the first few come before the time limit.
+    dist.on_first(lambda: writer and _num_answers(plan, out) < MIN_ANSWERS and writer.write_first(plan.answer_parts[0]))
+    writer = None
+    release_memory(torch.device(device))
     if plan.device != "cpu":
-        say(f"GPU memory still taken when the answers are there: {torch.cuda.memory_reserved(plan.device) / 2**30:.1f} GiB")
-    files = [file for file in files if file.is_file()]
-    done = sum(map(num_lines, files))
-    if done < MIN_ANSWERS:
-        raise UserError(f"{out}: {done} answers are too few to train on; give more time (--hours) or more prompts (--prompts)")
-    split(files, out / "data")
-    progress.finish("answers")
+        log(f"GPU memory still taken when the answers are there: {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB")
+
+    def finish() -> None:
+        if (done := _num_answers(plan, out)) < MIN_ANSWERS:
+            advice = "give more time (--hours) or more prompts (--prompts)"
+            raise UserError(f"{out}: {done} answers are too few to train on; {advice}")
+        split([found for part in plan.answer_parts if (found := _files(out, part))], out / "data")
+        progress.finish("answers")
+
+    dist.on_first(finish)
+
+
+def _files(out: Path, part: AnswerPart) -> list[Path]:
+    """The first process's file and those of the others, also of an earlier run with more of them."""
+    own = out / part.file
+    return [path for path in (own, *sorted(out.glob(f"{own.stem}.rank*.jsonl"))) if path.is_file()]
+
+
+def _num_answers(plan: MakePlan, out: Path) -> int:
+    return sum(num_lines(path) for part in plan.answer_parts for path in _files(out, part))
 
 
 @dataclass
@@ -108,7 +146,12 @@ class _AnswerWriter:
     out: Path
     progress: Progress
     decontaminate: Sequence[Path]
-    say: Say
+    log: Log
+    rank: int = 0
+
+    def _file(self, part: AnswerPart) -> Path:
+        own = self.out / part.file
+        return own.with_name(f"{own.stem}.rank{self.rank}.jsonl") if self.rank else own
 
     def write_until(self, part: AnswerPart, until: float) -> None:
         """Writes answers of one kind until `until` seconds are spent.
@@ -116,7 +159,7 @@ class _AnswerWriter:
         All prompts of a file are answered in one call. Self-written prompts come in rounds, because all prompts of a round are
         written before the first is answered. The size of a round follows from the time left and the speed so far.
         """
-        before, began = num_lines(self.out / part.file), time.monotonic()
+        before, began = num_lines(self._file(part)), time.monotonic()
         num_new, size = 0, FIRST_ROUND["cpu" if self.plan.device == "cpu" else "cuda"]
         while (left := until - self.progress.spent) > 0:
             if num_new:
@@ -134,7 +177,7 @@ class _AnswerWriter:
         """
         deadline, limit = time.monotonic() + MIN_SECONDS, MIN_ANSWERS
         num_prompts = 0 if part.self_written else sum(1 for _ in read_prompts(str(self.plan.prompts)))
-        while num_lines(self.out / part.file) < MIN_ANSWERS and (left := deadline - time.monotonic()) > 0:
+        while num_lines(self._file(part)) < MIN_ANSWERS and (left := deadline - time.monotonic()) > 0:
             self.write(part, limit, left)
             if limit >= num_prompts:
                 return
@@ -145,7 +188,7 @@ class _AnswerWriter:
 
         Returns how many answers are new.
         """
-        file, plan = self.out / part.file, self.plan
+        file, plan = self._file(part), self.plan
         try:
             report = regenerate(
                 self.generator,
@@ -154,33 +197,41 @@ class _AnswerWriter:
                 file,
                 max_tokens=plan.max_answer_tokens,
                 temperature=part.temperature,
-                seed=part.seed,
+                seed=part.seed + 1009 * self.rank,  # self-written prompts differ between processes
+                share=(self.rank, plan.num_answering),
                 model=plan.model,
-                template_options=[{"enable_thinking": True}, {"enable_thinking": False}] if plan.has_thinking else [{}],
+                template_options=BOTH if plan.thinking == "optional" else [{}],
                 decontaminate=self.decontaminate,
                 max_seconds=max_seconds,
                 self_prompted=total if part.self_written else None,
                 limit=total,
             )
-            self.say(f"{file.name}: {report}")
+            self.log(f"{file.name}: {report}")
             return report.conversations
         except PromptsExhausted as error:
-            self.say(f"{file.name}: {error}")
+            self.log(f"{file.name}: {error}")
             return 0
         finally:
-            self.progress.save()
+            if not self.rank:
+                self.progress.save()
 
 
-def _generator(plan: MakePlan, shape: Any) -> AnswerGenerator:
+def _generator(plan: MakePlan, shape: Any, device: str) -> AnswerGenerator:
     if plan.endpoint is not None:
-        layers = (*plan.aux_layers, plan.num_layers)
+        layers = (*plan.aux_layers, shape.num_layers)
         command = launch_command(plan.model, layers)
         client = StatesClient(plan.endpoint, layers, shape.hidden_size, plan.endpoint_states, command)
         return EndpointAnswers(client, ENDPOINT_REQUESTS)
     from fledge.engine.offline import answer_generator
 
-    # Longer conversations are not trained on.
-    return answer_generator(plan.model, device=plan.device, max_model_len=plan.sequence_length)
+    # Longer conversations are not trained on. But with longrope an engine's longest text chooses the factors: those of the
+    # states that are trained on, and of a server that is not told otherwise, are the long ones.
+    longest, rope = plan.sequence_length, shape.rope
+    if rope.kind == "longrope":
+        longest = min(max(longest, rope.original_max_positions + 1), shape.max_positions)
+    generator = answer_generator(plan.model, device=device, max_model_len=longest)
+    generator.max_model_len = plan.sequence_length
+    return generator
 
 
 def num_lines(path: Path) -> int:
@@ -190,19 +241,31 @@ def num_lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
-def split(answers: Sequence[Path], folder: Path) -> None:
-    """Holds out a tenth of the first file's prompts, at most 64. The choice depends on their ids alone."""
-    with answers[0].open("rb") as file:
-        ids = sorted((_id_of(line) for line in file), key=lambda name: hashlib.sha256(name.encode()).digest())
+def split(parts: Sequence[Sequence[Path]], folder: Path) -> None:
+    """Holds out a tenth of the prompts of the first part, at most 64. The choice depends on their ids alone.
+
+    Two files of a part may have answered the same prompt: the first answer is taken.
+    """
+    ids = sorted(set(map(_id_of, _lines(parts[0]))), key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ids[: min(64, max(2, len(ids) // 10))])
 
-    def write(target: Any, files: Sequence[Path], wanted: bool) -> None:
-        for path in files:
-            with path.open("rb") as file:
-                target.writelines(line for line in file if (_id_of(line) in chosen) == wanted)
+    def write(target: Any, parts: Sequence[Sequence[Path]], wanted: bool) -> None:
+        for files in parts:
+            seen: set[str] = set()
+            for line in _lines(files):
+                name = _id_of(line)
+                if name not in seen and (name in chosen) == wanted:
+                    target.write(line)
+                seen.add(name)
 
-    write_atomically(folder / "held-out.jsonl", lambda file: write(file, answers[:1], True))
-    write_atomically(folder / "train.jsonl", lambda file: write(file, answers, False))
+    write_atomically(folder / "held-out.jsonl", lambda file: write(file, parts[:1], True))
+    write_atomically(folder / "train.jsonl", lambda file: write(file, parts, False))
+
+
+def _lines(files: Sequence[Path]) -> Iterator[bytes]:
+    for path in files:
+        with path.open("rb") as file:
+            yield from file
 
 
 def _id_of(line: bytes) -> str:

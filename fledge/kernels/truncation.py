@@ -1,0 +1,141 @@
+"""Top-k, min-p and top-p as a floor of each row: the lowest logit that may still be drawn."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.kernels.triton_support import jit, next_power_of_2, tl
+
+BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
+
+
+class TruncationParams(NamedTuple):
+    """What B sequences do not draw. As in `speculation.distribution`: top-p counts what the others have left."""
+
+    top_ps_B: Tensor  # 1: all
+    top_ks_B: Tensor  # 0: all
+    min_ps_B: Tensor  # 0: all
+
+    def repeated(self, times: int) -> TruncationParams:
+        return TruncationParams(*(x.repeat_interleave(times) for x in self))
+
+
+def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
+    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
+    ordered = scaled_logits(logits_BV, temperatures_B).sort(-1, descending=True).values
+    place = torch.arange(ordered.shape[-1], device=ordered.device)
+    last_of_k = torch.where(truncation.top_ks_B > 0, truncation.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
+    kept = (ordered >= ordered.gather(-1, last_of_k)) & (ordered - ordered[:, :1] >= truncation.min_ps_B.log()[:, None])
+    probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    num_kept = (kept & (before < truncation.top_ps_B[:, None])).sum(-1, keepdim=True).clamp(min=1)
+    return ordered.gather(-1, num_kept - 1)[:, 0].masked_fill(keeps_all(temperatures_B, truncation), -torch.inf)
+
+
+def keeps_all(temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
+    cuts_nothing = (truncation.top_ps_B >= 1) & (truncation.top_ks_B <= 0) & (truncation.min_ps_B <= 0)
+    return cuts_nothing | (temperatures_B <= 0)
+
+
+def scaled_logits(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
+    return logits_BV.float() * torch.where(temperatures_B > 0, 1.0 / temperatures_B, 1.0)[:, None]
+
+
+def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: TruncationParams, num_new: int = 1) -> Tensor:
+    """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
+    num_rows, vocab_size = logits_NV.shape
+    floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
+    if num_rows:
+        _floor[(num_rows,)](
+            logits_NV,
+            temperatures_B,
+            *truncation,
+            floors,
+            logits_NV.stride(0),
+            NEW=num_new,
+            VOCAB=vocab_size,
+            LOG_VOCAB=math.log(vocab_size),
+            BLOCK=min(next_power_of_2(vocab_size), 4096),
+            STEPS=BISECTIONS,
+            num_warps=8,
+        )
+    return floors
+
+
+@jit
+def _floor(
+    logits_ptr,
+    temperatures_ptr,
+    top_ps_ptr,
+    top_ks_ptr,
+    min_ps_ptr,
+    floors_ptr,
+    logits_stride,
+    NEW: tl.constexpr,
+    VOCAB: tl.constexpr,
+    LOG_VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row // NEW)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if temperature > 0:
+        scale = 1.0 / temperature
+        lane = tl.arange(0, BLOCK)
+        logits = logits_ptr + row * logits_stride
+        peaks = tl.full([BLOCK], float("-inf"), tl.float32)
+        least = tl.full([BLOCK], float("inf"), tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+            peaks = tl.maximum(peaks, x)
+            least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
+        peak = tl.max(peaks, axis=0)
+        # From here on as differences from the largest, over temperature: all are 0 or less.
+        cut = tl.log(tl.load(min_ps_ptr + row // NEW))
+        top_k = tl.load(top_ks_ptr + row // NEW)
+        if top_k > 0:
+            low = (tl.min(least, axis=0) - peak) * scale
+            high = low * 0.0
+            for _ in range(STEPS + STEPS // 2):  # the range is wider than top-p's
+                middle = (low + high) * 0.5
+                counts = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, VOCAB, BLOCK):
+                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+                    counts += ((x - peak) * scale >= middle).to(tl.int32)
+                enough = tl.sum(counts, axis=0) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            cut = tl.maximum(cut, low)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+            x = (x - peak) * scale
+            sums += tl.where(x >= cut, tl.exp(x), 0.0)
+        top_p = tl.load(top_ps_ptr + row // NEW)
+        wanted = top_p * tl.sum(sums, axis=0)
+        # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
+        low = tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB
+        high = low * 0.0
+        for _ in range(STEPS):
+            middle = (low + high) * 0.5
+            sums = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, VOCAB, BLOCK):
+                x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+                x = (x - peak) * scale
+                sums += tl.where((x >= middle) & (x >= cut), tl.exp(x), 0.0)
+            enough = tl.sum(sums, axis=0) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        low = tl.maximum(low, cut)
+        # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
+        lowest = tl.full([BLOCK], float("inf"), tl.float32)
+        for start in range(0, VOCAB, BLOCK):
+            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
+            lowest = tl.minimum(lowest, tl.where((x - peak) * scale >= low, x * scale, float("inf")))
+        floor = tl.min(lowest, axis=0)
+    tl.store(floors_ptr + row, floor)
