@@ -190,9 +190,7 @@ def test_traffic_that_gets_harder_long_after_a_swap_is_not_blamed_on_it(learning
 
 def test_the_recorded_coverage_of_the_draft_vocabulary_is_kept(target, tmp_path):
     first = EagleDrafter(replace(initial_drafter_config(toy.TARGET), draft_vocab_size=64, own_head=True))
-    folder = save_drafter(
-        first, tmp_path / "drafter", texts={"provenance.json": '{"draft_vocabulary": "90.00% of the answers"}'}
-    )
+    folder = save_drafter(first, tmp_path / "drafter", texts={"provenance.json": '{"draft_vocabulary": {"coverage": 0.9}}'})
     for learn in (LearnConfig(**LEARN), LearnConfig(**LEARN, folder=tmp_path / "learnt")):
         engine = build_learning_engine(
             copy.deepcopy(target), Speculation(str(folder), DEPTH), EngineConfig(**ENGINE), learn, fixed_prompts=[]
