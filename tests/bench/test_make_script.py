@@ -28,7 +28,8 @@ def write_prompts(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def test_a_toy_and_its_twin_are_made_and_measured(script, tmp_path, capsys):
+def test_a_toy_and_its_twin_are_made_and_measured(script, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "START_SECONDS", 110)  # of 160: a busy machine needs longer for start and checks
     target = toy.make(tmp_path / "toy", num_answers=1) / "target"
     prompts, asked = (write_prompts(tmp_path / f"{name}.jsonl", 60, seed) for seed, name in enumerate(("train", "asked")))
     (tmp_path / "before.txt").write_text(" ".join(toy.WORDS[5:25]))
@@ -36,8 +37,8 @@ def test_a_toy_and_its_twin_are_made_and_measured(script, tmp_path, capsys):
     words += ["--sets", str(asked), "--limit", "6", "--max-tokens", "24", "--twin", "--device", "cpu"]
     words += ["--context", str(tmp_path / "before.txt"), "--context-tokens", "9"]
     began = time.monotonic()
-    script.main([*words, "--seconds", "150", "--measure-seconds", "60"])
-    assert time.monotonic() - began < 180
+    script.main([*words, "--seconds", "220", "--measure-seconds", "60"])
+    assert time.monotonic() - began < 250
     found = json.loads((tmp_path / "o.json").read_text())
     assert list(found["sets"]) == ["asked", "asked, 9 tokens before it"]
     measured = found["sets"]["asked"]
