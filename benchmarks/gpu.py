@@ -57,6 +57,7 @@ import torch
 from gpu_checks import against_network, partings
 from gpu_identity import compare
 from gpu_kernels import attention_times, left_out
+from gpu_linear_forms import measured_without
 from gpu_long import long_context
 from gpu_loop import closed_loop, force_depth, record_ahead
 from gpu_modes import MODES, compare_modes
@@ -64,7 +65,7 @@ from gpu_options import OPTION_USERS, options
 from gpu_shapes import SHAPES, random_prompts
 from gpu_show import show, shown
 from gpu_sizes import CONTEXT, SHAPE_STAGES, ShapeBench, print_table
-from gpu_steps import profile, step_time
+from gpu_steps import forget, profile, step_time
 
 from fledge.bench.baselines import run_baseline
 from fledge.bench.provenance import provenance, write_json
@@ -80,6 +81,7 @@ from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.offline import AnswerGenerator
 from fledge.kernels import triton_support
 from fledge.kernels.attention import launch_config
+from fledge.kernels.linear import dispatch
 from fledge.models import decoder as decoder_module
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -346,6 +348,9 @@ def settings(bench: Bench) -> dict[str, object]:
     changes = {
         "as it is": (few_rows + many_rows, triton_support, "OVERLAP", triton_support.OVERLAP),
         "attention begins with 256 keys": (few_rows + many_rows, launch_config, "few_programs", lambda device: 0),
+        "with up to 24 programs, 512": (many_rows, launch_config, "few_programs", lambda device: 24),
+        "linears by rules": (few_rows + many_rows, dispatch, "CONFIGS", {}),
+        "without staged_mma": (many_rows, dispatch, "CONFIGS", measured_without("staged_mma")),
         "every layer holds": (few_rows, decoder_module, "PDL_BARRIER_LAYERS", len(bench.decoder.layers)),
         "no overlap": (few_rows, triton_support, "OVERLAP", False),
     }
@@ -354,7 +359,7 @@ def settings(bench: Bench) -> dict[str, object]:
     for name, (shapes, module, setting, value) in changes.items():
         before = getattr(module, setting)
         setattr(module, setting, value)
-        rows.graphs.graphs.clear()
+        forget(rows)
         found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
         setattr(module, setting, before)
     show("settings: microseconds a step", found)
@@ -368,10 +373,10 @@ def parts(bench: Bench) -> dict[str, object]:
     rows = bench.batch(64)
     found: dict[str, object] = {}
     for name, change in left_out(rows).items():
-        rows.graphs.graphs.clear()
+        forget(rows)
         with change():
             found[name] = {f"batch {count}, depth {depth}": step_time(bench, rows, count, depth) for count, depth in shapes}
-    rows.graphs.graphs.clear()
+    forget(rows)
     show("parts: microseconds a step without …", found)
     return found
 

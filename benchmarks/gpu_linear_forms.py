@@ -146,6 +146,11 @@ MANY_ROWS = (
 )
 
 
+def measured_without(kernel: str) -> dict[tuple[int, int, bool], tuple]:
+    """`measured.CONFIGS` without the entries of a kernel: others serve their rows."""
+    return {key: tuple(entry for entry in entries if entry[1] != kernel) for key, entries in dispatch.CONFIGS.items()}
+
+
 def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Kernels and forms that could be the fastest."""
     case = Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, torch.device("cuda"), kind.gated)

@@ -29,6 +29,7 @@ from gpu_linear_forms import on_cublas
 from gpu_loop import closed_loop, record_ahead
 from gpu_shapes import FORMATS, SHAPES, Work, drafter_config, peak_rates, random_decoder, random_drafter, random_prompts
 from gpu_show import brief, shown
+from gpu_steps import forget
 
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.checkpoints.hf import config_to_hf
@@ -162,8 +163,7 @@ def steps(bench: ShapeBench) -> Figures:
         ways["cublas_us"] = on_cublas
     points = [(count, deep) for count in args.concurrency for deep in (0, depth)]
     for way, change in ways.items():
-        batch.graphs.graphs.clear()
-        batch.graphs.pool = None  # torch refuses a pool whose graphs are all gone
+        forget(batch)
         with change():
             for count, deep in points[::-1]:  # the largest first: the others share its memory
                 figures = found.setdefault(label(count, deep), {"rows": count, "depth": deep})

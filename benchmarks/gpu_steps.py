@@ -46,6 +46,12 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
     return found
 
 
+def forget(rows: DeviceBatch) -> None:
+    """Cycles are recorded anew: something in them has changed."""
+    rows.graphs.graphs.clear()
+    rows.graphs.pool = None  # torch refuses a pool whose graphs are all gone
+
+
 def profile(bench: Bench) -> dict[str, object]:
     parameters = {id(p): p.numel() * p.element_size() for p in bench.decoder.parameters()}
     floor = sum(parameters.values()) / H200_BYTES_PER_S * 1e6
