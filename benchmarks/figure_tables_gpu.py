@@ -61,9 +61,9 @@ def gpu_linears() -> str:
     layers = {(one["model"], one["rows"]): one for one in load("linears-h200")["layers"]}
     rows = []
     for count in sorted({count for _, count in layers}):
-        found = [layers.get((model, count)) for model in ("135m", "1.5b")]
-        rows.append([count, *(one and one[way] for one in found for way in ("before", "best", "cublas"))])
-    titles = [f"{size}: {way}" for size in ("135M", "1.5B") for way in ("before", "now", "cuBLAS")]
+        found = [layers.get((model, count)) for model in ("135m", "1.5b", "8b")]
+        rows.append([count, *(one and one[way] for one in found for way in ("best", "cublas"))])
+    titles = [f"{size}: {way}" for size in ("135M", "1.5B", "8B") for way in ("Fledge", "cuBLAS")]
     return table(["rows", *titles], rows)
 
 

@@ -224,11 +224,16 @@ def filled(lines: list[dict[str, Any]]) -> dict[tuple[int, int, bool], tuple]:
 
 def fill(lines: list[dict[str, Any]], path: Path = MEASURED) -> None:
     """Writes what was fastest into the package."""
+    write_configs(filled(lines), path)
+
+
+def write_configs(configs: dict[tuple[int, int, bool], tuple], path: Path = MEASURED) -> None:
+    """Writes `measured.CONFIGS`."""
     text = path.read_text()
     start = text.index("CONFIGS: ")
     entries = ""
-    for key, forms in filled(lines).items():
+    for key, forms in configs.items():
         entries += f"    {key}: (\n" + "".join(f"        {form},\n" for form in forms) + "    ),\n"
     written = text[start : text.index("=", start)] + "= {\n" + entries + "}\n"
     path.write_text(text[:start] + written.replace("'", '"'))
-    print(f"{path}: {len(filled(lines))} shapes")
+    print(f"{path}: {len(configs)} shapes")

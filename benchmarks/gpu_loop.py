@@ -17,6 +17,7 @@ from fledge.engine.executors.device_batch import LOGPROBS
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.prefill import PROMPTS, TOKENS
 from fledge.engine.request import Request
+from fledge.kernels import compile_ahead
 from fledge.sampling import SamplingParams
 
 
@@ -78,15 +79,22 @@ def record_ahead(engine: Engine, users: int, depths: Iterable[int], modes: Itera
         return
     sizes = [size for size in batch.sizes if size <= size_for(batch.sizes, users)][::-1]
     cycles = list(product(sizes, depths, modes))
-    batch.record(cycles)
-    if ADJUSTED in modes:
-        batch.state.make_adjustments()
-        batch.graphs.record([(size, depth, LOGPROBS) for size, depth, mode in cycles if mode == ADJUSTED])
     least, most = (
         size_for(TOKENS, min(prompts) + 1),
         min(users * max(prompts) + 1, engine.config.max_batched_tokens, TOKENS[-1]),
     )
     tokens = [size for size in TOKENS if least <= size <= size_for(TOKENS, most)]
     counts = [count for count in PROMPTS if count <= size_for(PROMPTS, min(users, PROMPTS[-1]))]
-    with torch.inference_mode():
-        batch.prefills.record(product(tokens[::-1], counts[::-1], modes))
+    passes = list(product(tokens[::-1], counts[::-1], modes))
+
+    @torch.inference_mode()
+    def record() -> None:
+        batch.record(cycles)
+        if ADJUSTED in modes:
+            batch.state.make_adjustments()
+            batch.graphs.record([(size, depth, LOGPROBS) for size, depth, mode in cycles if mode == ADJUSTED])
+        batch.prefills.record(passes)
+
+    with compile_ahead.side_by_side():  # all kernels by all cores: one after another they take minutes
+        record()
+    record()

@@ -3,7 +3,7 @@
     text     |  chunk  |  chunk  |  chunk |
                               |  last one |      computes some tokens again, so that all chunks have one shape
 
-As with whole texts the pass is recorded: eagerly a chunk of 1,024 tokens takes ten times as long as its work. It reads one
+As with whole texts the pass is recorded: eagerly a chunk of a small model takes ten times as long as its work. It reads one
 buffer, attends over what the cache holds of the text and over itself, and its last form also chooses the first token.
 """
 
