@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.kernels.triton_support import jit, next_power_of_2, tl
 
-BISECTIONS = 24  # of a range of about log(vocabulary): to a millionth in log-probability
+MOST_LANES = 8192  # of a row that a program reads at once
 
 
 class TruncationParams(NamedTuple):
@@ -46,10 +46,12 @@ def scaled_logits(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
 
 
 def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: TruncationParams, num_new: int = 1) -> Tensor:
-    """By bisection instead of a sort: some dozens of readings of a row that stays in the cache of the device."""
+    """By bisection of the logits' bit patterns instead of a sort: bfloat16 has some hundred values that matter, so about eight
+    readings of a row that stays in the cache of the device find the floor exactly."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
+        block = min(next_power_of_2(vocab_size), MOST_LANES)
         _floor[(num_rows,)](
             logits_NV,
             temperatures_B,
@@ -59,11 +61,33 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: Truncati
             NEW=num_new,
             VOCAB=vocab_size,
             LOG_VOCAB=math.log(vocab_size),
-            BLOCK=min(next_power_of_2(vocab_size), 4096),
-            STEPS=BISECTIONS,
-            num_warps=8,
+            BLOCK=block,
+            num_warps=16 if block == MOST_LANES else 4,
         )
     return floors
+
+
+@jit
+def _key(x):
+    """Numbers of 16 or 32 bits as integers in the same order."""
+    if x.dtype.primitive_bitwidth == 32:
+        bits = x.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        key = bits ^ ((bits >> 31) & 0x7FFF)
+    return key
+
+
+@jit
+def _number(key, dtype: tl.constexpr):
+    """The number of a key, as float32."""
+    bits = key.to(tl.int32)
+    if dtype.primitive_bitwidth == 32:
+        number = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    else:
+        number = (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return number
 
 
 @jit
@@ -79,13 +103,16 @@ def _floor(
     VOCAB: tl.constexpr,
     LOG_VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row // NEW)
+    top_p = tl.load(top_ps_ptr + row // NEW)
+    top_k = tl.load(top_ks_ptr + row // NEW)
+    min_p = tl.load(min_ps_ptr + row // NEW)
     floor = tl.full([], float("-inf"), tl.float32)
-    if temperature > 0:
+    if (temperature > 0) & ((top_p < 1) | (top_k > 0) | (min_p > 0)):
         scale = 1.0 / temperature
+        dtype: tl.constexpr = logits_ptr.dtype.element_ty
         lane = tl.arange(0, BLOCK)
         logits = logits_ptr + row * logits_stride
         peaks = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -95,47 +122,46 @@ def _floor(
             peaks = tl.maximum(peaks, x)
             least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
         peak = tl.max(peaks, axis=0)
-        # From here on as differences from the largest, over temperature: all are 0 or less.
-        cut = tl.log(tl.load(min_ps_ptr + row // NEW))
-        top_k = tl.load(top_ks_ptr + row // NEW)
-        if top_k > 0:
-            low = (tl.min(least, axis=0) - peak) * scale
-            high = low * 0.0
-            for _ in range(STEPS + STEPS // 2):  # the range is wider than top-p's
-                middle = (low + high) * 0.5
+        high_of_all = _key(peak.to(dtype)).to(tl.int64)
+        # Differences from the largest over temperature, all 0 or less, that min-p keeps.
+        cut = tl.log(min_p)
+        least_key = _key(tl.min(least, axis=0).to(dtype)).to(tl.int64)
+        if top_k > 0:  # the highest key that as many ids reach
+            low, high = least_key, high_of_all
+            while low < high:
+                middle = low + (high - low + 1) // 2
                 counts = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, VOCAB, BLOCK):
-                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-                    counts += ((x - peak) * scale >= middle).to(tl.int32)
+                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf"))
+                    counts += (_key(x) >= middle).to(tl.int32)
                 enough = tl.sum(counts, axis=0) >= top_k
                 low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-            cut = tl.maximum(cut, low)
+                high = tl.where(enough, high, middle - 1)
+            least_key = low
         sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            x = (x - peak) * scale
-            sums += tl.where(x >= cut, tl.exp(x), 0.0)
-        top_p = tl.load(top_ps_ptr + row // NEW)
-        wanted = top_p * tl.sum(sums, axis=0)
-        # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
-        low = tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB
-        high = low * 0.0
-        for _ in range(STEPS):
-            middle = (low + high) * 0.5
-            sums = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, VOCAB, BLOCK):
-                x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-                x = (x - peak) * scale
-                sums += tl.where((x >= middle) & (x >= cut), tl.exp(x), 0.0)
-            enough = tl.sum(sums, axis=0) >= wanted
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        low = tl.maximum(low, cut)
-        # The lowest that is kept itself, not a number beside it: else rounding decides whether it is kept.
         lowest = tl.full([BLOCK], float("inf"), tl.float32)
         for start in range(0, VOCAB, BLOCK):
-            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf")).to(tl.float32)
-            lowest = tl.minimum(lowest, tl.where((x - peak) * scale >= low, x * scale, float("inf")))
+            x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf"))
+            below = (x.to(tl.float32) - peak) * scale
+            kept = (_key(x) >= least_key) & (below >= cut)
+            sums += tl.where(kept, tl.exp(below), 0.0)
+            lowest = tl.minimum(lowest, tl.where(kept, x.to(tl.float32) * scale, float("inf")))
         floor = tl.min(lowest, axis=0)
+        if top_p < 1:  # the highest key above which enough lies; it is that of an id
+            wanted = top_p * tl.sum(sums, axis=0)
+            # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
+            small = peak + (tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB) * temperature
+            low, high = tl.maximum(least_key, _key(small.to(dtype)).to(tl.int64) - 1), high_of_all
+            while low < high:
+                middle = low + (high - low + 1) // 2
+                sums = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, VOCAB, BLOCK):
+                    x = tl.load(logits + start + lane, mask=start + lane < VOCAB, other=float("-inf"))
+                    below = (x.to(tl.float32) - peak) * scale
+                    sums += tl.where((_key(x) >= middle) & (below >= cut), tl.exp(below), 0.0)
+                enough = tl.sum(sums, axis=0) >= wanted
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            # Of several numbers between two ids' the highest is the upper id's own; none is below what is kept anyway.
+            floor = tl.maximum(floor, _number(low, dtype) * scale)
     tl.store(floors_ptr + row, floor)

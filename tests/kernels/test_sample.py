@@ -166,6 +166,25 @@ def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
     assert tokens[4] == logits[4].argmax()
 
 
+@pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [7, 5000, 20000])
+def test_floors_of_logits_that_many_tokens_share(kernel, dtype, vocab_size):
+    """Of 16 bits: the floor is found among few values, and those that share it are kept together."""
+    device = device_of_kernels()
+    logits = (4 * torch.randn(6, vocab_size, device=device) + 12).to(dtype)
+    logits[1, ::3] = -torch.inf
+    logits[2] -= 40
+    temperatures = torch.tensor([1.0, 0.8, 1.3, 0.7, 1.0, 5.0], device=device)
+    truncation = TruncationParams(
+        torch.tensor([0.9, 0.95, 0.5, 1.0, 0.9, 0.99], device=device),
+        torch.tensor([0, 0, 0, 5, 40, 0], device=device, dtype=torch.int32),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.02, 0.0], device=device),
+    )
+    found = floor_triton(logits, temperatures, truncation)
+    assert torch.equal(found, floor_reference(logits, temperatures, truncation))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("kind", "mapped"), [("greedy", False), ("greedy", True), ("drawn", False), ("drawn", True), ("top_p", False)]
