@@ -94,10 +94,13 @@ class EagleDrafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def share(self, embedding: nn.Module, head: nn.Module) -> EagleDrafter:
-        """Lends the target's embedding and head to a drafter that has none, without registering them as its own."""
-        if self.embed_tokens is None:
+        """Lends the target's embedding and head to a drafter that has none, without registering them as its own.
+
+        Those of another target, lent before, are replaced: they may lie on another device.
+        """
+        if not self.config.own_embedding:
             object.__setattr__(self, "embed_tokens", embedding)
-        if self.lm_head is None:
+        if not self.config.own_head:
             object.__setattr__(self, "lm_head", head)
         return self
 

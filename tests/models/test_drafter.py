@@ -5,6 +5,7 @@ The reference knows only a file's tensors and settings, one token at a time, wit
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -208,3 +209,13 @@ def test_a_target_lends_its_embedding_without_becoming_a_part():
     drafter.share(target.embed_tokens, target.lm_head)
     assert set(drafter.state_dict()) == names
     assert drafter.lm_head is target.lm_head
+
+
+def test_the_next_target_lends_anew():
+    """A copied drafter has copies of what was lent, which lie where the first target lies."""
+    first, second = tiny_decoder(), tiny_decoder(1)
+    drafter = copy.deepcopy(tiny_drafter().share(first.embed_tokens, first.lm_head))
+    own_head = drafter.lm_head
+    drafter.share(second.embed_tokens, second.lm_head)
+    assert drafter.embed_tokens is second.embed_tokens
+    assert drafter.lm_head is own_head
