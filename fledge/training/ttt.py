@@ -30,6 +30,9 @@ from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 
 BLOCK = 128  # tokens per FlexAttention block; the last one of a row may be shorter
+# FlexAttention's kernel for training. Rows of less than 128 tokens would take the one for decoding, which serves 128 queries of
+# a key head at most: 100 tokens with two query heads to a key head do not compile.
+KERNEL = {"BACKEND": "TRITON"}
 
 Mask = BlockMask | Tensor  # blocks for FlexAttention; else [B, 1, T, T], True where attention is allowed
 
@@ -101,7 +104,7 @@ def attention_with_lse(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, mask: Mask, 
         attention: Callable[..., Any] = (
             flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled_flex_attention
         )
-        out, aux = attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        out, aux = attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True), kernel_options=KERNEL)
         lse = aux.lse
     else:
         groups = q.shape[1] // k.shape[1]
