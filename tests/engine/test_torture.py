@@ -61,13 +61,14 @@ def options(number: int, seed: int) -> dict:
     return kinds[number % len(kinds)]
 
 
-def requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams, bool]]:
+def requests(count: int, seed: int, most_shared: int) -> list[tuple[list[int], SamplingParams, bool]]:
+    """Prompts begin with up to so many tokens of one of three texts."""
     chance = random.Random(seed)
-    bases = [[chance.randrange(128) for _ in range(60)] for _ in range(3)]
+    bases = [[chance.randrange(128) for _ in range(most_shared)] for _ in range(3)]
     made = []
     for number in range(count):
         tail = [chance.randrange(128) for _ in range(chance.randrange(1, 10))]
-        prompt = [*chance.choice(bases)[: chance.randrange(50)], *tail]
+        prompt = [*chance.choice(bases)[: chance.randrange(most_shared)], *tail]
         settings = {"max_tokens": chance.randrange(7, 48), "temperature": 0.0} | options(number, chance.randrange(1000))
         made.append((prompt, SamplingParams(**settings), chance.random() < 0.8))
     return made
@@ -104,11 +105,16 @@ SPECULATION = {
 }
 
 
+# On a card pages are longer, and so are prompts and cache: only full pages are found again.
+ON_DEVICE = {"cpu": TIGHT, "cuda": replace(TIGHT, device="cuda", page_size=64, max_model_len=256, kv_cache_tokens=1024)}
+MOST_SHARED = {"cpu": 60, "cuda": 160}
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
 @pytest.mark.parametrize("method", SPECULATION)
 def test_both_executors_give_every_request_the_text_it_has_alone(method, device):
-    work = requests(52, seed=4)
-    roomy = replace(TIGHT, kv_cache_tokens=4096, max_num_seqs=1, prefix_caching=False)
+    config, work = ON_DEVICE[device], requests(52, 4, MOST_SHARED[device])
+    roomy = replace(config, device="cpu", page_size=4, kv_cache_tokens=4096, max_num_seqs=1, prefix_caching=False)
     alone = build_engine(tiny_decoder(3), Speculation("none"), roomy)
     wanted = [alone.add_request(prompt, params) for prompt, params, _ in work]
     while alone.has_unfinished():
@@ -116,8 +122,6 @@ def test_both_executors_give_every_request_the_text_it_has_alone(method, device)
     for capture in (None, False) if device == "cpu" else (None,):
         decoder = tiny_decoder(3).to(device)
         drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True)).to(device)
-        config = replace(TIGHT, device=device, page_size=4 if device == "cpu" else 64)
-        config = config if device == "cpu" else replace(config, kv_cache_tokens=1024)
         engine = build_engine(decoder, SPECULATION[method](drafter), config, capture=capture)
         found = run(engine, work, seed=5)
         assert any(request.num_preemptions for request in found) or device != "cpu"
