@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from fledge.engine.executors.batch_state import GREEDY, SAMPLED, TRUNCATED
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.prefill import RECORDED_AT
 from fledge.kernels.attention import launch_config, rope_attention
+from fledge.kernels.triton_support import is_hopper_or_newer
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from tests.engine.test_device_batch import VERSIONS, answer_of, entries, prompts
@@ -30,8 +33,8 @@ def settings(decoder, rows: int) -> EngineConfig:
     ).resolve(decoder.config)
 
 
-def networks(version: str = "3.1"):
-    decoder = tiny_decoder(12).cuda()
+def networks(version: str = "3.1", **target):
+    decoder = tiny_decoder(12, **target).cuda()
     return decoder, tiny_drafter(tiny_drafter_config(decoder.config, **VERSIONS[version])).cuda()
 
 
@@ -111,10 +114,29 @@ def test_serving_equals_the_eager_engine_on_the_cpu():
     assert answers[0] == answers[1]
 
 
+def kernel_files() -> dict[str, str]:
+    """Of each of the package's kernels, by the name that the profiler shows: its file, or `linear` for all that compute one."""
+    from triton.runtime.jit import JITFunction
+
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fledge.kernels."):
+            kernels = [value.fn for value in vars(module).values() if isinstance(value, JITFunction)]
+            file = "linear" if name.startswith("fledge.kernels.linear.") else name.rpartition(".")[2]
+            found |= {kernel.__name__: file for kernel in kernels if kernel.__module__ == name}
+    return found
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 def test_launches_of_a_cycle(depth):
-    """One row in bf16, whose linears take in norms: five a layer; drafting and synchronising add what their names say."""
-    decoder, drafter = (network.to(torch.bfloat16) for network in networks())
+    """One greedy row in bf16: these kernels, each as often, and nothing of PyTorch's.
+
+    The vocabulary is as wide as a model's, 3,840 tokens at least: the head is one kernel that also finds the best token. The
+    norm before it is one of its own; a layer's linears take theirs in.
+    """
+    if not is_hopper_or_newer(torch.device("cuda", 0)):
+        pytest.skip("before Hopper norms are kernels of their own")
+    decoder, drafter = (network.to(torch.bfloat16) for network in networks(vocab_size=4096))
     config = replace(settings(decoder, 1), dtype="bfloat16")
     batch = make_batch(decoder, config, drafter=drafter, capture=True)
     batch.prefill(entries(batch, prompts(1)))
@@ -123,11 +145,21 @@ def test_launches_of_a_cycle(depth):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         batch.graphs.run(1, depth, GREEDY)
         torch.cuda.synchronize()
-    launches = sum(event.count for event in recorded.key_averages() if event.self_device_time_total)
+    files, launches = kernel_files(), Counter()
+    for event in recorded.key_averages():
+        if event.self_device_time_total:
+            launches[files.get(event.key, event.key)] += event.count
     layers = len(decoder.layers)
-    verify = 1 + 5 * layers + 2  # embeddings; the layers; head and acceptance
-    draft, sync = (1 + 7 * (depth - 1), 9) if depth else (0, 0)
-    assert launches == verify + draft + sync
+    head, layer = Counter(rms_norm=1, linear=1), Counter(linear=4, rope_attention=1)
+    expected = Counter(verify_inputs=1, accept=1) + times(layers, layer) + head
+    if depth:
+        expected += times(depth, head) + times(depth - 1, Counter(draft_inputs=1) + layer)
+        expected += Counter(draft_inputs=3, linear=1) + layer  # sync: taps side by side, `fc`, inputs; the last state is kept
+    assert launches == expected
+
+
+def times(count: int, launches: Counter[str]) -> Counter[str]:
+    return Counter({name: count * number for name, number in launches.items()})
 
 
 def test_recorded_prompt_passes_equal_eager_ones():
