@@ -28,15 +28,25 @@ def test_the_smallest_pass_that_holds_them_and_a_spare_token():
     assert some([2] * 5).shape == (256, 64)  # one pass for all numbers of short prompts
 
 
-@pytest.mark.parametrize("lengths", [[TOKENS[-1]], [1] * (PROMPTS[-1] + 1)])
-def test_too_much_for_any_recorded_pass(lengths):
-    assert some(lengths).shape is None
+def test_passes_too_large_to_be_recorded_have_few_sizes(monkeypatch):
+    assert some([TOKENS[-1] - 1]).shape == (TOKENS[-1], PROMPTS[0])
+    assert some([TOKENS[-1]]).shape == (TOKENS[-1] + prompt_pass.MORE_TOKENS, PROMPTS[-1])
+    assert some([1] * (PROMPTS[-1] + 1)).shape == (prompt_pass.MORE_TOKENS, 2 * PROMPTS[-1])
+    assert some([100] * 200).shape == (20480, 256)
+    monkeypatch.setattr(prompt_pass, "TOKENS", [8])
+    batch = device_batch(tiny_decoder(), None, 8)
+    batch.prefills.pads = True
+    for _ in range(prompt_pass.RECORDED_AT):
+        batch.prefill(entries(batch, prompts(5, 1)))
+    assert not batch.prefills.buffers
 
 
 @pytest.mark.parametrize("windows", [None, (7, None, 7, None)])
-@pytest.mark.parametrize("count", [1, 5])
-def test_padding_changes_nothing(count, windows, monkeypatch):
+@pytest.mark.parametrize(("count", "is_recorded"), [(1, True), (5, True), (5, False)])
+def test_padding_changes_nothing(count, is_recorded, windows, monkeypatch):
     monkeypatch.setattr(prompt_pass, "RECORDED_AT", 1)
+    if not is_recorded:
+        monkeypatch.setattr(prompt_pass, "TOKENS", [8])
     decoder = tiny_decoder(windows=windows) if windows else tiny_decoder()
     drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
     batches = [device_batch(decoder, drafter, 8) for _ in range(2)]
@@ -51,7 +61,7 @@ def test_padding_changes_nothing(count, windows, monkeypatch):
             batch.prefill(made)
         # Once more, every other text from its middle on: a whole prompt and one with a cached prefix share a pass.
         batch.prefill([replace(init, num_cached=len(init.text) // 2 * (index % 2 == 0)) for index, init in enumerate(made)])
-    assert len(batches[1].prefills.buffers) >= 1
+    assert bool(batches[1].prefills.buffers) == is_recorded
     for mine, theirs in zip(batches[1].state.carried, batches[0].state.carried, strict=True):
         torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is the dummy
     for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].method.cache, batches[0].method.cache)):

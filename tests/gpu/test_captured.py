@@ -86,6 +86,20 @@ def test_a_replayed_cycle_never_waits(how, depth):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_prompts_of_a_new_size_wait_for_no_trial():
+    """They are not recorded yet, and many enough for cuBLAS: whether it gives the right bits is not known either."""
+    decoder, _ = networks()
+    batch = make_batch(decoder, settings(decoder, 8), capture=True)
+    batch.prefill(entries(batch, [[1] * 20] * 8, limit=20))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch.prefill(entries(batch, [[1] * 100] * 8, limit=20))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not batch.prefills.graphs.graphs
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}])
 def test_speculation_says_what_plain_decoding_says(options):
     decoder, drafter = networks()

@@ -19,6 +19,7 @@ import torch
 from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, NewRows
 from fledge.engine.executors.prefill import RECORDED_AT, Buffer, CapturedPrefill
 from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.linear.cublas import background_trials
 
 MIDDLE = -1  # instead of a sampling mode: no token is chosen
 
@@ -52,7 +53,8 @@ class ChunkedPrefill(CapturedPrefill):
         self.uses[shape] += 1
         self._fill(chunk)
         if self.uses[shape] < RECORDED_AT and shape not in self.graphs.graphs:
-            self._run(*shape)
+            with background_trials():
+                self._run(*shape)
         else:
             self.graphs.run(*shape)
 

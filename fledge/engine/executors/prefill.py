@@ -26,6 +26,7 @@ from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, Ba
 from fledge.engine.executors.graphs import StepGraphs, size_for
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.linear.cublas import background_trials
 from fledge.models.decoder import Decoder
 from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.base import CapturedMethod
@@ -34,6 +35,9 @@ from fledge.speculation.methods.base import CapturedMethod
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
 PROMPTS = [4, 64]  # few sizes: one that is recorded under traffic stops it for 0.1 s; a missing prompt costs a row of the head
 RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
+# Larger passes have a multiple of so many tokens, and of the most prompts: few sizes, as linears are tried for each
+# (`kernels.linear.cublas`).
+MORE_TOKENS = 512
 
 
 def pass_sizes(num_tokens: int, num_prompts: int) -> tuple[int, int]:
@@ -63,10 +67,12 @@ class PrefillBatch:
     tables: np.ndarray  # int64 [S, P]: the texts' pages
 
     @property
-    def shape(self) -> tuple[int, int] | None:
-        """The sizes of the recorded pass that holds them; None: none does."""
+    def shape(self) -> tuple[int, int]:
+        """The sizes of the pass that holds them."""
         num_tokens, num_texts = len(self.tokens) + 1, len(self.lengths)
-        return pass_sizes(num_tokens, num_texts) if num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1] else None
+        if num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1]:
+            return pass_sizes(num_tokens, num_texts)
+        return -(-num_tokens // MORE_TOKENS) * MORE_TOKENS, -(-num_texts // PROMPTS[-1]) * PROMPTS[-1]
 
     def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
         """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
@@ -147,16 +153,20 @@ class PrefillGraphs(CapturedPrefill):
         self.pads = capture
 
     def run(self, batch: PrefillBatch, mode: int) -> None:
-        shape = batch.shape if self.pads else None
-        self.uses[shape, mode] += 1
-        if shape is None or (self.uses[shape, mode] < RECORDED_AT and (*shape, mode) not in self.graphs.graphs):
-            arrays = batch.arrays()
-            buffer = Buffer(arrays, self.device)
-            buffer.fill(arrays)
+        if self.pads:
+            shape = batch.shape
+            batch = batch.padded(*shape, self.state.dummy_row)
+            self.uses[shape, mode] += 1
+            comes_again = self.uses[shape, mode] >= RECORDED_AT and shape[0] <= TOKENS[-1] and shape[1] <= PROMPTS[-1]
+            if comes_again or (*shape, mode) in self.graphs.graphs:
+                self._fill(shape, batch)
+                self.graphs.run(*shape, mode)
+                return
+        arrays = batch.arrays()
+        buffer = Buffer(arrays, self.device)
+        buffer.fill(arrays)
+        with background_trials():
             self._pass(buffer, mode)
-        else:
-            self._fill(shape, batch.padded(*shape, self.state.dummy_row))
-            self.graphs.run(*shape, mode)
 
     @property
     def least_seconds(self) -> float:

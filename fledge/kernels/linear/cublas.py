@@ -2,9 +2,16 @@
 
 cuBLAS splits K for some shapes and not for others. So it is used for a shape only after a trial on random inputs gave the bits
 of `tiles`; of a weight with several slices it computes one slice after the other, in fp32.
+
+A trial takes place at the first use of a shape: where a graph is recorded, before it is. The host waits for its result, unless
+requests would wait too (`background_trials`): then the linear runs on `tiles`, to the same bits, until the result is there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +22,55 @@ from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import tiled_linear
 
-_trials: dict[tuple, bool] = {}
+
+class _Trial(NamedTuple):
+    """One whose result the host has not read."""
+
+    is_exact: Tensor  # on the host once the event has passed
+    event: torch.cuda.Event
+
+
+_trials: dict[tuple, bool | _Trial] = {}
+_waits = True
+
+
+@contextmanager
+def background_trials() -> Iterator[None]:
+    """Inside, nothing waits for a trial."""
+    global _waits
+    before, _waits = _waits, False
+    try:
+        yield
+    finally:
+        _waits = before
 
 
 def cublas_is_exact(rows: int, weight_OK: Tensor, order: Summation, bias_O: Tensor | None) -> bool:
-    """Whether cuBLAS gives the bits of `tiles` for this shape. Tried once, not while a graph is captured."""
+    """Whether cuBLAS is known to give the bits of `tiles` for this shape. While a graph is captured nothing is tried."""
     key = (rows, *weight_OK.shape, order.slices, weight_OK.dtype, weight_OK.device, bias_O is not None)
-    if key not in _trials:
-        if torch.cuda.is_current_stream_capturing():
+    trial = _trials.get(key)
+    if torch.cuda.is_current_stream_capturing():
+        return trial is True
+    if trial is None:
+        trial = _trials[key] = _start_trial(rows, weight_OK, order, bias_O)
+    if isinstance(trial, _Trial):
+        if not _waits and not trial.event.query():
             return False
-        generator = torch.Generator(weight_OK.device).manual_seed(rows)
-        x_MK = torch.randn((rows, weight_OK.shape[1]), generator=generator, device=weight_OK.device).to(weight_OK.dtype)
-        wanted = tiled_linear(x_MK, weight_OK, bias_O, order=order)
-        _trials[key] = torch.equal(cublas_linear(x_MK, weight_OK, bias_O, order=order), wanted)
-    return _trials[key]
+        trial.event.synchronize()
+        trial = _trials[key] = bool(trial.is_exact)
+    return trial
+
+
+def _start_trial(rows: int, weight_OK: Tensor, order: Summation, bias_O: Tensor | None) -> _Trial:
+    generator = torch.Generator(weight_OK.device).manual_seed(rows)
+    x_MK = torch.randn((rows, weight_OK.shape[1]), generator=generator, device=weight_OK.device).to(weight_OK.dtype)
+    wanted = tiled_linear(x_MK, weight_OK, bias_O, order=order)
+    found = cublas_linear(x_MK, weight_OK, bias_O, order=order)
+    is_exact = torch.empty(1, dtype=torch.bool, pin_memory=True)
+    is_exact.copy_((found == wanted).all()[None], non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return _Trial(is_exact, event)
 
 
 def cublas_linear(
