@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -69,14 +67,3 @@ def test_states_training_and_swaps_under_graphs(engine):
     assert sum(r.stats.accepted for r in again) > 0.95 * sum(r.stats.accepted for r in before)
     assert hook.served.network.fc.weight.data_ptr() == address
     engine.check_integrity()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_target_in_another_type_than_bf16_is_trained_with(dtype):
-    built = build_learning_engine("smollm2-135m", Speculation(depth=3).fixed_depth(), replace(CONFIG, dtype=dtype), LEARN)
-    built.warm_up()
-    serve(built)
-    while not built.hook.learner.counts.steps:
-        assert built.idle()
-    assert built.hook.stopped is None
-    assert built.hook.target.head_bytes

@@ -141,3 +141,17 @@ def test_a_target_that_is_not_served_in_bf16_is_trained_with(learning_engine, dr
     list(learner._read_missing(batch))
     assert finished(learner._train(batch))
     assert learner.target.head_bytes == 2 * learner.target.vocab_size * learner.target.hidden_size
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_target_in_another_type_than_bf16_is_trained_with_on_a_card(dtype, learning_engine):
+    """Its states come from captured cycles, and the drafter is made from its last layer."""
+    engine = learning_engine(engine={"device": "cuda", "dtype": dtype}, budget=1e-6)
+    serve(engine, toy_prompts(12, seed=12))
+    learner = engine.hook.learner
+    while not learner.counts.steps:
+        assert engine.idle()
+    assert engine.hook.stopped is None
+    assert learner.target.head_bytes == 2 * learner.target.vocab_size * learner.target.hidden_size
