@@ -330,12 +330,13 @@ class EngineLoop:
 
     def _abort(self, call: Call) -> None:
         self._calls.pop((call.api_server, call.message.id), None)
-        num_waiting = len(self._waiting.remove(lambda item: item[0] is call))
-        call.num_unfinished -= num_waiting
-        call.api_server.num_in_flight -= num_waiting
+        self._waiting.remove(lambda item: item[0] is call)
         for tracked in [one for one in self._tracked.values() if one.call is call]:
             self.engine.abort(tracked.request)
             self._finished(tracked)
+        # Those that waited, and one whose admission failed: it is neither in the queue nor tracked.
+        call.api_server.num_in_flight -= call.num_unfinished
+        call.num_unfinished = 0
 
     def _fail(self, call: Call, error: ApiError) -> None:
         """Ends one call, with all its answers."""

@@ -159,3 +159,19 @@ def test_masks_that_run_on_end_no_answers_of_others(in_process) -> None:
         assert (await client.post(CHAT, json=body, headers=slow)).status_code == 200
 
     run(in_process, test, *PATIENT, "--api-key", "slow", "other")
+
+
+def test_answers_whose_admission_fails_take_no_room(in_process) -> None:
+    """Counted for ever, they would fill the server: 328 of an hour's hostile grammars did."""
+
+    async def test(client: httpx.AsyncClient, service: Service) -> None:
+        loop = service.engine.host.loop
+        body = {"messages": HELLO, "max_tokens": 4, "n": 2, "structured_outputs": {"regex": "[a-f]{3}"}}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+        with masks_that_run_on(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
+            for _ in range(8 + 16):  # --max-num-seqs and --max-queue
+                assert (await client.post(CHAT, json=body)).status_code == 503
+        assert [api_server.num_in_flight for api_server in loop.api_servers] == [0]
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
+    run(in_process, test, *PATIENT)
