@@ -233,7 +233,8 @@ def write_configs(configs: dict[tuple[int, int, bool], tuple], path: Path = MEAS
     start = text.index("CONFIGS: ")
     entries = ""
     for key, forms in configs.items():
-        entries += f"    {key}: (\n" + "".join(f"        {form},\n" for form in forms) + "    ),\n"
+        lines = (f"        {(most, kernel, tuple(numbers))},\n" for most, kernel, numbers in forms)
+        entries += f"    {key}: (\n" + "".join(lines) + "    ),\n"
     written = text[start : text.index("=", start)] + "= {\n" + entries + "}\n"
     path.write_text(text[:start] + written.replace("'", '"'))
     print(f"{path}: {len(configs)} shapes")

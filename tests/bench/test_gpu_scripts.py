@@ -7,6 +7,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,6 +293,49 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
         shape = (line["rows"], line["K"], line["N"], "plain", torch.bfloat16, torch.device("cuda", 0))
         chosen = dispatch.choose_kernel(dispatch.Case(*shape, gated=line["linear"] == "gate_up"))
         assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
+
+
+def test_forms_of_linears_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The whole script on a small model with times of its own making; the table it writes chooses what was fastest."""
+    from fledge.kernels.linear import dispatch, summation
+
+    steps, forms = (importlib.import_module(name) for name in ("gpu_step_forms", "gpu_linear_forms"))
+    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
+    monkeypatch.setattr(dispatch, "CONFIGS", {(64, 96, False): ((16, "register_mma", (8, 0)), (64, "register_mma", ()))})
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda _: dispatch.MEASURED_MULTIPROCESSORS)
+    kinds = forms.layer("tiny", 64, 128, 64, 96, 256, True)
+    cases = [dispatch.Case(16, k.inputs, k.outputs, "plain", torch.bfloat16, torch.device("cuda", 0), k.gated) for k in kinds]
+
+    def step_us(*_: object) -> float:
+        return 10.0 - sum(dispatch.choose_kernel(case)[0] == "staged_mma" for case in cases[:4])
+
+    table = tmp_path / "measured.py"
+    table.write_text(forms.MEASURED.read_text())
+    batch = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        kv_bucket=lambda _: (),
+        record=lambda _: None,
+        graphs=SimpleNamespace(graphs={}, pool=None),
+        cache=SimpleNamespace(keys=torch.zeros(1), values=torch.zeros(1)),
+    )
+    engine = SimpleNamespace(executor=SimpleNamespace(batch=batch))
+    monkeypatch.setattr(steps, "ShapeBench", lambda *_: SimpleNamespace(build=lambda *_: engine))
+    monkeypatch.setattr(steps, "MODELS", {"tiny": kinds})
+    monkeypatch.setattr(steps, "SHAPES", {"tiny": None})
+    monkeypatch.setattr(steps, "step_us", step_us)
+    monkeypatch.setattr(steps, "write_configs", lambda configs: forms.write_configs(configs, table))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    words = ["--model", "tiny", "--rows", "16", "--few", "24", "--fill", "--json", str(tmp_path / "steps.json")]
+    monkeypatch.setattr(sys, "argv", ["gpu_step_forms.py", *words])
+    steps.main()
+    report = json.loads((tmp_path / "steps.json").read_text())
+    assert [(one["few_programs"], one["us"]) for one in report["steps"]] == [(48, 6.0), (24, 6.0)]
+    filled = {}
+    exec(table.read_text(), filled)
+    assert filled["CONFIGS"][64, 96, False][1] == (64, "register_mma", ())  # more rows have what they had
+    monkeypatch.setattr(dispatch, "CONFIGS", filled["CONFIGS"])
+    assert {dispatch.choose_kernel(case)[0] for case in cases[:4]} == {"staged_mma"}
 
 
 def test_a_linear_without_a_form_keeps_what_the_rules_choose(monkeypatch: pytest.MonkeyPatch) -> None:
