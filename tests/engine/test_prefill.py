@@ -94,3 +94,15 @@ def test_a_size_is_recorded_when_it_comes_again():
     for expected in (0, 1, 1):
         batch.prefill(entries(batch, [[1, 2, 3]]))
         assert len(batch.prefills.buffers) == expected
+
+
+def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted():
+    batch = device_batch(tiny_decoder(), None, 8)
+    batch.prefills.pads = batch.prefills.waits_for_quiet = True
+    for expected in ([], [(64, 4, GREEDY)], [(64, 4, GREEDY)]):
+        batch.prefill(entries(batch, [[1, 2, 3]]))
+        assert not batch.prefills.buffers
+        assert list(batch.prefills.wanted) == expected
+    batch.prefills.graphs.graphs = {(64, 4, GREEDY): None}  # it counts as recorded
+    batch.prefill(entries(batch, [[1, 2, 3]]))
+    assert batch.prefills.buffers

@@ -16,6 +16,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.graphs = SimpleNamespace(graphs={})
+        self.wanted: dict[tuple, None] = {}
 
     def record(self, shapes) -> None:
         self.graphs.graphs |= dict.fromkeys(shapes)
@@ -52,3 +53,16 @@ def test_a_server_records_prefills_and_chunks_too(batch):
     assert {shape[1] for shape in cycles} == {0, 3}
     assert len(batch.prefills.graphs.graphs) == 30  # 10 sizes in 3 sampling modes
     assert batch.chunks.graphs.graphs
+
+
+def test_what_came_again_under_traffic_is_recorded_when_it_is_quiet(batch):
+    usual = UsualGraphs(batch, [0])
+    usual.warm_up()
+    assert batch.prefills.waits_for_quiet
+    assert batch.chunks.waits_for_quiet
+    while usual.idle():
+        pass
+    batch.prefills.wanted = {(4096, 64, GREEDY): None}
+    assert usual.idle()
+    assert (4096, 64, GREEDY) in batch.prefills.graphs.graphs
+    assert not usual.idle()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, NewRows
-from fledge.engine.executors.prefill import RECORDED_AT, Buffer, CapturedPrefill
+from fledge.engine.executors.prefill import Buffer, CapturedPrefill
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.linear.cublas import background_trials
 
@@ -50,13 +50,12 @@ class ChunkedPrefill(CapturedPrefill):
     def run(self, chunk: ChunkBatch, mode: int) -> None:
         """`mode`: of the first token, if this is the last chunk, or MIDDLE."""
         shape = (len(chunk.tokens), mode)
-        self.uses[shape] += 1
         self._fill(chunk)
-        if self.uses[shape] < RECORDED_AT and shape not in self.graphs.graphs:
+        if self._is_replayed(shape):
+            self.graphs.run(*shape)
+        else:
             with background_trials():
                 self._run(*shape)
-        else:
-            self.graphs.run(*shape)
 
     @torch.inference_mode()
     def record(self, shapes: Iterable[tuple[int, int]]) -> None:

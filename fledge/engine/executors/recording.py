@@ -34,6 +34,8 @@ class UsualGraphs:
         for record in self._records((TRUNCATED, GREEDY)):
             record()
         self.batch.samples_truncated, self.left = True, self._records((SAMPLED,))
+        for prefills in (self.batch.prefills, self.batch.chunks):
+            prefills.waits_for_quiet = True
         families = (self.batch.graphs, self.batch.prefills.graphs, self.batch.chunks.graphs)
         count, seconds = sum(len(one.graphs) for one in families), time.perf_counter() - compiled
         return [f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefills recorded in {seconds:.0f} s"]
@@ -48,6 +50,10 @@ class UsualGraphs:
             record()
             return True
         self.batch.samples_truncated = False
+        for prefills in (self.batch.prefills, self.batch.chunks):  # what came again meanwhile and is not recorded
+            if prefills.wanted:
+                prefills.record([prefills.wanted.popitem()[0]])
+                return True
         return False
 
     def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
