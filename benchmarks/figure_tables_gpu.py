@@ -50,10 +50,12 @@ def gpu_before() -> str:
 
 @figures("gpu-steps")
 def gpu_steps() -> str:
-    before, now = (load(name) for name in ("one-engine-h200", "exact-h200"))
-    after = now["speed, end tokens ignored"]["plain"]
-    rows = [[users, run["step_us"], after[users]["step_us"]] for users, run in before["speed"]["plain"].items()]
-    return table(["rows of a plain step", "before, µs", "exact kernels, µs"], rows)
+    before, exact, now = (load(name) for name in ("one-engine-h200", "exact-h200", "steps-h200"))
+    first = exact["speed, end tokens ignored"]["plain"]
+    us = {name.split()[0]: run["us"] for name, run in now["shapes"]["135m before"].items() if run["depth"] == 0}
+    us |= {str(run["rows"]): run["us"] for run in now["step forms"]["steps"] if run["few_programs"] == 48}
+    rows = [[users, run["step_us"], first[users]["step_us"], us[users]] for users, run in before["speed"]["plain"].items()]
+    return table(["rows of a plain step", "before, µs", "first exact kernels, µs", "now, µs"], rows)
 
 
 @figures("gpu-linears")
@@ -79,31 +81,41 @@ def serving_gpu() -> str:
         rows.append([int(users), *cells])
     wait = "TTFT p50 / p99, ms"
     titles = ["users", "engine alone", "Fledge's server", "of the engine", wait, "vLLM's server, plain", wait]
-    settings, first = found["settings"], found["fledge"]["16"]["ttft_ms"]["p99"] / 1000
+    settings, rounds = found["settings"], found["fledge"]["64"]
+    waits = " / ".join(f"{one['next']:.0f}" for one in rounds["longest_waits_ms"])
+    speeds = " / ".join(f"{one:,.0f}" for one in rounds["rounds"])
     note = (
-        f"HumanEval prompts, {settings['tokens']} tokens an answer, {settings['rounds']} rounds. Measured before graphs were "
-        "recorded only when the server is quiet:\nat 16 users and more the first answers of a round waited "
-        f"{first:.2f} s for a recording."
+        f"HumanEval prompts, {settings['tokens']} tokens an answer, medians of {settings['rounds']} rounds. At 64 users they\n"
+        f"gave {speeds} tokens/s, and the longest pause of a stream was {waits} ms: prefills were recorded at\n"
+        "their second use. They are recorded when the server is quiet since; not measured again."
     )
     return f"{table(titles, rows)}\n\n{note}"
 
 
-@figures("gpu-1.5b")
-def gpu_larger() -> str:
-    steps = load("exact-h200")["1.5b steps"]
+@figures("gpu-sizes")
+def gpu_sizes() -> str:
+    shapes = load("steps-h200")["shapes"]
     rows = []
-    for users in (1, 4, 16, 64, 256):
-        plain, spec = steps.get(f"{users} rows, plain"), steps.get(f"{users} rows, depth 3")
-        rows.append(
-            [
-                users,
-                plain and plain["us"],
-                plain and percent(plain["share"]),
-                spec and spec["us"],
-                spec and percent(spec["share"]),
-            ]
-        )
-    return table(["rows", "plain step, µs", "of the roofline", "cycle of depth 3, µs", "of the roofline"], rows)
+    for count in (1, 4, 16, 64, 256):
+        plain = {name: shapes[name].get(f"{count} rows, plain") for name in ("1.5b", "8b", "8b-fp8", "8b-int4", "30b-a3b")}
+        cells: list[object] = [count]
+        for name in ("1.5b", "8b"):
+            cells += [plain[name]["us"], percent(plain[name]["share"]), shapes[name][f"{count} rows, depth 3"]["us"]]
+        rows.append([*cells, *(plain[name] and plain[name]["us"] for name in ("8b-fp8", "8b-int4", "30b-a3b"))])
+    titles = ["rows"]
+    for size in ("1.5B", "8B"):
+        titles += [f"{size}: plain step, µs", "of the roofline", "cycle of depth 3, µs"]
+    return table([*titles, "8B in FP8: plain", "8B in int4: plain", "30B-A3B: plain"], rows)
+
+
+@figures("gpu-prefill")
+def gpu_prefill() -> str:
+    found = load("steps-h200")["prefill"]["tokens_per_s"]
+    sizes = {"1.5b": "1.5B", "8b": "8B"}
+    return table(
+        ["16 prompts of 1,900 tokens, tokens/s", "chunks of 1,024 tokens", "chunks of 2,048, the default"],
+        [[sizes[name], runs["chunks of 1024"], runs["chunks of 2048"]] for name, runs in found.items()],
+    )
 
 
 @figures("gpu-options")
