@@ -15,7 +15,7 @@ KERNELS = $(BIN)/python -c 'from fledge.kernels import native; native.library()'
 
 ZIG := $(BIN)/python -m ziglang cc -std=gnu11 -O3 -ffast-math -Ifledge/kernels/cpu tests/kernels/blocks_test.c
 
-.PHONY: demo test dist test-triton test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
+.PHONY: demo test dist test-gpu test-triton test-vllm test-browser test-arm test-sanitize soak soak-learn lint install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fledge demo
@@ -31,6 +31,11 @@ figures: $(VENV)/.installed-test
 # The site, into build/site. A broken link or an unknown name ends it.
 docs: $(VENV)/.installed-test figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# On a machine with a GPU, and with the torch that it has: five minutes on 16 cores, most of it compiling.
+test-gpu:
+	$(PYTHON) -m pytest -q -m gpu --numprocesses auto --dist worksteal tests/kernels tests/ops tests/gpu tests/engine \
+		tests/speculation tests/drift tests/learning tests/training
 
 # The GPU kernels without a GPU: compiled for the card, with their assembly looked at, and run in Triton's interpreter. And the
 # CPU's engine, which must not change where Triton is installed. Three minutes on 2 cores. Another version:
