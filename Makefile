@@ -34,7 +34,7 @@ docs: $(VENV)/.installed-test figures
 
 # On a machine with a GPU, and with the torch that it has: five minutes on 16 cores, most of it compiling.
 test-gpu:
-	$(PYTHON) -m pytest -q -m gpu --numprocesses auto --dist worksteal tests/kernels tests/ops tests/gpu tests/engine \
+	$(PYTHON) -m pytest -v -m gpu --tb short --numprocesses auto --dist worksteal tests/kernels tests/ops tests/gpu tests/engine \
 		tests/speculation tests/drift tests/learning tests/training
 
 # The GPU kernels without a GPU: compiled for the card, with their assembly looked at, and run in Triton's interpreter. And the
