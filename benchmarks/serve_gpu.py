@@ -39,6 +39,7 @@ from fledge.bench.load import LoadReport, LoadSettings, run_level  # noqa: E402
 from fledge.bench.load_report import read_conversations  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
+QUIET_SECONDS = 4.0  # two until the server counts as quiet, and time to record
 
 
 def numbers(text: str) -> list[int]:
@@ -107,7 +108,9 @@ def engine_stage(args: argparse.Namespace) -> None:
         def run(count: int, users: int = users) -> Any:
             return closed_loop(engine, repeated(prompts, count), [params] * count, users)
 
-        run(max(2 * users, 16))  # what was not recorded ahead is
+        run(max(2 * users, 16))
+        while engine.idle():  # what came again and was not recorded ahead is
+            pass
         loops = [run(num_requests(users)) for _ in range(args.rounds)]
         total = statistics.median(loop.tokens_per_s for loop in loops)
         own = statistics.median(loop.own_tokens_per_s for loop in loops)
@@ -207,7 +210,8 @@ def measure_level(
 ) -> dict[str, Any]:
     conversations = read_conversations(args.prompts)
     settings = LoadSettings(url, model=model, max_tokens=args.tokens, ignore_eos=True, timeout=120, processes=args.processes)
-    one_round(settings, repeated(conversations, min(count, max(users, 16))), users, pid)
+    one_round(settings, repeated(conversations, min(count, max(2 * users, 16))), users, pid)
+    time.sleep(QUIET_SECONDS)  # then our server records what came again
     found = [one_round(settings, repeated(conversations, count), users, pid) for _ in range(rounds)]
     report, cores = sorted(found, key=lambda pair: pair[0].tokens_per_second)[(rounds - 1) // 2]
     reads = sum(len(sample.gaps) + 1 for sample in report.samples)

@@ -96,13 +96,32 @@ def test_a_size_is_recorded_when_it_comes_again():
         assert len(batch.prefills.buffers) == expected
 
 
-def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted():
+def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted(monkeypatch, caplog):
+    monkeypatch.setattr(prompt_pass, "RECORDED_IN_TRAFFIC_AT", 6)
     batch = device_batch(tiny_decoder(), None, 8)
-    batch.prefills.pads = batch.prefills.waits_for_quiet = True
-    for expected in ([], [(64, 4, GREEDY)], [(64, 4, GREEDY)]):
+    passes, shape = batch.prefills, (64, 4, GREEDY)
+    passes.pads = passes.waits_for_quiet = True
+
+    def prefill() -> bool:
+        """Whether it was a replay, or was recorded."""
+        passes.buffers.clear()
         batch.prefill(entries(batch, [[1, 2, 3]]))
-        assert not batch.prefills.buffers
-        assert list(batch.prefills.wanted) == expected
-    batch.prefills.graphs.graphs = {(64, 4, GREEDY): None}  # it counts as recorded
-    batch.prefill(entries(batch, [[1, 2, 3]]))
-    assert batch.prefills.buffers
+        return bool(passes.buffers)
+
+    for expected in (set(), {shape}, {shape}):
+        assert not prefill()
+        assert passes.wanted == expected
+
+    def no_memory(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(passes, "record", no_memory)
+    assert passes.record_wanted()
+    assert "no memory is left" in caplog.text
+    assert [prefill() for _ in range(4)] == [False] * 4  # nor is it noted again
+    assert not passes.record_wanted()
+
+    passes.too_large.clear()
+    assert prefill()  # so many uses that even requests wait for it
+    passes.wanted, passes.graphs.graphs = {shape}, {shape: None}
+    assert not passes.record_wanted()  # it is there

@@ -42,6 +42,8 @@ from fledge.speculation.methods.base import CapturedMethod, Drafter
 
 log = logging.getLogger("fledge.engine")
 
+# Tokens that a cache must hold of a prompt to be used, if they are not half of it.
+LEAST_REUSE = 1024
 # Cycles that a waiting request waits for at most before it is prefilled.
 MAX_CYCLES_BEFORE_PREFILL = 2
 
@@ -380,8 +382,8 @@ class CudaGraphExecutor:
 
     def least_reuse(self, num_tokens: int) -> int:
         """Attention over the cache is slower than a prompt's over itself and takes a pass of its own: it must save half of
-        the prompt, or a whole chunk of a long one."""
-        return min(-(-num_tokens // 2), self.batch.chunk_tokens)
+        the prompt, or many tokens."""
+        return min(-(-num_tokens // 2), self.batch.chunk_tokens, LEAST_REUSE)
 
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
         return PageKeys(request.tokens, self.pool.page_size, drafted=self._has_own_cache)

@@ -11,6 +11,7 @@ A text whose beginning the cache holds is prefilled from there on. All attend ov
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +32,14 @@ from fledge.models.decoder import Decoder
 from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.methods.base import CapturedMethod
 
+log = logging.getLogger("fledge.engine")
+
 # Sizes that are recorded: tokens of a pass and its prompts. Beyond them the work outlasts its launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
-PROMPTS = [4, 64]  # few sizes: one that is recorded under traffic stops it for 0.1 s; a missing prompt costs a row of the head
-RECORDED_AT = 2  # the use of a size at which it is recorded, unless that was asked for before: a size may never come again
+PROMPTS = [4, 64]  # few sizes, as each takes time to record; a missing prompt costs a row of the head
+# The use of a size at which it is recorded, unless that was asked for before: a size may never come again. A server waits until
+# it is quiet, or for the later use: eagerly a pass takes some 10 ms longer (135M), recording takes 0.13 s, and requests wait.
+RECORDED_AT, RECORDED_IN_TRAFFIC_AT = 2, 50
 # Larger passes have a multiple of so many tokens, and of the most prompts: few sizes, as linears are tried for each
 # (`kernels.linear.cublas`).
 MORE_TOKENS = 512
@@ -140,20 +145,35 @@ class CapturedPrefill(ABC):
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
         self.graphs = StepGraphs(self._run, self.device, capture=capture, idle=nullcontext)
         self.uses: Counter[tuple] = Counter()
-        self.waits_for_quiet = False  # nothing is recorded while requests run, but noted:
-        self.wanted: dict[tuple, None] = {}
+        self.waits_for_quiet = False  # what comes again is noted:
+        self.wanted: set[tuple] = set()
+        self.too_large: set[tuple] = set()  # to be recorded
 
     def _is_replayed(self, shape: tuple) -> bool:
-        """Whether this use of a pass is a replay, if need be of a graph that is recorded now. Recording takes 0.13 s with
-        135M, which all running requests would wait for; the same pass run eagerly takes some 10 ms longer than a replay."""
+        """Whether this use of a pass is a replay, if need be of a graph that is recorded now."""
         self.uses[shape] += 1
         if shape in self.graphs.graphs:
             return True
-        if self.uses[shape] < RECORDED_AT:
+        if self.uses[shape] < RECORDED_AT or shape in self.too_large:
             return False
-        if self.waits_for_quiet:
-            self.wanted[shape] = None
-        return not self.waits_for_quiet
+        if self.waits_for_quiet and self.uses[shape] < RECORDED_IN_TRAFFIC_AT:
+            self.wanted.add(shape)
+            return False
+        return True
+
+    def record_wanted(self) -> bool:
+        """Records the largest that was noted, whose memory the others share. False: none was."""
+        self.wanted -= self.graphs.graphs.keys()
+        if not self.wanted:
+            return False
+        shape = max(self.wanted)
+        self.wanted.remove(shape)
+        try:
+            self.record([shape])
+        except torch.OutOfMemoryError:
+            self.too_large.add(shape)
+            log.warning("no memory is left to record a prefill of %s: it runs without a graph", shape)
+        return True
 
     @abstractmethod
     def record(self, shapes: Iterable[tuple]) -> None:

@@ -1,4 +1,5 @@
-"""The graphs that most requests need: recorded at the start, those of one sampling mode later, while nothing runs."""
+"""The graphs that most requests need: recorded at the start; while nothing runs, those of one sampling mode and prefills that
+came again."""
 
 from __future__ import annotations
 
@@ -50,11 +51,7 @@ class UsualGraphs:
             record()
             return True
         self.batch.samples_truncated = False
-        for prefills in (self.batch.prefills, self.batch.chunks):  # what came again meanwhile and is not recorded
-            if prefills.wanted:
-                prefills.record([prefills.wanted.popitem()[0]])
-                return True
-        return False
+        return any(prefills.record_wanted() for prefills in (self.batch.prefills, self.batch.chunks))
 
     def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
         """What records them, the largest first, whose memory the others share."""

@@ -8,8 +8,6 @@ next step. Where a tile's sums of slices are kept until the last one is there:
     PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `slice_sums.finish`
     MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
 
-No config in `measured.CONFIGS` uses this kernel yet: it is tested without a card and still to be measured on one.
-
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
 
