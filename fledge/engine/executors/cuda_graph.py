@@ -382,7 +382,7 @@ class CudaGraphExecutor:
 
     def least_reuse(self, num_tokens: int) -> int:
         """Attention over the cache is slower than a prompt's over itself and takes a pass of its own: it must save half of
-        the prompt, or many tokens."""
+        the prompt, or `LEAST_REUSE` tokens."""
         return min(-(-num_tokens // 2), self.batch.chunk_tokens, LEAST_REUSE)
 
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
