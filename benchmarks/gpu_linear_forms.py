@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +133,21 @@ SEVERAL_SLICES = (
     (64, 128, 64, 4, 5),
     (128, 128, 64, 8, 4),
 )
-# `tma_tiles.LaunchConfig`: rows, outputs, warps, stages, where slices' sums wait, programs a multiprocessor.
+# `tma_tiles.LaunchConfig`: rows, outputs, warps, stages, where slices' sums wait, programs a multiprocessor, whether the next
+# kernel may start at once.
+STREAMED_ROWS, STREAMED_WEIGHTS = 64, 1 << 21  # at most; at least
+FEW_ROWS = (
+    (64, 32, 4, 8, tma_tiles.REGISTERS, 2, 1),
+    (64, 64, 4, 6, tma_tiles.REGISTERS, 1, 1),
+    (64, 64, 4, 6, tma_tiles.REGISTERS, 2, 0),
+    (64, 64, 4, 12, tma_tiles.REGISTERS, 1, 1),
+    (64, 128, 4, 4, tma_tiles.REGISTERS, 1, 1),
+    (64, 128, 4, 4, tma_tiles.REGISTERS, 2, 0),
+    (64, 128, 4, 8, tma_tiles.REGISTERS, 1, 1),
+    (64, 64, 4, 6, tma_tiles.PROGRAMS, 1, 1),
+    (64, 64, 4, 6, tma_tiles.PROGRAMS, 2, 0),
+    (64, 128, 4, 4, tma_tiles.PROGRAMS, 1, 1),
+)
 MANY_ROWS = (
     (128, 128, 8, 6, tma_tiles.REGISTERS, 1),
     (128, 128, 8, 6, tma_tiles.PROGRAMS, 1),
@@ -178,19 +192,23 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             if programs > 100 if split else programs < 40:  # programs that are too many or leave the card idle
                 continue
             yield "tiles", (*tile, split)
-    if order.slices > 1 and rows >= 128:
-        yield from (("tma_tiles", form) for form in tma_forms(kind, rows, order.slices))
+    is_streamed = rows <= STREAMED_ROWS and kind.inputs * kind.outputs >= STREAMED_WEIGHTS and not order.scales_sums
+    if is_streamed or (order.slices > 1 and rows >= 128):
+        forms = FEW_ROWS if is_streamed else MANY_ROWS
+        yield from (("tma_tiles", form) for form in tma_forms(forms, kind, rows, order.slices))
     if rows > (64 if order.slices == 1 else 511) and not order.scales_sums:
         yield "cublas", ()
 
 
-def tma_forms(kind: Kind, rows: int, slices: int) -> Iterator[tuple[int, ...]]:
+def tma_forms(forms: Iterable[tuple[int, ...]], kind: Kind, rows: int, slices: int) -> Iterator[tuple[int, ...]]:
     """Those whose work neither leaves most of the card idle nor writes sums of slices for no gain."""
-    for form in (tma_tiles.LaunchConfig(*numbers) for numbers in MANY_ROWS):
+    for form in (tma_tiles.LaunchConfig(*numbers) for numbers in forms):
         tiles = -(-rows // form.rows) * -(-kind.outputs // form.outputs)
         work = tiles * (slices if form.sums == tma_tiles.PROGRAMS else 1)
-        few, many = work < 40, tiles > 4 * MEASURED_MULTIPROCESSORS
+        few, many = work < 40, rows > STREAMED_ROWS and tiles > 4 * MEASURED_MULTIPROCESSORS
         if few or (many and (form.sums == tma_tiles.PROGRAMS or form.outputs == 64)):
+            continue
+        if form.sums == tma_tiles.PROGRAMS and slices == 1:
             continue
         if form.sums == tma_tiles.MEMORY and kind.gated:
             continue

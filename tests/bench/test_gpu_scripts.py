@@ -388,8 +388,12 @@ def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 2 <= len(found("1.5b", name, rows)) <= 8, (name, rows)
     assert found("8b", "down", 4096)
     assert all(form.sums != forms.tma_tiles.MEMORY for form in found("135m", "gate_up", 4096))
-    assert not found("1.5b", "qkv", 64)
+    assert not found("1.5b", "qkv", 64), "a small weight"
     assert not found("8b", "qkv", 1024), "one slice"
+    for name in ("qkv", "o", "gate_up", "down"):
+        streamed = [forms.tma_tiles.LaunchConfig(*numbers) for numbers in found("8b", name, 1)]
+        assert {form.early for form in streamed} == {0, 1}, name
+        assert any(form.sums == forms.tma_tiles.PROGRAMS for form in streamed) == (name == "down"), name
 
     form = ["tma_tiles", list(found("1.5b", "down", 4096)[0])]
     lines = [{"K": 8960, "N": 1536, "linear": "down", "rows": rows, "form": form} for rows in (1024, 4096)]

@@ -149,7 +149,7 @@ def test_tma_tiles(surroundings, sums, slice_inputs, stages, programs):
     parts = torch.full((slices, rows, len(weight)), float("nan"))
     constants |= {"SIZE": SIZE, "OUTPUTS": OUTPUTS, "GATED": gated}
     constants |= {"SLICES": slices, "SLICE_STEPS": slice_inputs // 64, "SUMS_IN": sums, "HAS_SCALE": scale is not None}
-    constants |= {"ROWS": 16, "COLUMNS": 16, "STAGES": stages, "GROUP": 3}
+    constants |= {"ROWS": 16, "COLUMNS": 16, "STAGES": stages, "GROUP": 3, "START": 0}
     constants |= dict.fromkeys(("SUMS", "QUARTER", "STORED", "STAGED"))
     pointers = (bias, residual, x if scale is None else scale, out, parts, Count(rows))
     run(tma_tiles._tma_tiles, (programs,), Descriptor(x), Descriptor(weight), *pointers, **constants)

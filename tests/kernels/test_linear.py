@@ -377,6 +377,9 @@ TMA_CONFIGS = [
     TmaConfig(64, 64, 4, 6, PROGRAMS, 2),
     TmaConfig(128, 256, 8, 4, PROGRAMS),
     TmaConfig(128, 256, 8, 4, MEMORY),
+    TmaConfig(64, 32, 4, 8, REGISTERS, 2, 1),
+    TmaConfig(64, 64, 4, 12, REGISTERS, 1, 1),
+    TmaConfig(64, 64, 4, 6, PROGRAMS, 1, 1),
 ]
 
 

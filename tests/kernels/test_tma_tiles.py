@@ -1,4 +1,4 @@
-"""The linear for many rows, compiled for the card anywhere Triton is. `test_gluon_linears` and `test_linear` run it."""
+"""The linear by TMA and wgmma, compiled for the card anywhere Triton is. `test_gluon_linears` and `test_linear` run it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,12 @@ CONFIGS = [
     (LaunchConfig(128, 256, 8, 4, MEMORY), 14336, 4096, 2, {"residual": True}),
     (LaunchConfig(128, 256, 8, 4, MEMORY), 1536, 2048, 4, {"bias": True, "scale": True}),
     (LaunchConfig(128, 256, 8, 4, MEMORY), 8960, 1536, 4, {"residual": True}),
+    (LaunchConfig(64, 32, 4, 8, REGISTERS, 2, 1), 4096, 4096, 1, {"residual": True}),
+    (LaunchConfig(64, 64, 4, 6, REGISTERS, 1, 1), 1536, 17920, 1, {"gated": True}),
+    (LaunchConfig(64, 64, 4, 12, REGISTERS, 1, 1), 4096, 6144, 1, {"bias": True}),
+    (LaunchConfig(64, 128, 4, 8, REGISTERS, 1, 1), 4096, 28672, 1, {"gated": True}),
+    (LaunchConfig(64, 64, 4, 6, PROGRAMS, 1, 1), 14336, 4096, 2, {"residual": True}),
+    (LaunchConfig(64, 128, 4, 4, PROGRAMS, 1, 1), 8960, 1536, 4, {"residual": True}),
 ]
 
 
@@ -95,6 +101,11 @@ def test_products_and_copies_run_beside_each_other(config, size, outputs, slices
     # Weights are on their way before the kernel waits for its rows.
     halves = 2 if "gated" in extras else 1
     assert ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor.2d.shared") == halves * (config.stages - 1)
+    # The next kernel may start before this one waits, or when a program has multiplied all it has to.
+    before, after = ptx.split("griddepcontrol.wait")
+    assert ("griddepcontrol.launch_dependents" in before, "griddepcontrol.launch_dependents" in after) == (
+        (True, False) if config.early else (False, True)
+    )
     # One product stays under way, and no warp's inputs are replaced before all warps have multiplied them.
     assert "wgmma.wait_group.sync.aligned 1;" in ptx
     for after in re.split(r"wgmma\.wait_group", ptx)[1:]:

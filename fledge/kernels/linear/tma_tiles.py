@@ -1,4 +1,4 @@
-"""The linear layer for many rows of a plain weight with several slices, as fast as tensor cores go: TMA and wgmma.
+"""The linear layer of a plain weight by TMA and wgmma: many rows in several slices, and few rows as a stream of weights.
 
 A program has tiles of rows x outputs, one after the other. Steps of 64 inputs arrive in shared memory by TMA, several of them
 ahead of the product, also across slices and tiles: nothing drains between two. Products run while the program waits for the
@@ -7,6 +7,9 @@ next step. Where a tile's sums of slices are kept until the last one is there:
     REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
     PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `slice_sums.finish`
     MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
+
+Few rows are bound by the weights' bytes. Their first steps are requested before the kernel before this one has ended (PDL), and
+with `early` the next kernel may request its own while this one still multiplies, so that memory never rests between two.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from fledge.kernels.gluon_support import TensorDescriptor, gl, gluon, hopper, jit
 from fledge.kernels.linear.mma_fragments import let_next_start, wait_for_inputs
+from fledge.kernels.linear.register_stream import AFTER_LOOP, AFTER_WAITING, AT_ONCE
 from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.stored_tile import load_residual, places, store_finished
 from fledge.kernels.linear.summation import CHUNK, Summation
@@ -39,6 +43,7 @@ class LaunchConfig(NamedTuple):
     stages: int
     sums: int  # REGISTERS, PROGRAMS or MEMORY
     beside: int = 1  # programs on a multiprocessor
+    early: int = 0  # whether the next kernel may start at once, and request its own weight
 
 
 def serves(x_MK: Tensor, weight_OK: Tensor) -> bool:
@@ -109,6 +114,7 @@ def tma_tiles(
         SLICES=slices,
         SLICE_STEPS=order.slice_inputs // CHUNK,
         SUMS_IN=sums,
+        START=AFTER_LOOP if not config.early else AFTER_WAITING if pdl_barrier else AT_ONCE,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
         HAS_SCALE=scale_M is not None,
@@ -213,6 +219,7 @@ def _tma_tiles(
     SLICES: gl.constexpr,
     SLICE_STEPS: gl.constexpr,
     SUMS_IN: gl.constexpr,
+    START: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     HAS_SCALE: gl.constexpr,
@@ -253,7 +260,11 @@ def _tma_tiles(
         _copy_weights(w_desc, ws.index(i), arrived.index(i), ahead, ahead[0] < all_work, SHAPE)
         ahead = _after(ahead, num_rows, SHAPE)
     if PDL:
+        if START == 1:
+            let_next_start()
         wait_for_inputs()
+        if START == 2:
+            let_next_start()
     ahead = begin
     for i in gl.static_range(STAGES - 1):
         _copy_rows(x_desc, xs.index(i), arrived.index(i), ahead, ahead[0] < all_work)
@@ -289,7 +300,7 @@ def _tma_tiles(
                 gl.store(parts_ptr + s * stride + place, acc, mask=inside)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         total = acc if APART or SLICES == 1 else total + acc
-        if work + programs >= all_work and PDL:
+        if PDL and START == 0 and work + programs >= all_work:
             let_next_start()
         extras = (bias_ptr, scale_ptr, out_ptr, own_row, num_rows)
         if APART:
