@@ -103,8 +103,8 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     assert time.monotonic() - began < 180
     assert load_drafter(made.folder, load_config(target)).config.version == "3.1"
     assert made.acceptance_length["5"] >= 1.0
-    record = json.loads((made.folder / "provenance.json").read_text())
-    assert record["step"] > 0
+    # The best step may be the first: seconds of training need not raise acceptance.
+    assert max(record["step"] for record in journal.read_journal(tmp_path / "out" / "run" / "log.jsonl")) > 0
 
 
 def test_an_architecture_that_fledge_does_not_run_is_refused_before_the_plan(tmp_path):
