@@ -2,6 +2,7 @@
 
 Row t of a sequence's T = depth + 1 verified rows gives the target's own choice after the pending token and t drafted ones. The
 choice is always what is emitted; the next row's is emitted too if the drafted token equals it. So a step emits 1 … T tokens.
+Where the logits are not numbers, some token is emitted with a mark, and the answer ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.bits import has_bit
-from fledge.kernels.sample import PartialArgmax, pick, picked
+from fledge.kernels.sample import PartialArgmax, pick_or_none, picked_or_none
 from fledge.kernels.triton_support import (
     by_device,
     constant,
@@ -25,7 +26,8 @@ from fledge.kernels.triton_support import (
 )
 
 DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
-_DRAFTED = constant(DRAFTED)
+NOT_A_NUMBER = 1 << 29  # set in `report` where the logits were not numbers
+_DRAFTED, _NOT_A_NUMBER = constant(DRAFTED), constant(NOT_A_NUMBER)
 
 
 class RowState(NamedTuple):
@@ -53,24 +55,25 @@ def accept_reference(
     state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
     """`rows_B`: the rows concerned; None: the first ones."""
-    chosen_BT = picked(choice, vocab_size).view(-1, num_new)
+    found_BT = picked_or_none(choice, vocab_size).view(-1, num_new)
+    chosen_BT = found_BT.clamp(max=vocab_size - 1)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
     going, answered, limit = state.active[rows] != 0, state.answered[rows], state.limit[rows]
     least = state.min_answer[rows].clamp(min=1)
     starts, counts = state.length[rows] - 1, torch.zeros_like(answered)
     ended, last = torch.zeros_like(going), state.token[rows]
     for t in range(num_new):
-        chosen = chosen_BT[:, t]
+        chosen, broken = chosen_BT[:, t], found_BT[:, t] == vocab_size
         drafted = torch.zeros_like(going)
         if t < num_new - 1:
-            drafted = going & (drafts_RD[rows, t] == chosen) & (state.depth_limit[rows] > t)
-        state.report[rows, 1 + t] = (chosen + drafted * DRAFTED).int()
+            drafted = going & (drafts_RD[rows, t] == found_BT[:, t]) & (state.depth_limit[rows] > t)
+        state.report[rows, 1 + t] = (chosen + drafted * DRAFTED + broken * NOT_A_NUMBER).int()
         if state.tokens is not None:
             at = (starts + 1 + t).long()
             kept = going & (at < state.tokens.shape[1])
             state.tokens[rows[kept], at[kept]] = chosen[kept].int()
         stopped = has_bit(state.stop_bits[rows], chosen[:, None])[:, 0] & (answered + t + 1 >= least)
-        ends = going & (stopped | (answered + t + 1 >= limit))
+        ends = going & (stopped | broken | (answered + t + 1 >= limit))
         counts += going
         last = torch.where(going, chosen, last)
         ended |= ends
@@ -162,14 +165,16 @@ def _accept(
     last = tl.load(token_ptr + row)
     # All loads come before the first store, so that they are under way together: the compiler moves none above a store.
     at = tl.arange(0, NEW_PADDED)
-    chosen = tl.full([NEW_PADDED], VOCAB - 1, tl.int32)
+    found = tl.full([NEW_PADDED], VOCAB - 1, tl.int32)
     for t in tl.static_range(NEW):
-        chosen = tl.where(at == t, pick(best_ptr, ids_ptr, index * NEW + t, VOCAB, BLOCKS, PADDED), chosen)
+        found = tl.where(at == t, pick_or_none(best_ptr, ids_ptr, index * NEW + t, VOCAB, BLOCKS, PADDED), found)
+    chosen = tl.minimum(found, VOCAB - 1)
+    broken = found == VOCAB
     drafts = tl.load(drafts_ptr + row * DRAFT + at, mask=at < NEW - 1, other=-1)
     words = tl.load(stop_bits_ptr + row * WORDS + chosen // 32)
     number = answered + at + 1
-    ends = (((words >> (chosen % 32)) & 1) != 0) & (number >= least) | (number >= limit)
-    drafted = (drafts == chosen) & (depth_limit > at) & (at < NEW - 1)
+    ends = (((words >> (chosen % 32)) & 1) != 0) & (number >= least) | (number >= limit) | broken
+    drafted = (drafts == found) & (depth_limit > at) & (at < NEW - 1)
     goes_on = drafted & (ends == 0)
     # Emitted: up to the first token that is not followed by another.
     count = tl.min(tl.where(goes_on, NEW, at + 1), axis=0)
@@ -177,7 +182,7 @@ def _accept(
     emitted = at < count
     ended = tl.max((emitted & ends).to(tl.int32), axis=0) > 0
     final = tl.sum(tl.where(at == count - 1, chosen, 0), axis=0).to(tl.int64)
-    reported = chosen + tl.where(emitted & drafted, _DRAFTED, 0)
+    reported = chosen + tl.where(emitted & drafted, _DRAFTED, 0) + tl.where(broken, _NOT_A_NUMBER, 0)
     tl.store(report_ptr + row * REPORT + 1 + at, reported, mask=at < NEW)
     tl.store(tokens_ptr + index * NEW + at, chosen.to(tl.int64), mask=at < NEW)
     if TEXT:

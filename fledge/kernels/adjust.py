@@ -216,7 +216,8 @@ def _adjust(
         allowed = _bits(mask_ptr + (row * POSITIONS + t) * WORDS, ids, inside)
         x = tl.where(allowed != 0, x, float("-inf"))
     tl.store(out_ptr + n * VOCAB + ids, x, mask=inside)
-    tl.store(largest_ptr + n * BLOCKS + block, tl.max(x, axis=0))
+    # What is not a number is not banned. A maximum leaves it aside.
+    tl.store(largest_ptr + n * BLOCKS + block, tl.max(tl.where(x != x, 0.0, x), axis=0))
 
 
 @jit

@@ -57,7 +57,7 @@ def token_logprobs_reference(logits_NV: Tensor, tokens_N: Tensor, count: int = M
 
 
 def _largest(logits_V: Tensor, least: Tensor, count: int) -> Tensor:
-    ids = (logits_V >= least).nonzero()[:, 0]
+    ids = (~(logits_V < least)).nonzero()[:, 0]  # with NaN, too
     return ids[logits_V[ids].sort(descending=True, stable=True).indices[:count]]
 
 

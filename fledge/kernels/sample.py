@@ -79,16 +79,22 @@ def choose_reference(
         truncation = None if draws.truncation is None else draws.truncation.repeated(num_new)
         column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
     ids = column if ids_V is None else ids_V[column]
-    return PartialArgmax(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
+    return PartialArgmax(logits_NV.gather(1, column[:, None]).float(), ids[:, None].int())
 
 
 def picked(choice: PartialArgmax, vocab_size: int) -> Tensor:
-    """The tokens, int64 [N]; ties go to the lower id."""
+    """The tokens, int64 [N]; ties go to the lower id. What is not a number gives some token."""
     if choice.ids_NC.shape[1] == 1:
         return choice.ids_NC[:, 0].long()
+    return picked_or_none(choice, vocab_size).clamp(max=vocab_size - 1)
+
+
+def picked_or_none(choice: PartialArgmax, vocab_size: int) -> Tensor:
+    """The tokens, int64 [N]; `vocab_size` where the logits are not numbers."""
     if not use_triton(choice.ids_NC):
-        top = choice.best_NC == choice.best_NC.amax(-1, keepdim=True)
-        return choice.ids_NC.masked_fill(~top, vocab_size - 1).amin(-1).long()
+        best = choice.best_NC.masked_fill(choice.best_NC.isnan(), -torch.inf)
+        top = choice.best_NC == best.amax(-1, keepdim=True)
+        return choice.ids_NC.masked_fill(~top, vocab_size).amin(-1).clamp(max=vocab_size).long()
     num_rows, num_blocks = choice.best_NC.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=choice.best_NC.device)
     _best_of_row[(num_rows,)](
@@ -299,14 +305,20 @@ def _best_of_block(
 @jit
 def pick(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """The best block's token, for a kernel that goes on with it. What is not a number gives the last id."""
+    return tl.minimum(pick_or_none(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED), VOCAB - 1)
+
+
+@jit
+def pick_or_none(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """The best block's token; VOCAB where the logits are not numbers: then no block has a best one, or padding is the best."""
     block = tl.arange(0, PADDED)
     best = tl.load(best_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
-    ids = tl.load(ids_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB - 1)
+    ids = tl.load(ids_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB)
     top = tl.max(best, axis=0)
-    return tl.minimum(tl.min(tl.where(best == top, ids, VOCAB - 1), axis=0), VOCAB - 1)
+    return tl.minimum(tl.min(tl.where(best == top, ids, VOCAB), axis=0), VOCAB)
 
 
 @jit
 def _best_of_row(best_ptr, ids_ptr, tokens_ptr, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tl.store(tokens_ptr + row, pick(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED).to(tl.int64))
+    tl.store(tokens_ptr + row, pick_or_none(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED).to(tl.int64))

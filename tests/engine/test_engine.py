@@ -256,14 +256,25 @@ def test_prompts_of_one_token_answers_are_reused(adaptive):
         assert reused.stats.accepted_at == fresh.stats.accepted_at
 
 
-def test_logits_that_are_not_numbers_end_the_request_with_an_error():
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {"top_p": 0.9}, {"temperature": 0, "logprobs": 2}])
+@pytest.mark.parametrize("speculation", ["none", "ngram"])
+@pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
+def test_logits_that_are_not_numbers_end_the_request_with_an_error(params, speculation, capture):
+    """From the beginning, and in the middle of an answer."""
     decoder = tiny_decoder()
+    engine = build_engine(decoder, Speculation(speculation), CPU, capture=capture)
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=40, **params))
+    while request.num_answer < 3:
+        engine.step()
     decoder.norm.weight.data[3] = float("nan")
-    engine = build_engine(decoder, Speculation("none"), CPU)
-    request = engine.add_request(PROMPT, SamplingParams(max_tokens=4, temperature=0))
+    later = engine.add_request(PROMPT[:-1], SamplingParams(max_tokens=4, **params))
     finish(engine)
-    assert request.finish_reason == "error"
-    assert "not numbers" in str(request.failure)
+    engine.check_integrity()
+    for one in (request, later):
+        assert one.finish_reason == "error"
+        assert "not numbers" in str(one.failure)
+    assert 3 <= request.num_answer < 40
+    assert not later.num_answer
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

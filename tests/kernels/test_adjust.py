@@ -169,6 +169,16 @@ def test_a_cleared_row_comes_out_as_it_went_in(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_logits_that_are_not_numbers_are_not_taken_for_banned(kernel):
+    run, device = running(kernel)
+    rows = [Row(random.Random(1), ["none"], 0)] * 2
+    state, adjustments, drafts = on_device(rows, [0, 1], 0, device)
+    logits = torch.randn(2, VOCAB, device=device)
+    logits[1] = torch.nan
+    torch.testing.assert_close(run(logits, state, adjustments, drafts, 1), logits, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_counting(kernel, indexed):
     run = count_tokens_reference if kernel == "reference" else count_tokens_triton

@@ -18,10 +18,11 @@ from fledge.kernels.sample import (
     gumbel_noise,
     philox,
     picked,
+    picked_or_none,
     sample_cpu,
     sample_reference,
 )
-from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, lowest_kept
+from fledge.kernels.sample_cpu import LEAST_NOISE, MOST_NOISE, QUARTER, lowest_kept
 from fledge.kernels.truncation import TruncationParams, floor_reference, floor_triton
 from fledge.sampling import SamplingParams
 from tests.kernels.support import device_of_kernels, runs_triton
@@ -216,6 +217,31 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
             noise = gumbel_noise(torch.tensor([11]), torch.tensor([4 + ahead + row]), 20000)[0]
             scores = scores + noise[column_ids]
         assert tokens[row] == column_ids[scores.argmax()]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("vocab_size", [5000, 2 * 4 * QUARTER])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "fused"])
+def test_logits_that_are_not_numbers_are_told_from_tokens(kernel, vocab_size, kind):
+    """Two rows that are, around one that is not."""
+    device = "cpu" if kernel == "reference" else device_of_kernels()
+    x, weight = torch.randn(3, 72, device=device), torch.randn(vocab_size, 72, device=device)
+    x[1, 5] = float("nan")
+    draws = None
+    if kind == "sampled":
+        ones = torch.ones(3, device=device)
+        nothing_cut = TruncationParams(ones, ones.long() * 0, ones * 0)
+        draws = SamplingState(ones, ones.long(), ones.long(), nothing_cut)
+    if kind == "fused" and kernel == "triton":
+        choice = fused_head(x, Norm(torch.ones(72, device=device), 1e-5), weight, None)
+    else:
+        choice = (choose_reference if kernel == "reference" else choose_triton)(x @ weight.t(), draws)
+    found = picked_or_none(choice, vocab_size).tolist()
+    assert found[1] == vocab_size
+    assert max(found[0], found[2]) < vocab_size
+    banned = torch.full((1, vocab_size), -torch.inf, device=device)
+    choice = (choose_reference if kernel == "reference" else choose_triton)(banned)
+    assert picked_or_none(choice, vocab_size).tolist() == [0], "all tokens are banned"
 
 
 def fused_head(x, norm, weight, ids):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from fledge.kernels.accept import DRAFTED, RowState, accept_reference, accept_triton
+from fledge.kernels.accept import DRAFTED, NOT_A_NUMBER, RowState, accept_reference, accept_triton
 from fledge.kernels.bits import (
     KEEP,
     has_bit,
@@ -96,10 +98,13 @@ def test_acceptance_by_hand():
 @pytest.mark.parametrize("num_blocks", [1, 7])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("keeps_text", [False, True])
-def test_accept(kernel, num_new, num_blocks, indexed, keeps_text):
+@pytest.mark.parametrize("broken", [False, True])
+def test_accept(kernel, num_new, num_blocks, indexed, keeps_text, broken):
     device = device_of_kernels()
     choice = random_choice(12 * num_new, num_blocks, device)
     drafts = drafts_near(choice, num_new, device)
+    if broken:  # logits that are not numbers, in some rows after accepted drafts
+        choice.best_NC[num_new - 1 :: 3] = float("nan")
     order = torch.randperm(12, device=device) if indexed else None
     state = rows(12, device)
     state = state if keeps_text else state._replace(tokens=None)
@@ -110,6 +115,19 @@ def test_accept(kernel, num_new, num_blocks, indexed, keeps_text):
     found = accept_triton(state, choice, drafts, num_new, VOCAB, order)
     for one, other in zip((*found, *state), (*expected, *twin), strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+def test_logits_that_are_not_numbers_end_an_answer():
+    state = rows(3, "cpu")
+    state = state._replace(answered=torch.zeros(3, dtype=torch.int32), depth_limit=torch.full((3,), 9, dtype=torch.int32))
+    chosen = torch.tensor([[10, 11], [20, 21], [30, 31]], dtype=torch.int32)
+    best = torch.tensor([[0, math.nan], [math.nan, 0], [0, 0]])
+    drafts = torch.tensor([[10], [20], [30]])
+    accepted = accept_reference(state, PartialArgmax(best.view(6, 1), chosen.view(6, 1)), drafts, 2, VOCAB)
+    assert accepted.counts_B.tolist() == [0, 0, 2]
+    assert state.active.tolist() == [0, 0, 1]
+    assert state.report[:, 0].tolist() == [2, 1, 2]
+    assert (state.report[:, 1:3] & NOT_A_NUMBER != 0).tolist() == [[False, True], [True, False], [False, False]]
 
 
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=runs_triton)])

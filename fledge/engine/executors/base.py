@@ -71,6 +71,10 @@ class Output:
     failure: Exception | None = None  # the request cannot go on: it ends alone
 
 
+def not_numbers() -> RuntimeError:
+    return RuntimeError("the model's logits are not numbers: its weights are damaged, or overflow; try --dtype float32")
+
+
 class Executor(Protocol):
     decoder: Decoder
     is_ragged: (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.base import Chunk, Output, Plan, not_numbers
 from fledge.engine.executors.hidden_states import HostStates
 from fledge.engine.executors.sync_queue import SyncQueue
 from fledge.engine.kv_pool import PageKeys, PagePool
@@ -244,8 +244,8 @@ class EagerExecutor:
     def _output(self, item: Rows, verified: Verification, logits: Tensor, first: int) -> Output:
         draft, accepted = item.draft, verified.accepted
         tokens = [draft.tokens[node] for node in accepted] + [verified.next_token]
-        if not item.request.num_answer and math.isnan(float(logits[first, tokens[0]])):
-            raise RuntimeError("the model's logits are not numbers: its weights are damaged, or overflow; try --dtype float32")
+        if math.isnan(float(logits[first + 1 + accepted[-1] if accepted else first, verified.next_token])):
+            raise not_numbers()
         depth, offered = draft.depth, max(item.offered, draft.depth) if len(draft) else 0
         # A drawn token is accepted more often than its probability: drafter and target draw with the same noise.
         is_expected = self.drafter is not None and self.drafter.knows_confidence and item.request.params.greedy

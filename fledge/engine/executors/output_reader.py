@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.engine.executors.base import Output
+from fledge.engine.executors.base import Output, not_numbers
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.request import Request, TokenLogprob
-from fledge.kernels.accept import DRAFTED
+from fledge.kernels.accept import DRAFTED, NOT_A_NUMBER
 from fledge.kernels.logprobs import TokenLogprobs, unpack_logprobs
 from fledge.speculation.costs import GraphShape
 from fledge.speculation.verification import VerifiedPass
@@ -94,6 +94,8 @@ class OutputReader:
                 if output is None:
                     output = outputs[request] = Output(request, [], [], [])
                 emitted = emitted[:count]
+                if emitted[-1] % DRAFTED >= NOT_A_NUMBER:
+                    output.failure = not_numbers()
                 output.tokens += [token % DRAFTED for token in emitted]
                 output.drafted += [token >= DRAFTED for token in emitted]
                 nodes = self.batch.method.num_drafted(depth) if depth and self.batch.method is not None else 0
