@@ -478,6 +478,7 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     assert len(executor.warm_up()) == 1
     cycles, bucket = recorded["cycles"], () if few_keys > 400 else (128,)
     assert SAMPLED not in {shape[2] for shape in cycles} | {shape[-1] for shape in recorded["prefills"]}
+    assert ADJUSTED not in {shape[-1] for shape in recorded["prefills"]}
     assert batch.recorded_mode(SAMPLED) == TRUNCATED
     assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
     while executor.idle():
@@ -491,7 +492,7 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
         (size, depth) for size in batch.sizes for depth in (0, 3)
     }
     assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, FEW_LONG_ROWS} if bucket else set())
-    assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED))
+    assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED + 1))
     assert not recorded["chunks"]  # no prompt is longer than one
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
+from fledge.engine.executors.chunked_prefill import MIDDLE
 from fledge.engine.executors.recording import UsualGraphs
 
 
@@ -57,8 +58,23 @@ def test_a_server_records_prefills_and_chunks_too(batch):
     cycles = batch.graphs.graphs
     assert {shape[2] for shape in cycles} == {GREEDY, SAMPLED, TRUNCATED, ADJUSTED}
     assert {shape[1] for shape in cycles} == {0, 3}
-    assert len(batch.prefills.graphs.graphs) == 42  # 14 sizes in 3 sampling modes
-    assert batch.chunks.graphs.graphs
+    # 14 sizes in 3 sampling modes; kernels of the fourth are compiled for 4 and for 64 prompts
+    prefills = batch.prefills.graphs.graphs
+    assert len(prefills) == 44
+    assert {shape for shape in prefills if shape[2] == ADJUSTED} == {(64, 4, ADJUSTED), (256, 64, ADJUSTED)}
+    assert {shape[1] for shape in batch.chunks.graphs.graphs} == {MIDDLE, GREEDY, SAMPLED, TRUNCATED, ADJUSTED}
+
+
+def test_prefills_with_adjusted_logits_are_recorded_when_it_is_quiet(batch):
+    usual = UsualGraphs(batch, [0])
+    usual.warm_up()
+    sampled_at = None
+    while usual.idle():
+        count = sum(shape[2] == ADJUSTED for shape in batch.prefills.graphs.graphs)
+        if sampled_at is None and not batch.samples_truncated:
+            sampled_at = count
+    assert sampled_at == 2, "before those of adjusted logits"
+    assert count == 14
 
 
 def test_what_came_again_under_traffic_is_recorded_when_it_is_quiet(batch):

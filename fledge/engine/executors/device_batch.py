@@ -45,8 +45,8 @@ from fledge.kernels.attention.launch_config import FEW_KEYS
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
-from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
-from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
+from fledge.kernels.logprobs import MAX_LOGPROBS, pack_logprobs, token_logprobs
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked_or_none
 from fledge.kernels.verify_inputs import verify_inputs
 from fledge.models.decoder import Decoder
 from fledge.ops.base import device_tables
@@ -118,7 +118,10 @@ class DeviceBatch:
         self.pending: dict[tuple[int, ...], Pending] = {}
         self.verified: dict[tuple[int, ...], tuple[Verified, Tensor]] = {}  # with the logits
         self.accepted: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # tokens, with the logits they were chosen from
-        self.logprobs: dict[tuple[int, ...], Tensor] = {}  # packed; and under () those of the last prefill, by row
+        # Packed; and under () those of the last prefill, by row, where they stay: prefill graphs have many shapes.
+        width = 1 + 2 * min(MAX_LOGPROBS, decoder.config.vocab_size)
+        first_logprobs = torch.zeros(len(self.state.seed), width, device=self.device)
+        self.logprobs: dict[tuple[int, ...], Tensor] = {(): first_logprobs}
         self._make_prefill()
 
     def use(self, method: CapturedMethod) -> None:
@@ -250,7 +253,7 @@ class DeviceBatch:
         """A verified tree as the chain along its accepted path."""
         tree, vocab_size = verified.tree, self.decoder.config.vocab_size
         assert tree is not None
-        chosen = picked(choice, vocab_size).view(len(verified.starts_B), -1)
+        chosen = picked_or_none(choice, vocab_size).view(len(verified.starts_B), -1)
         path = accept_tree(chosen, tree, depth, verified.active_B)
         chosen, drafts = collapse(chosen, tree, path)
         flat = chosen.reshape(-1, 1).int()
@@ -269,10 +272,11 @@ class DeviceBatch:
         self.graphs.record(shapes)
         for size, depth, mode, *bucket in shapes:
             if mode == ADJUSTED and self.graphs.capture:
-                stages = [(size, depth, stage, *bucket) for stage in (VERIFY, CHOICE)]
+                stages = [(size, depth, stage, *bucket) for stage in (VERIFY, CHOICE, LOGPROBS)]
                 self.graphs.record(stages)
                 if not compile_ahead.is_tracing():
-                    self.graphs.seconds[size, depth, ADJUSTED, *bucket] += sum(self.graphs.seconds[stage] for stage in stages)
+                    always = stages[:-1]
+                    self.graphs.seconds[size, depth, ADJUSTED, *bucket] += sum(self.graphs.seconds[stage] for stage in always)
 
     def recorded_mode(self, mode: int) -> int:
         """The mode that a batch of this mode runs in. TRUNCATED ones draw the same tokens as SAMPLED ones, and take longer."""
@@ -338,15 +342,9 @@ class DeviceBatch:
         choice = choose(adjusted, state.draws(rows, truncated=True), 1)
         accepted = accept(state.rows, choice, state.drafts, 1, vocab_size, rows)
         count_tokens(adjustments, accepted.tokens_BT, accepted.counts_B, rows)
-        self.keep_first_logprobs(token_logprobs(logits, accepted.tokens_BT.flatten()), rows)
+        found = token_logprobs(logits, accepted.tokens_BT.flatten())
+        self.logprobs[()].index_copy_(0, rows, pack_logprobs(found))
         return accepted.tokens_BT[:, 0]
-
-    def keep_first_logprobs(self, found: TokenLogprobs, rows: Tensor) -> None:
-        """By row, in a tensor that stays where it is: prefill graphs have many shapes."""
-        packed = pack_logprobs(found)
-        if () not in self.logprobs:
-            self.logprobs[()] = packed.new_zeros(len(self.state.seed), packed.shape[1])
-        self.logprobs[()].index_copy_(0, rows, packed)
 
     def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""

@@ -1,12 +1,12 @@
-"""The graphs that most requests need: recorded at the start; while nothing runs, those of one sampling mode and prefills that
-came again."""
+"""The graphs that most requests need: recorded at the start; while nothing runs, those that can wait, and prefills that came
+again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
 from fledge.engine.executors.chunked_prefill import MIDDLE
@@ -30,11 +30,14 @@ class UsualGraphs:
     def warm_up(self) -> list[str]:
         """Compiles all kernels, then records. Batches that sample run in the graphs of top-p until theirs are there."""
         started = time.perf_counter()
-        _compile(self._records((TRUNCATED, SAMPLED, GREEDY)))
+        # Kernels of ADJUSTED prefills are the same for every number of tokens.
+        sizes = [pass_sizes(0, prompts) for prompts in PROMPTS]
+        _compile(chain(self._records((TRUNCATED, SAMPLED, GREEDY)), self._prefills(sizes, (ADJUSTED,))))
         compiled = time.perf_counter()
         for record in self._records((TRUNCATED, GREEDY)):
             record()
-        self.batch.samples_truncated, self.left = True, self._records((SAMPLED,))
+        self.batch.samples_truncated = True
+        self.left = chain(self._records((SAMPLED,)), [self._sample], self._prefills(self._pass_sizes(), (ADJUSTED,)))
         for prefills in (self.batch.prefills, self.batch.chunks):
             prefills.waits_for_quiet = True
         families = (self.batch.graphs, self.batch.prefills.graphs, self.batch.chunks.graphs)
@@ -50,20 +53,30 @@ class UsualGraphs:
         for record in self.left:
             record()
             return True
-        self.batch.samples_truncated = False
         return any(prefills.record_wanted() for prefills in (self.batch.prefills, self.batch.chunks))
 
     def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
         """What records them, the largest first, whose memory the others share."""
-        batch = self.batch
         yield from self._cycles(modes)
-        largest = size_for(TOKENS, min(batch.chunk_tokens, TOKENS[-1]))
+        yield from self._prefills(self._pass_sizes(), (MIDDLE, *modes))
+
+    def _pass_sizes(self) -> list[tuple[int, int]]:
+        largest = size_for(TOKENS, min(self.batch.chunk_tokens, TOKENS[-1]))
         passes = {pass_sizes(size, prompts) for size, prompts in product(TOKENS, PROMPTS) if size <= largest}
-        for size, mode in product(sorted(passes, reverse=True), modes):
-            yield partial(batch.prefills.record, [(*size, mode)])
+        return sorted(passes, reverse=True)
+
+    def _prefills(self, sizes: Sequence[tuple[int, int]], modes: Sequence[int]) -> Iterator[Callable[[], None]]:
+        batch = self.batch
+        for size, mode in product(sizes, modes):
+            if mode != MIDDLE:
+                yield partial(batch.prefills.record, [(*size, mode)])
         if batch.config.max_model_len > batch.chunk_tokens:
-            for mode in (MIDDLE, *modes):
+            for mode in modes:
                 yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
+
+    def _sample(self) -> None:
+        """Batches that sample have graphs of their own from now on."""
+        self.batch.samples_truncated = False
 
     def _cycles(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
         batch, short = self.batch, self.batch.kv_bucket(0)
