@@ -8,22 +8,29 @@ DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import nn
 
+from fledge import sources
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError
+from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.training.data.samples import write_atomically
 
 _NAME = re.compile(r"generation-(\d+)")
+SAMPLES = 64  # places of a file or a tensor that are read
+SAMPLE_BYTES = 4096
 
 
 class Generations:
@@ -150,3 +157,49 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise UserError(f"{path}, line {number}: is not JSON") from None
     return events
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which target and drafter a learn folder belongs to: hashes of parts of their weights, kept with generation 0."""
+
+    target: str
+    drafter: str | None  # None: none was named
+
+    def check(self, generations: Generations) -> None:
+        """Refuses a folder of another target, or of another drafter than the one that is named."""
+        figures, folder = generations.figures(0), generations.folder
+        if "target" not in figures:  # of a version that did not keep them
+            return
+        if figures["target"] != self.target:
+            raise UserError(f"--learn-dir {folder} was learnt for another target; give another folder")
+        if self.drafter in (None, figures["drafter"]):
+            return
+        if figures["drafter"] is None:
+            raise UserError(f"--learn-dir {folder} began without a drafter, and one is named now; give another folder")
+        raise UserError(f"--learn-dir {folder} began with another drafter; name that one, or give another folder")
+
+
+def target_hash(model: str | Decoder) -> str:
+    if isinstance(model, Decoder):
+        return network_hash(model)
+    path, digest = sources.find(model), hashlib.blake2b(digest_size=16)
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as content:
+            for place in range(SAMPLES):
+                content.seek(place * size // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def network_hash(network: nn.Module) -> str:
+    """Of the weights as they were given, before they are packed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in network.named_parameters():
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        flat = value.detach().flatten()
+        digest.update(flat[:: max(1, len(flat) // SAMPLE_BYTES)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -24,7 +24,6 @@ from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.engine.memory import readable
 from fledge.engine.request import Delta
 from fledge.errors import UserError
-from fledge.learning.budget import Budget
 from fledge.learning.candidate import Candidate
 from fledge.learning.collector import Collector
 from fledge.learning.config import LearnConfig
@@ -34,11 +33,10 @@ from fledge.learning.generations import Generations
 from fledge.learning.journal import Journal
 from fledge.learning.learner import Learner
 from fledge.learning.memory import memory_bytes
-from fledge.learning.micro_steps import MicroSteps
+from fledge.learning.micro_steps import Budget, MicroSteps
 from fledge.learning.samples import LEAST_ANSWER, SampleRing
-from fledge.learning.served import ServedDrafter
+from fledge.learning.served import ServedDrafter, staged_bytes, weights_of
 from fledge.learning.target import MAX_PREFIXES, ServedTarget
-from fledge.learning.weights import staged_bytes, weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
 

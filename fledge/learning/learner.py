@@ -24,9 +24,8 @@ from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import Decision, accepted_counts, judge
 from fledge.learning.micro_steps import Kind, Work
 from fledge.learning.samples import Sample, SampleRing
-from fledge.learning.served import ServedDrafter
+from fledge.learning.served import ServedDrafter, are_finite
 from fledge.learning.target import MOST_READ_TOKENS, ServedTarget
-from fledge.learning.weights import are_finite
 from fledge.training.checkpoint import served_copy
 from fledge.training.objective import compiler_error
 

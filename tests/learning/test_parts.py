@@ -13,15 +13,14 @@ from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
-from fledge.learning.batch import pack
-from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget
-from fledge.learning.collector import Admission
+from fledge.learning.candidate import pack
+from fledge.learning.collector import RETIRE_AFTER, Admission, Domains
 from fledge.learning.config import LearnConfig
-from fledge.learning.domains import RETIRE_AFTER, Domains
 from fledge.learning.fixed_set import BUILT_IN, FixedSet
 from fledge.learning.gate import MAX_CLIENTS, Decision, Live, has_fallen, judge
 from fledge.learning.generations import Generations, read_history
 from fledge.learning.journal import Journal
+from fledge.learning.micro_steps import FREE_SECONDS, MOST_CREDIT, Budget
 from fledge.learning.report import summarize
 from fledge.learning.samples import MAX_USES, Sample, SampleRing, is_held_out
 from fledge.speculation.guard import DriftGuard

@@ -16,18 +16,18 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
-from fledge.learning.batch import pack
-from fledge.learning.budget import FREE_SECONDS
+from fledge.learning.candidate import pack
 from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import LEAST_REQUESTS, Decision
 from fledge.learning.generations import Generations
 from fledge.learning.hook import Learning
 from fledge.learning.learner import Learner
+from fledge.learning.micro_steps import FREE_SECONDS
 from fledge.learning.samples import LEAST_ANSWER, is_held_out
+from fledge.learning.served import weights_of
 from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine, initial_drafter_config
 from fledge.learning.target import MOST_READ_TOKENS
-from fledge.learning.weights import weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.training.targets import toy
