@@ -14,6 +14,7 @@ from fledge.checkpoints.drafter_config import LAYER_IDS, rope_to_hf
 from fledge.checkpoints.drafter_files import DrafterFiles
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 
+SHIFTED = "layers off by one"
 COMMON_ROPE_THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 
 
@@ -54,7 +55,7 @@ def _layer_changes(files: DrafterFiles, config: DrafterConfig | None, target: Mo
         return
     ids = config.aux_layer_ids
     default = default_aux_layers(target.num_layers)
-    nearby = {tuple(i + shift for i in ids): "layers off by one" for shift in (-1, 1)}
+    nearby = {tuple(i + shift for i in ids): SHIFTED for shift in (-1, 1)}
     usual = {tuple(i + shift for i in default): "wrong layers" for shift in (0, -1, 1)}
     for candidate, fault in {**nearby, **{ids: fault for ids, fault in usual.items() if ids not in nearby}}.items():
         if candidate != ids and len(candidate) == len(ids) and _ascending(candidate, target):
