@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fledge.checkpoints import origins
-from fledge.checkpoints.drafter_config import LAYER_IDS, rope_to_hf
+from fledge.checkpoints.drafter_config import LAYER_IDS
 from fledge.checkpoints.drafter_files import DrafterFiles
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 
@@ -104,8 +104,8 @@ def _rope_changes(files: DrafterFiles, config: DrafterConfig | None, target: Mod
     """Trainers copy the target's rotary settings; a config.json written by hand loses them."""
     if config is None:
         return
-    theirs = rope_to_hf(target.rope)
-    if rope_to_hf(config.rope) != theirs:
+    theirs = target.rope.to_hf()
+    if config.rope.to_hf() != theirs:
         said = " and ".join(f"{key} to {json.dumps(value)}" for key, value in theirs.items())
         yield _with_settings(files, "rope wrong", {**theirs, "rope_parameters": None}, f"set {said}, as the target has it")
     for theta in COMMON_ROPE_THETAS:

@@ -200,7 +200,7 @@ class _ConfigReader:
 def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Layer ids go to both places where readers look; `num_aux_hidden_states` too, without it vLLM assumes three."""
     layer_ids = list(config.aux_layer_ids)
-    raw: dict[str, Any] = {
+    return {
         "architectures": [_architecture(config)],
         "model_type": model_type(config),
         **{flag: getattr(config, flag) for flag in FLAGS},
@@ -218,7 +218,6 @@ def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    return raw
 
 
 def _architecture(config: DrafterConfig) -> str:
@@ -251,7 +250,7 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "max_position_embeddings": config.max_positions,
-        **rope_to_hf(config.rope),
+        **config.rope.to_hf(),
     }
     if config.window is not None:
         # vLLM heeds the window only of layers that layer_types calls sliding
@@ -262,19 +261,3 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         del layers["head_dim"]
         layers |= {**asdict(config.mla), "rope_interleave": True}
     return layers
-
-
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """In the spelling that every version of transformers and vLLM reads."""
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.original_max_positions is not None:
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        optional = {key: getattr(rope, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-        scaling |= {key: value for key, value in optional.items() if value is not None}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fledge import sources
-from fledge.checkpoints.hf import load_config, load_scheme, text_tensors
+from fledge.checkpoints.hf import load_config, load_scheme, text_name
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
 from fledge.config import is_supported, text_part
@@ -37,8 +37,10 @@ class Ends:
 class _SomeTensors(TensorReader):
     """Of a sharded checkpoint, only the files that hold what is wanted; the others need not be there."""
 
-    def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
-        super().__init__(folder)
+    def __init__(
+        self, folder: Path, wanted: Callable[[str], bool], names: Callable[[str], str | None] = lambda name: name
+    ) -> None:
+        super().__init__(folder, names)
         self.wanted = wanted
 
     def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
@@ -126,7 +128,7 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
         named = DecoderLayer(config, config.num_layers - 1).named_parameters()
         names = [name for name, _ in named if not name.startswith(EXPERTS)]  # a drafter has none
     layout, last = Layout(config), f"layers.{config.num_layers - 1}."
-    with text_tensors(_SomeTensors(folder, _wanted(folder))) as reader:
+    with _SomeTensors(folder, _wanted(folder), text_name) as reader:
         parts = {name: [reader.read(part).float() for part in layout.file_names(last + name)] for name in names}
         return {name: layout.join(last + name, found) for name, found in parts.items()}
 

@@ -24,18 +24,13 @@ SHARD_BYTES = 2 << 30  # also what writing needs of memory
 class TensorReader:
     """The tensors of all safetensors files of a folder, read one by one from mapped files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, names: Callable[[str], str | None] = lambda name: name) -> None:
+        """`names`: what a tensor is called here, by its name in the file; None: it is not seen."""
+        self.folder, self._names = folder, names
         self._stack = ExitStack()
         self._owners: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._names: Callable[[str], str | None] = lambda name: name
         self._in_file: dict[str, str] = {}
-
-    def renamed(self, names: Callable[[str], str | None]) -> TensorReader:
-        """The same reader, to which tensors have the names that `names` gives them; None: it does not see them."""
-        self._names = names
-        return self
 
     def __enter__(self) -> Self:
         try:
