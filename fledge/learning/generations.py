@@ -24,9 +24,9 @@ from torch import nn
 from fledge import sources
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError
+from fledge.files import write_atomically
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.training.data.samples import write_atomically
 
 _NAME = re.compile(r"generation-(\d+)")
 SAMPLES = 64  # places of a file or a tensor that are read

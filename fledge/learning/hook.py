@@ -28,7 +28,6 @@ from fledge.learning.candidate import Candidate
 from fledge.learning.collector import Collector
 from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet, answer
-from fledge.learning.gate import Decision
 from fledge.learning.generations import Generations
 from fledge.learning.journal import Journal
 from fledge.learning.learner import Learner
@@ -91,8 +90,7 @@ class Learning:
             self.ring,
             self.served,
             config,
-            depth=max(1, engine.controller.limit),
-            decided=self._decided,
+            max(1, engine.controller.limit),
         )
         self.collector = Collector(engine, config, self.target, self.ring, self.served, self.journal, self.budget, clock)
         self.fixed_tokens = 0
@@ -262,9 +260,6 @@ class Learning:
             self._restart()
 
     # Decisions
-
-    def _decided(self, decision: Decision) -> None:
-        self.served.choose_drafts(decision.recent_after if decision.accepted else decision.recent_before)
 
     def _check_live(self) -> None:
         began = self.clock()

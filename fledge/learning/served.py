@@ -113,11 +113,12 @@ class ServedDrafter:
             self.ngram_tokens += tokens
             self.ngram_passes += tokens - accepted
 
-    def choose_drafts(self, acceptance_length: float) -> None:
-        """Day 0: n-grams draft until the drafter's acceptance length on held-out texts exceeds their tokens per target pass."""
+    def choose_drafts(self, decision: Decision) -> None:
+        """Day 0: n-grams draft until the drafter's acceptance length on held-out texts exceeds their tokens per target pass.
+        Asked before the decision is acted on."""
         if self.drafter.fallback is None or not self.ngram_passes:
             return
-        if acceptance_length > self.ngram_tokens / self.ngram_passes:
+        if (decision.recent_after if decision.accepted else decision.recent_before) > self.ngram_tokens / self.ngram_passes:
             self.drafter.fallback, self.before = None, None
             self.live = Live()  # what was counted is n-grams'
             log.info("learning: the drafter drafts instead of n-grams from now on")

@@ -462,7 +462,7 @@ def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
         assert one.drafter.fallback is not None
     serve(again, toy_prompts(8, seed=8))
     accepted = Decision(True, "a test", recent_after=5.0)  # better than n-grams
-    again.hook._decided(accepted)
+    again.hook.served.choose_drafts(accepted)
     list(again.hook.served.swap(again.hook.served.weights, accepted))
     again.hook.close()
     last = learning_engine(folder=tmp_path, learning_rate=0.0)
@@ -559,16 +559,16 @@ def test_n_grams_are_measured_over_all_passes_and_compared_at_each_gate(learning
     """Most passes have no n-gram draft: counting only those that have one overrates them."""
     engine = learning_engine(budget=1e-6)
     served = engine.hook.served
-    served.choose_drafts(1.01)  # nothing was served: nothing is known of n-grams
+    served.choose_drafts(Decision(True, "a test", recent_after=1.01))  # nothing was served: nothing is known of n-grams
     assert engine.drafter.fallback is not None
     requests = serve(engine, toy_prompts(64, seed=1))
     tokens, accepted = (sum(values) for values in zip(*((r.num_answer, r.stats.accepted) for r in requests), strict=True))
     per_pass = tokens / (tokens - accepted)
     assert served.ngram_tokens / served.ngram_passes == pytest.approx(per_pass)
     assert acceptance(requests) > per_pass + 0.05
-    engine.hook._decided(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
+    served.choose_drafts(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
     assert engine.drafter.fallback is not None
-    engine.hook._decided(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
+    served.choose_drafts(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
     assert engine.drafter.fallback is None
 
 
