@@ -262,6 +262,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if kind in ("seed_oss", "glm", "glm4"):
         hf |= {"attention_bias": config.qkv_bias, "attention_out_bias": config.output_bias}
     if kind == "smollm3":
+        hf["use_sliding_window"] = window is not None
         hf["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
     if moe is not None:
         hf["num_experts_per_tok"] = moe.experts_per_token
