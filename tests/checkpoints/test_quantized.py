@@ -278,6 +278,7 @@ def _fp8_block(structure: Any) -> dict[str, Any]:
         ("fp8-tensor", {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}),
         ("ct-fp8", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
         ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*self_attn$"], "weights": None}}}),
+        ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"input_activations": {"num_bits": 8}}}}),  # weights alike
         ("fp8-block", _fp8_block("128x128")),
     ],
     ids=lambda value: value if isinstance(value, str) else value["quant_method"],
