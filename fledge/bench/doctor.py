@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ MOST_AT_LENGTH = 6
 LONGER, CLEAR_ERRORS = 4, 3.0
 # Serving past its position limit is what breaks a drafter: below this a limit is a template's leftover, not a choice.
 SMALLEST_SENSIBLE_POSITIONS = 4096
+FETCH_AGAIN = "fetch the checkpoint again, or ask its maker"
 
 
 @dataclass(frozen=True)
@@ -152,36 +153,29 @@ def diagnose(
         model, prompts or [prompt.text for prompt in DEMO], max_tokens=max_tokens, device=device, dtype=dtype
     )
     config, problems = eagle3.check(files, meter.target)
-    foreign = _made_for_another(config, meter.target)
-    if foreign:
+    if config is None:
+        return Diagnosis("unreadable", "; ".join(problems), FETCH_AGAIN, None, None, [], problems, files.storage)
+    if foreign := _made_for_another(config, meter.target):
         return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems, files.storage)
-    loadable = None if problems else config
-    unchanged = None
-    if loadable is not None:
-        on_trial("drafting, unchanged")
-        unchanged = meter.measure(_built(files, loadable))
-
-    def try_all(candidates: Iterable[Change]) -> list[Trial]:
-        built = None if loadable is None else _built(files, loadable)
-        return _try_all(meter, built, list(candidates), on_trial)
-
-    trials = try_all(changes(files, config, meter.target))
-    if loadable is not None:
-        trials += _try_formats(meter, files, loadable, on_trial)
+    candidates = list(changes(files, config, meter.target))
+    if problems:  # it cannot be loaded as it is
+        trials = _try_all(meter, None, candidates, on_trial)
+        return _conclude(files, config, problems, None, trials, _best_repair(None, trials), meter)
+    on_trial("drafting, unchanged")
+    unchanged = meter.measure(_built(files, config))
+    trials = _try_all(meter, _built(files, config), candidates, on_trial)
+    trials += _try_formats(meter, files, config, on_trial)
     best = _best_repair(unchanged, trials)
-    reached = best or unchanged
-    is_poor = thorough or reached is None or reached.first < GOOD_FIRST
-    if loadable is not None and search_layers and is_poor:
-        trials += try_all(layer_searches(files, loadable, meter.target))
+    if search_layers and (thorough or (best or unchanged).first < GOOD_FIRST):
+        searches = list(layer_searches(files, config, meter.target))
+        trials += _try_all(meter, _built(files, config), searches, on_trial)
         best = _best_repair(unchanged, trials)
-    if loadable is not None and unchanged is not None and best is None:
-        best = _clear_shift(meter, files, loadable, unchanged, trials, on_trial)
+    if best is None:
+        best = _clear_shift(meter, files, config, unchanged, trials, on_trial)
     return _conclude(files, config, problems, unchanged, trials, best, meter)
 
 
-def _made_for_another(config: DrafterConfig | None, target: ModelConfig) -> str:
-    if config is None:
-        return ""
+def _made_for_another(config: DrafterConfig, target: ModelConfig) -> str:
     differing = [
         f"{name} {mine}, the target has {theirs}"
         for name, mine, theirs in (
@@ -287,7 +281,7 @@ def gain_in_errors(before: Sequence[int], after: Sequence[int]) -> float:
 
 def _conclude(
     files: DrafterFiles,
-    config: DrafterConfig | None,
+    config: DrafterConfig,
     problems: list[str],
     unchanged: Trial | None,
     trials: list[Trial],
@@ -300,8 +294,8 @@ def _conclude(
     if best is not None:
         before = "it cannot be loaded" if unchanged is None else f"{unchanged.accepted:.2f} drafted tokens a step"
         return diagnosis(best.fault, f"{before} unchanged; {best.accepted:.2f} a step once repaired", best.remedy)
-    if unchanged is None or config is None:
-        return diagnosis("unreadable", "; ".join(problems), "fetch the checkpoint again, or ask its maker")
+    if unchanged is None:
+        return diagnosis("unreadable", "; ".join(problems), FETCH_AGAIN)
     never_filled = config.draft_vocab_size < config.vocab_size and not files.tensors["d2t"].any()
     if unchanged.first < SANE_FIRST and never_filled:
         said = f"{_sane(unchanged)}, and d2t is all zero: the map from draft to target ids was never filled"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
-from fledge.config_checks import architecture_of
+from fledge.config_checks import architecture_of, mapping, shown
 from fledge.errors import ModelError
 
 ARCHITECTURES = (
@@ -26,6 +26,15 @@ SUPPORTED = (*ARCHITECTURES, QK_NORM_ARCHITECTURE, *MLA_ARCHITECTURES)
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def named_layers(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Layer ids at top level, where vLLM looks, and inside `eagle_config`; empty: not named there."""
+    top, nested = (part.get(LAYER_IDS) or () for part in (raw, mapping(raw, "eagle_config")))
+    try:
+        return [int(i) for i in top], [int(i) for i in nested]
+    except (TypeError, ValueError, OverflowError):
+        raise ModelError(f"{LAYER_IDS} must be a list of layers, not {shown(top or nested)}") from None
 
 
 def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = None) -> DrafterConfig:
@@ -133,13 +142,13 @@ class _ConfigReader:
 
     def _layer_ids(self) -> tuple[int, ...] | None:
         raw, target = self.raw, self.target
-        top, nested = raw.get(LAYER_IDS), (raw.get("eagle_config") or {}).get(LAYER_IDS)
-        if top and nested and list(top) != list(nested):
+        top, nested = named_layers(raw)
+        if top and nested and top != nested:
             self.problems.append(
-                f"{LAYER_IDS} is {list(top)} at top level and {list(nested)} in eagle_config; "
+                f"{LAYER_IDS} is {top} at top level and {nested} in eagle_config; "
                 "keep the one it was trained with (0 = embeddings, i = after i layers)"
             )
-        ids = tuple(int(i) for i in top or nested or ())
+        ids = tuple(top or nested)
         if not ids:
             if target is None:
                 self.problems.append(

@@ -131,5 +131,4 @@ def _is_drafter(folder: Path) -> bool:
         config = read_json(folder / "config.json")
     except ModelError:
         return False
-    names = " ".join(str(name) for name in config.get("architectures") or [])
-    return "eagle3" in f"{names} {config.get('speculators_model_type', '')}".lower()
+    return "eagle3" in f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()

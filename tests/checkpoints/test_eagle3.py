@@ -145,6 +145,8 @@ FAULTS = {
     "activation": ({"hidden_act": "gelu"}, {}, "activation 'gelu'"),
     "key missing": ({"hidden_size": None}, {}, "config.json lacks hidden_size"),
     "kind of value": ({"num_attention_heads": "many"}, {}, "wrong kind"),
+    "layer ids of a trainer": ({IDS: None, "eagle_config": {IDS: 5}}, {}, "must be a list of layers, not 5"),
+    "layer ids in words": ({IDS: None, "eagle_config": {IDS: [1, "low"]}}, {}, "must be a list of layers"),
     "rope type": ({"rope_scaling": {"rope_type": "longrope"}}, {}, "rope type 'longrope'"),
     "last state only": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "not EAGLE 3"),
 }
@@ -350,9 +352,10 @@ def test_saving_replaces_a_drafter_and_nothing_else(tmp_path, drafter_folder):
     other = tmp_path / "photographs"
     other.mkdir()
     (other / "cat.jpg").write_text("meow")
+    (other / "config.json").write_text('{"architectures": 5}')
     with pytest.raises(ModelError, match="is not a drafter"):
         save_drafter(drafter, other)
-    assert [file.name for file in other.iterdir()] == ["cat.jpg"]
+    assert sorted(file.name for file in other.iterdir()) == ["cat.jpg", "config.json"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "temporary folders left behind"
 
 

@@ -174,6 +174,15 @@ def test_what_no_change_can_load(tmp_path, folders):
     assert "norm.weight" in diagnosis.explanation
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [(IDS, 5), (IDS, [1, "low"]), ("vocab_size", "many"), ("draft_vocab_size", [1]), ("draft_vocab_size", -1)]
+)
+def test_values_of_the_wrong_kind(tmp_path, folders, key, value):
+    folder = broken(folders["eagle 3.1"], tmp_path / "broken", {key: value, "eagle_config": None})
+    diagnosis = examined(folder, folders["target"])
+    assert (diagnosis.fault, diagnosis.trials) == ("unreadable", []), diagnosis
+
+
 def test_command(tmp_path, folders):
     app = typer.Typer()
     app.command()(doctor)
