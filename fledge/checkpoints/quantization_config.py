@@ -63,7 +63,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         return None
     method = asked.get("quant_method")
     readers = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
-    readers |= {"auto-round": _auto_round, "modelopt": _modelopt, "fbgemm_fp8": lambda _: Scheme("fbgemm_fp8")}
+    readers |= {"auto-round": _auto_round, "modelopt": _modelopt, "fbgemm_fp8": lambda asked: Scheme("fbgemm_fp8")}
     if not isinstance(method, str) or method not in readers:
         raise ModelError(f"quantization_config: quant_method {shown(method)} is not supported; supported: {', '.join(METHODS)}")
     return readers[method](asked)
