@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,10 @@ def find(name: str | Path) -> Path:
         return _built_in_folder(model) if gone else download(model)
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not HUB_ID.fullmatch(name):
         raise ModelError(_unknown(name))
-    return _from_hub(name)
+    folder = from_hub(name, HUB_FILES, ignore=("consolidated*", "*/*"))
+    if not _is_complete(folder):
+        raise ModelError(f"{name}: no config.json in it; if it holds GGUF files, fetch one and give its path")
+    return folder
 
 
 def check_file(name: str | Path) -> None:
@@ -294,23 +297,19 @@ def _size(folder: Path) -> int:
 # The hub
 
 
-def _from_hub(name: str) -> Path:
+def from_hub(name: str, files: Sequence[str], *, ignore: Sequence[str] = (), instead: str = "") -> Path:
+    """A folder with those files of a repository. `instead`: what to give where the hub has none."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["consolidated*", "*/*"])
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=list(ignore)))
     except errors.GatedRepoError:
         raise ModelError(f"{name}: the hub asks for permission; accept its terms there, then `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise ModelError(f"{name}: the hub has no such model (or it is private: `hf auth login`)") from None
     except Exception as error:  # no network shows as many kinds of error, depending on where it is cut
+        instead = instead or f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
         raise ModelError(
-            f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); "
-            f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
+            f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); {instead}"
         ) from None
-    if not _is_complete(folder):
-        raise ModelError(f"{name}: no config.json in it; if it holds GGUF files, fetch one and give its path")
-    return folder

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge import sources
 from fledge.checkpoints import int8_storage
 from fledge.checkpoints.tensors import TensorReader, read_json
-from fledge.errors import ModelError, first_line
+from fledge.errors import ModelError
 from fledge.files import save_tensors, write_json
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -45,22 +46,13 @@ def find_drafter(name: str | Path) -> Path:
         return shipped / str(name)
     parts = str(name).split("/")
     if len(parts) == 2 and all(parts) and not str(name).startswith((".", "~")):
-        return _from_hub(str(name))
+        files = ("*.json", "*.safetensors", "*.bin")
+        return sources.from_hub(str(name), files, instead="give the folder of a drafter")
     names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
     raise ModelError(
         f"drafter {name}: no such folder, and not a known name; use a folder, a hub id (org/name), "
         f"or one of: {', '.join(['auto', 'none', 'ngram', *names])}"
     )
-
-
-def _from_hub(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except Exception as error:  # the hub client raises many kinds: no network, no such repository, no access
-        reason = first_line(error)
-        raise ModelError(f"drafter {repository}: no such folder here, and the hub did not give it ({reason})") from None
 
 
 def read_drafter_files(folder: Path) -> DrafterFiles:

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from fledge import sources
 from fledge.checkpoints.hf import load_config, load_scheme, text_name
 from fledge.checkpoints.layouts import Layout
-from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
+from fledge.checkpoints.tensors import INDEX, ShapesOnly, TensorReader, listed, read_index, read_json
 from fledge.config import is_supported, text_part
-from fledge.errors import ModelError, first_line
+from fledge.errors import ModelError
 from fledge.models.decoder import DecoderLayer
 from fledge.models.layers import ExactNorm, RMSNorm
 
 ENDS = {"embedding": "embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 EXPERTS = ("mlp.experts.", "mlp.shared_expert.", "mlp.gate.")
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,12 @@ def fetch_ends(name: str) -> Path:
     """A folder with configuration, tokenizer and ends of the named model. Of a hub's model nothing else is fetched."""
     if Path(name).expanduser().exists() or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
         return sources.resolve(name)
-    from huggingface_hub import snapshot_download
-
     small = [pattern for pattern in sources.HUB_FILES if "safetensors" not in pattern]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*small, INDEX, "model.safetensors"], ignore_patterns=["*/*"]))
-        if (folder / INDEX).exists():
-            weight_map = read_json(folder / INDEX).get("weight_map") or {}
-            wanted = _wanted(folder)
-            files = sorted({file for tensor, file in weight_map.items() if wanted(tensor)})
-            folder = Path(snapshot_download(name, allow_patterns=files))
-    except ModelError:
-        raise
-    except Exception as error:  # no network shows as many kinds of error
-        raise ModelError(f"{name}: no such folder here, and the hub does not give it ({first_line(error)})") from None
+    folder = sources.from_hub(name, [*small, INDEX, "model.safetensors"], ignore=["*/*"])
+    if (folder / INDEX).exists():
+        wanted = _wanted(folder)
+        files = sorted(file for file, names in read_index(folder / INDEX).items() if any(map(wanted, names)))
+        folder = sources.from_hub(name, files)
     return folder
 
 

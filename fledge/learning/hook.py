@@ -237,7 +237,7 @@ class Learning:
         self.ring.forget_all()
         self.target.release()
         self.collector.shortened.clear()
-        self.micro_steps.stop()
+        self.micro_steps.start(iter(()))
         self.engine.executor.collect_states(limit=0)
         self.learner.release()
         self.served.release()

@@ -42,9 +42,6 @@ class MicroSteps:
         self._work = work
         self.next = next(work, None)
 
-    def stop(self) -> None:
-        self._work, self.next = iter(()), None
-
     def run(self) -> float:
         """The next micro-step, or a look whether there is one by now; the seconds it took."""
         kind, began = self.next, self.clock()
