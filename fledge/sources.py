@@ -77,13 +77,13 @@ BUILT_INS = {
 def find(name: str | Path) -> Path:
     """The folder (config.json, tokenizer, safetensors) or the GGUF file of the model that is named; fetched if need be."""
     name = os.fspath(name)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    path = local_path(name)
+    if name and os.path.isdir(path):
         if not (path / "config.json").is_file():
             hint = "; give the .gguf file itself" if any(path.glob("*.gguf")) else ""
             raise ModelError(f"{path}: no config.json in this folder, so it is not a model{hint}")
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if not _is_gguf(path):
             raise ModelError(f"{path}: neither a folder nor a GGUF file; give the folder that holds config.json")
         return path
@@ -99,10 +99,15 @@ def find(name: str | Path) -> Path:
     return folder
 
 
+def local_path(name: str | Path) -> Path:
+    """A name as a path here. Of a user that is not known the `~` stays: there is no such file, then."""
+    return Path(os.path.expanduser(name))
+
+
 def check_file(name: str | Path) -> None:
     """Refuses a damaged GGUF file. Needs no torch, which takes seconds to import: called before anything else is."""
-    path = Path(name).expanduser()
-    if path.is_file() and _is_gguf(path):
+    path = local_path(name)
+    if os.path.isfile(path) and _is_gguf(path):
         from fledge.checkpoints.gguf_file import open_gguf
 
         open_gguf(path)
@@ -111,7 +116,7 @@ def check_file(name: str | Path) -> None:
 def resolve(name: str | Path) -> Path:
     """As `find`, with GGUF files converted to folders, on first use."""
     name = os.fspath(name)
-    if name in BUILT_INS and not Path(name).exists():
+    if name in BUILT_INS and not os.path.exists(name):
         return _built_in(BUILT_INS[name])
     found = find(name)
     return _converted(found) if found.is_file() else found

@@ -36,19 +36,19 @@ class DrafterFiles:
 
 def find_drafter(name: str | Path) -> Path:
     """A folder, a drafter that ships with Fledge, or a hub id."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = sources.local_path(name)
+    if os.path.isdir(folder):
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelError(f"drafter {name}: this is a file; give the folder with config.json and the weights")
     shipped = Path(str(resources.files("fledge"))) / "drafters"
-    if (shipped / str(name) / "config.json").is_file():
+    names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
+    if str(name) in names:
         return shipped / str(name)
     parts = str(name).split("/")
     if len(parts) == 2 and all(parts) and not str(name).startswith((".", "~")):
         files = ("*.json", "*.safetensors", "*.bin")
         return sources.from_hub(str(name), files, instead="give the folder of a drafter")
-    names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
     raise ModelError(
         f"drafter {name}: no such folder, and not a known name; use a folder, a hub id (org/name), "
         f"or one of: {', '.join(['auto', 'none', 'ngram', *names])}"

@@ -5,6 +5,7 @@ A drafter is trained against a target that runs elsewhere with these alone: some
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 def fetch_ends(name: str) -> Path:
     """A folder with configuration, tokenizer and ends of the named model. Of a hub's model nothing else is fetched."""
-    if Path(name).expanduser().exists() or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
+    if os.path.exists(sources.local_path(name)) or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
         return sources.resolve(name)
     small = [pattern for pattern in sources.HUB_FILES if "safetensors" not in pattern]
     folder = sources.from_hub(name, [*small, INDEX, "model.safetensors"], ignore=["*/*"])
