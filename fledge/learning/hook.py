@@ -90,7 +90,7 @@ class Learning:
             self.ring,
             self.served,
             config,
-            max(1, engine.controller.limit),
+            depth=max(1, engine.controller.limit),
         )
         self.collector = Collector(engine, config, self.target, self.ring, self.served, self.journal, self.budget, clock)
         self.fixed_tokens = 0
