@@ -46,7 +46,10 @@ class Generations:
     def lock(self) -> Generations:
         """Until `close`, or until the process ends: two servers would overwrite each other's generations. Removes what one that
         was killed left."""
-        self._lock = (self.folder / ".lock").open("w")
+        try:
+            self._lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise UserError(f"--learn-dir {self.folder}: cannot be written ({error}); give another folder") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -128,8 +131,8 @@ class Generations:
     def events(self) -> list[dict[str, Any]]:
         """Of the history; none: it cannot be read."""
         try:
-            return [one for one in read_history(self.folder) if isinstance(one, dict) and "event" in one]
-        except (UserError, UnicodeDecodeError):
+            return read_history(self.folder)
+        except UserError:
             return []
 
 
@@ -147,7 +150,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / "history.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the folder of --learn-dir") from None
     events = []
     for number, line in enumerate(lines, 1):
@@ -156,7 +159,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):
                 raise UserError(f"{path}, line {number}: is not JSON") from None
-    return events
+    return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
 @dataclass(frozen=True)

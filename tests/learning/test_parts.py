@@ -409,6 +409,18 @@ def test_history_survives_a_line_cut_short(tmp_path):
         _ = generations.current
 
 
+def test_a_learn_folder_with_strange_files(tmp_path):
+    history = tmp_path / "history.jsonl"
+    history.write_text('5\n{"event": "point", "requests": 1}\n["event"]\n')
+    assert [event["requests"] for event in read_history(tmp_path)] == [1]
+    history.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match=r"history\.jsonl: cannot be read"):
+        read_history(tmp_path)
+    (tmp_path / ".lock").mkdir()  # as a folder that may not be written
+    with pytest.raises(UserError, match=r"--learn-dir .*: cannot be written .*give another folder"):
+        Generations(tmp_path, keep=2).lock()
+
+
 def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
     own = {"requests": 32, "generation": 1, "steps": 16}
     for _ in range(3):
