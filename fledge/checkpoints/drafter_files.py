@@ -16,7 +16,7 @@ from torch import Tensor
 from fledge import sources
 from fledge.checkpoints import int8_storage
 from fledge.checkpoints.tensors import TensorReader, read_json
-from fledge.errors import ModelError
+from fledge.errors import ModelError, first_line
 from fledge.files import save_tensors, write_json
 
 WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -77,7 +77,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and runtime errors alike mean a damaged or foreign file
-        raise ModelError(f"{path}: cannot be read as plain tensors ({str(error).splitlines()[0]})") from None
+        raise ModelError(f"{path}: cannot be read as plain tensors ({first_line(error)})") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ModelError(f"{path}: not a dictionary of tensors")
     return loaded

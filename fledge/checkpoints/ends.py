@@ -19,6 +19,7 @@ from fledge.checkpoints.hf import load_config, load_scheme, text_name
 from fledge.checkpoints.layouts import Layout
 from fledge.checkpoints.tensors import INDEX, ShapesOnly, TensorReader, listed, read_index, read_json
 from fledge.config import is_supported, text_part
+from fledge.config_checks import number, whole_number
 from fledge.errors import ModelError
 from fledge.models.decoder import DecoderLayer
 from fledge.models.layers import ExactNorm, RMSNorm
@@ -98,7 +99,7 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
     if is_less_one:
         norm = 1 + norm.float()
     with ShapesOnly():
-        kind, eps = ExactNorm if is_less_one else RMSNorm, float(config.get("rms_norm_eps") or 1e-6)
+        kind, eps = ExactNorm if is_less_one else RMSNorm, number(config, "rms_norm_eps", 1e-6)
         ends = Ends(
             nn.Embedding(*embedding.shape),
             kind(len(norm), eps),
@@ -134,7 +135,7 @@ def _is_known(folder: Path) -> bool:
 
 
 def _wanted(folder: Path) -> Callable[[str], bool]:
-    last = f"layers.{int(text_config(folder).get('num_hidden_layers', 0)) - 1}."
+    last = f"layers.{whole_number(text_config(folder), 'num_hidden_layers', 0) - 1}."
     with_last_layer = _is_known(folder)
     return lambda name: _is_end(name) or (with_last_layer and last in name)
 

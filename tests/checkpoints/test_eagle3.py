@@ -343,6 +343,13 @@ def test_files_that_are_not_a_drafter(tmp_path, drafter_folder):
         load_drafter(drafter_folder, TARGET)
 
 
+def test_a_pickle_whose_reader_says_nothing(drafter_folder, monkeypatch):
+    (drafter_folder / "model.safetensors").rename(drafter_folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(AssertionError()))
+    with pytest.raises(ModelError, match=r"cannot be read as plain tensors \(AssertionError\)"):
+        load_drafter(drafter_folder, TARGET)
+
+
 def test_saving_replaces_a_drafter_and_nothing_else(tmp_path, drafter_folder):
     (drafter_folder / "leftover.txt").write_text("from before")
     drafter = tiny_drafter(tiny_drafter_config(TARGET, norm_before_fc=True))
