@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints.layouts import Layout
-from fledge.checkpoints.layouts import file_names as file_names
 from fledge.checkpoints.quantization_config import Scheme, read_scheme
 from fledge.checkpoints.quantized import PackedLinears, PackedTensors, may_keep
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
-from fledge.config import FAMILIES, ModelConfig, text_part
+from fledge.config import ModelConfig, text_part
 from fledge.config_checks import mapping, token_ids
 from fledge.errors import ModelError
+from fledge.families import FAMILIES
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
 from fledge.models.layers import ExactNorm

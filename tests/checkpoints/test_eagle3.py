@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.eagle3 import drafter_config_from_hf, load_drafter, save_drafter
+from fledge.checkpoints.drafter_config import drafter_config_from_hf
+from fledge.checkpoints.eagle3 import load_drafter, save_drafter
 from fledge.config import MLAConfig, RopeConfig
 from fledge.errors import ModelError
 from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints import tensors
 from fledge.checkpoints.hf import config_to_hf, load_config, load_decoder, save_decoder
-from fledge.config import FAMILIES, ModelConfig, RopeConfig
+from fledge.config import ModelConfig, RopeConfig
 from fledge.errors import ModelError
+from fledge.families import FAMILIES
 from fledge.models.decoder import Decoder, causal_attend
 from tests.tiny import FULL_ROPE, tiny_decoder, tiny_model_config
 

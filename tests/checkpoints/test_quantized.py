@@ -16,10 +16,11 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.checkpoints.quantization_config import METHODS, read_scheme
 from fledge.checkpoints.quantized import KEPT
 from fledge.checkpoints.supported import page
-from fledge.config import FAMILIES, MoEConfig
+from fledge.config import MoEConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import ModelError, UserError
+from fledge.families import FAMILIES
 from fledge.kernels.formats.fp8 import read_fp8
 from fledge.kernels.formats.packed_int import read_awq, read_compressed, read_gptq
 from fledge.kernels.linear.packed import PackedLinear
