@@ -38,6 +38,10 @@ WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
         "sliding_window": 8,
     }),
+    "Ministral-8B": ("Ministral", {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "sliding_window": 8, "layer_types": ["sliding_attention"],
+    }),
     "Qwen2.5-1.5B": ("Qwen2", {
         "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2,
     }),
@@ -66,6 +70,14 @@ WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3-3B": ("SmolLM3", {
         "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 4,
         "no_rope_layers": [0],
+    }),
+    "Seed-OSS-36B": ("SeedOss", {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 80, "num_key_value_heads": 8, "head_dim": 128,
+        "attention_bias": True,
+    }),
+    "GLM-4-9B": ("Glm", {
+        "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+        "attention_bias": True, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     }),
     "GLM-4-9B-0414": ("Glm4", {
         "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,

@@ -11,8 +11,7 @@ from fledge.config_parts import MLAConfig as MLAConfig
 from fledge.config_parts import MoEConfig as MoEConfig
 from fledge.config_parts import RopeConfig as RopeConfig
 from fledge.errors import ModelError, printable
-from fledge.families import FAMILIES as FAMILIES
-from fledge.families import read_fields
+from fledge.families import FAMILIES, read_fields
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fledge.config_checks import LARGEST, mapping, number, shown, whole_number
 from fledge.errors import ModelError
@@ -31,6 +31,11 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()  # and of an engine that serves longer ones
 
     KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+    OWN_KEYS: ClassVar = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        "longrope": ("short_factor", "long_factor", "attention_factor"),
+    }
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, longrope: bool = False, partial: bool = False) -> RopeConfig:
@@ -76,11 +81,24 @@ class RopeConfig:
         if magnitude is None:
             magnitude = 1.0 if factor <= 1 or original < 2 else math.sqrt(1 + math.log(factor) / math.log(original))
         theta = number(scaling, "rope_theta") or number(config, "rope_theta", 10000.0)
-        factors = (_factors(scaling, "short_factor"), _factors(scaling, "long_factor"))
-        rope = cls(theta, "longrope", factor, original, attention_factor=magnitude)
-        rope = replace(rope, short_factor=factors[0], long_factor=factors[1])
+        short, long = _factors(scaling, "short_factor"), _factors(scaling, "long_factor")
+        rope = cls(theta, "longrope", factor, original, attention_factor=magnitude, short_factor=short, long_factor=long)
         rope.check()
         return rope
+
+    def to_hf(self) -> dict[str, Any]:
+        """In the spelling that every version of transformers and vLLM reads."""
+        if self.kind == "default":
+            return {"rope_theta": self.theta, "rope_scaling": None}
+        scaling: dict[str, Any] = {"rope_type": self.kind}
+        if self.kind == "longrope":
+            scaling["type"] = self.kind
+        for key in ("factor", *self.OWN_KEYS.get(self.kind, ())):
+            if (value := getattr(self, key)) is not None:
+                scaling[key] = list(value) if isinstance(value, tuple) else value
+        if self.original_max_positions is not None:
+            scaling["original_max_position_embeddings"] = self.original_max_positions
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
 
     def longest(self, max_positions: int) -> int:
         """The model's longest text. Model cards say how to switch yarn on without raising max_position_embeddings, and vLLM

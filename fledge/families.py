@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fledge.config_checks import mapping, number, shown, whole_number
@@ -97,7 +97,8 @@ def _mistral(config: Config, num_layers: int) -> Fields:
 def _qwen(config: Config, num_layers: int) -> Fields:
     """Qwen switches a sliding window on by flag, and from a layer upwards."""
     first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
-    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, _qwen_window(config), first)}
+    kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return _llama(config, num_layers) | {"windows": _windows(config, num_layers, _qwen_window(config), kinds)}
 
 
 def _qwen_window(config: Config) -> int | None:
@@ -126,15 +127,16 @@ def _qwen3_moe(config: Config, num_layers: int) -> Fields:
 
 def _qwen2_moe(config: Config, num_layers: int) -> Fields:
     fields = _qwen3_moe(config, num_layers)
-    moe = fields["moe"]
-    shared = whole_number(config, "shared_expert_intermediate_size")
-    bias, below = config.get("qkv_bias", True), whole_number({"max_window_layers": 28, **config}, "max_window_layers")
-    shared_moe = MoEConfig(moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.normalise, shared, moe.layers)
     # As transformers has it: a window is of every other layer, up to a layer.
+    below = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     kinds = [SLIDING if layer % 2 == 0 and layer < below else FULL for layer in range(num_layers)]
-    windows = _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, _qwen_window(config))
-    biases = {"qkv_bias": bool(bias), "output_bias": False}
-    return fields | biases | {"windows": windows, "qk_norm": False, "moe": shared_moe}
+    return fields | {
+        "windows": _windows(config, num_layers, _qwen_window(config), kinds),
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+        "output_bias": False,
+        "qk_norm": False,
+        "moe": replace(fields["moe"], shared_intermediate_size=whole_number(config, "shared_expert_intermediate_size")),
+    }
 
 
 def _mixtral(config: Config, num_layers: int) -> Fields:
@@ -171,7 +173,7 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
     return {
         "rope": RopeConfig.from_hf({"rope_parameters": full, **longest}),
         "local_rope": RopeConfig.from_hf({"rope_parameters": local, **longest}),
-        "windows": _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, window),
+        "windows": _windows(config, num_layers, window, kinds),
         **_biases(config),
         "qk_norm": True,
         "activation": "gelu_tanh",
@@ -211,7 +213,7 @@ def _smollm3(config: Config, num_layers: int) -> Fields:
         raise ModelError(f"config.json: no_rope_layers must have a number for each of the {num_layers} layers")
     unrotated = tuple(layer for layer in range(num_layers) if not has_rope[layer])
     kinds = [SLIDING if layer in unrotated else FULL for layer in range(num_layers)]
-    windows = _windows({"layer_types": kinds, **_given(config, "layer_types")}, num_layers, _qwen_window(config))
+    windows = _windows(config, num_layers, _qwen_window(config), kinds)
     return _llama(config, num_layers) | {"windows": windows, "unrotated": unrotated}
 
 
@@ -256,10 +258,6 @@ def _phi3(config: Config, num_layers: int) -> Fields:
     }
 
 
-def _given(config: Config, key: str) -> dict[str, Any]:
-    return {key: config[key]} if config.get(key) else {}
-
-
 def _window(value: Any) -> int | None:
     if not value:
         return None
@@ -278,9 +276,9 @@ def _kinds(config: Config, num_layers: int) -> list[str]:
     return kinds
 
 
-def _windows(config: Config, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """Sliding window per layer: of the layers that `layer_types` names, or from `first` upwards."""
-    kinds = _kinds(config, num_layers) or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+def _windows(config: Config, num_layers: int, window: int | None, own: Sequence[str] | None = None) -> tuple[int | None, ...]:
+    """Sliding window per layer. `own`: the kinds of layers where `layer_types` does not say; None: all have the window."""
+    kinds = _kinds(config, num_layers) or own or [SLIDING] * num_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +77,13 @@ BUILT_INS = {
 def find(name: str | Path) -> Path:
     """The folder (config.json, tokenizer, safetensors) or the GGUF file of the model that is named; fetched if need be."""
     name = os.fspath(name)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    path = local_path(name)
+    if name and os.path.isdir(path):
         if not (path / "config.json").is_file():
             hint = "; give the .gguf file itself" if any(path.glob("*.gguf")) else ""
             raise ModelError(f"{path}: no config.json in this folder, so it is not a model{hint}")
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if not _is_gguf(path):
             raise ModelError(f"{path}: neither a folder nor a GGUF file; give the folder that holds config.json")
         return path
@@ -93,13 +93,21 @@ def find(name: str | Path) -> Path:
         return _built_in_folder(model) if gone else download(model)
     if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not HUB_ID.fullmatch(name):
         raise ModelError(_unknown(name))
-    return _from_hub(name)
+    folder = from_hub(name, HUB_FILES, ignore=("consolidated*", "*/*"))
+    if not _is_complete(folder):
+        raise ModelError(f"{name}: no config.json in it; if it holds GGUF files, fetch one and give its path")
+    return folder
+
+
+def local_path(name: str | Path) -> Path:
+    """A name as a path here. Of a user that is not known the `~` stays: there is no such file, then."""
+    return Path(os.path.expanduser(name))
 
 
 def check_file(name: str | Path) -> None:
     """Refuses a damaged GGUF file. Needs no torch, which takes seconds to import: called before anything else is."""
-    path = Path(name).expanduser()
-    if path.is_file() and _is_gguf(path):
+    path = local_path(name)
+    if os.path.isfile(path) and _is_gguf(path):
         from fledge.checkpoints.gguf_file import open_gguf
 
         open_gguf(path)
@@ -108,7 +116,7 @@ def check_file(name: str | Path) -> None:
 def resolve(name: str | Path) -> Path:
     """As `find`, with GGUF files converted to folders, on first use."""
     name = os.fspath(name)
-    if name in BUILT_INS and not Path(name).exists():
+    if name in BUILT_INS and not os.path.exists(name):
         return _built_in(BUILT_INS[name])
     found = find(name)
     return _converted(found) if found.is_file() else found
@@ -294,23 +302,19 @@ def _size(folder: Path) -> int:
 # The hub
 
 
-def _from_hub(name: str) -> Path:
+def from_hub(name: str, files: Sequence[str], *, ignore: Sequence[str] = (), instead: str = "") -> Path:
+    """A folder with those files of a repository. `instead`: what to give where the hub has none."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=["consolidated*", "*/*"])
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=list(ignore)))
     except errors.GatedRepoError:
         raise ModelError(f"{name}: the hub asks for permission; accept its terms there, then `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise ModelError(f"{name}: the hub has no such model (or it is private: `hf auth login`)") from None
     except Exception as error:  # no network shows as many kinds of error, depending on where it is cut
+        instead = instead or f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
         raise ModelError(
-            f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); "
-            f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
+            f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); {instead}"
         ) from None
-    if not _is_complete(folder):
-        raise ModelError(f"{name}: no config.json in it; if it holds GGUF files, fetch one and give its path")
-    return folder

@@ -257,12 +257,10 @@ class IncrementalDecoder:
         self._num_context = 0
 
     def feed(self, ids: int | Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
         self._ids.extend([ids] if isinstance(ids, int) else ids)
         return self._emit(final=False)
 
     def flush(self) -> str:
-        """What is still held back, at the end of the tokens: half a character becomes the replacement character."""
         return self._emit(final=True)
 
     def _emit(self, final: bool) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from fledge import sources
 from fledge.checkpoints import gguf
+from fledge.checkpoints.drafter_files import find_drafter
 from fledge.checkpoints.hf import load_decoder, save_decoder
 from fledge.errors import ModelError
 from tests.checkpoints.gguf_files import write_gguf
@@ -237,6 +238,15 @@ def test_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_decoder(tiny_decoder(), tmp_path / "snapshot")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: {"org/model": str(folder)}[name])
     assert sources.resolve("org/model") == folder
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "a" * 5000])
+def test_names_that_no_file_can_have(name: str) -> None:
+    sources.check_file(name)
+    with pytest.raises(ModelError, match="no model"):
+        sources.find(name)
+    with pytest.raises(ModelError, match="no such folder, and not a known name"):
+        find_drafter(name)
 
 
 def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fledge import sources
 from fledge.checkpoints import gguf
 from fledge.checkpoints.gguf import target_config
 from fledge.checkpoints.gguf_file import open_gguf
-from fledge.checkpoints.hf import file_names
+from fledge.checkpoints.layouts import file_names
 from fledge.config import ModelConfig
 from fledge.devices import resolve_device
 from fledge.engine.build import keeps_blocks

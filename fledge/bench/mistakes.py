@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fledge.checkpoints import origins
-from fledge.checkpoints.drafter_config import LAYER_IDS, rope_to_hf
+from fledge.checkpoints.drafter_config import LAYER_IDS, named_layers
 from fledge.checkpoints.drafter_files import DrafterFiles
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 
+SHIFTED = "layers off by one"
 COMMON_ROPE_THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 
 
@@ -25,11 +26,11 @@ class Change:
     short: str  # what is tried, for a progress bar
 
 
-def changes(files: DrafterFiles, config: DrafterConfig | None, target: ModelConfig) -> Iterator[Change]:
-    """`config` is None where config.json cannot be made out. Likelier mistakes come first."""
+def changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
+    """Likelier mistakes come first."""
     yield from _layer_changes(files, config, target)
     yield from _flag_changes(files)
-    yield from _map_changes(files)
+    yield from _map_changes(files, config)
     yield from _rope_changes(files, config, target)
     yield from _sharing_changes(files, config)
 
@@ -44,17 +45,14 @@ def layer_searches(files: DrafterFiles, config: DrafterConfig, target: ModelConf
                 yield _with_layers(files, candidate, "wrong layers")
 
 
-def _layer_changes(files: DrafterFiles, config: DrafterConfig | None, target: ModelConfig) -> Iterator[Change]:
-    raw = files.config
-    nested, top = (raw.get("eagle_config") or {}).get(LAYER_IDS), raw.get(LAYER_IDS)
-    if nested and top and list(nested) != list(top):
+def _layer_changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
+    top, nested = named_layers(files.config)
+    if nested and top and nested != top:
         yield _with_layers(files, tuple(top), "conflicting layers")
         yield _with_layers(files, tuple(nested), "conflicting layers")
-    if config is None:
-        return
     ids = config.aux_layer_ids
     default = default_aux_layers(target.num_layers)
-    nearby = {tuple(i + shift for i in ids): "layers off by one" for shift in (-1, 1)}
+    nearby = {tuple(i + shift for i in ids): SHIFTED for shift in (-1, 1)}
     usual = {tuple(i + shift for i in default): "wrong layers" for shift in (0, -1, 1)}
     for candidate, fault in {**nearby, **{ids: fault for ids, fault in usual.items() if ids not in nearby}}.items():
         if candidate != ids and len(candidate) == len(ids) and _ascending(candidate, target):
@@ -78,9 +76,8 @@ def _flag_changes(files: DrafterFiles) -> Iterator[Change]:
     )
 
 
-def _map_changes(files: DrafterFiles) -> Iterator[Change]:
-    d2t, t2d = files.tensors.get("d2t"), files.tensors.get("t2d")
-    size = int(files.config.get("draft_vocab_size") or files.config.get("vocab_size") or 0)
+def _map_changes(files: DrafterFiles, config: DrafterConfig) -> Iterator[Change]:
+    d2t, t2d, size = files.tensors.get("d2t"), files.tensors.get("t2d"), config.draft_vocab_size
     if t2d is not None and int(t2d.to(torch.bool).sum()) == size:
         rebuilt = origins.rebuilt_d2t(t2d)
         if d2t is None:
@@ -94,17 +91,15 @@ def _map_changes(files: DrafterFiles) -> Iterator[Change]:
             offsets = d2t.to(torch.int64) - torch.arange(size)
             yield _with_map(files, "d2t holds ids instead of offsets", "subtract 0, 1, 2, … from d2t", offsets)
         yield _with_map(files, "d2t wrong", "set d2t to zero: the draft vocabulary is the first tokens", torch.zeros_like(d2t))
-    elif d2t is None and size < int(files.config.get("vocab_size") or 0):
+    elif d2t is None and size < config.vocab_size:
         zero = torch.zeros(size, dtype=torch.int64)
         yield _with_map(files, "d2t missing", "set d2t to zero: the draft vocabulary is the first tokens", zero)
 
 
-def _rope_changes(files: DrafterFiles, config: DrafterConfig | None, target: ModelConfig) -> Iterator[Change]:
+def _rope_changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
     """Trainers copy the target's rotary settings; a config.json written by hand loses them."""
-    if config is None:
-        return
-    theirs = rope_to_hf(target.rope)
-    if rope_to_hf(config.rope) != theirs:
+    theirs = target.rope.to_hf()
+    if config.rope.to_hf() != theirs:
         said = " and ".join(f"{key} to {json.dumps(value)}" for key, value in theirs.items())
         yield _with_settings(files, "rope wrong", {**theirs, "rope_parameters": None}, f"set {said}, as the target has it")
     for theta in COMMON_ROPE_THETAS:
@@ -113,8 +108,8 @@ def _rope_changes(files: DrafterFiles, config: DrafterConfig | None, target: Mod
             yield _with_settings(files, "rope wrong", settings, f"set rope_theta to {theta:g}")
 
 
-def _sharing_changes(files: DrafterFiles, config: DrafterConfig | None) -> Iterator[Change]:
-    if config is None or config.hidden_size != config.target_hidden_size:
+def _sharing_changes(files: DrafterFiles, config: DrafterConfig) -> Iterator[Change]:
+    if config.hidden_size != config.target_hidden_size:
         return
     if config.own_embedding:
         remedy = "remove embed_tokens.weight, so that the target's embedding is shared"

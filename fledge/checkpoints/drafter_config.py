@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.config import DrafterConfig, MLAConfig, ModelConfig, RopeConfig, default_aux_layers
-from fledge.config_checks import architecture_of
+from fledge.config_checks import architecture_of, mapping, shown
 from fledge.errors import ModelError
 
 ARCHITECTURES = (
@@ -26,6 +26,15 @@ SUPPORTED = (*ARCHITECTURES, QK_NORM_ARCHITECTURE, *MLA_ARCHITECTURES)
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def named_layers(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Layer ids at top level, where vLLM looks, and inside `eagle_config`; empty: not named there."""
+    top, nested = (part.get(LAYER_IDS) or () for part in (raw, mapping(raw, "eagle_config")))
+    try:
+        return [int(i) for i in top], [int(i) for i in nested]
+    except (TypeError, ValueError, OverflowError):
+        raise ModelError(f"{LAYER_IDS} must be a list of layers, not {shown(top or nested)}") from None
 
 
 def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = None) -> DrafterConfig:
@@ -133,13 +142,13 @@ class _ConfigReader:
 
     def _layer_ids(self) -> tuple[int, ...] | None:
         raw, target = self.raw, self.target
-        top, nested = raw.get(LAYER_IDS), (raw.get("eagle_config") or {}).get(LAYER_IDS)
-        if top and nested and list(top) != list(nested):
+        top, nested = named_layers(raw)
+        if top and nested and top != nested:
             self.problems.append(
-                f"{LAYER_IDS} is {list(top)} at top level and {list(nested)} in eagle_config; "
+                f"{LAYER_IDS} is {top} at top level and {nested} in eagle_config; "
                 "keep the one it was trained with (0 = embeddings, i = after i layers)"
             )
-        ids = tuple(int(i) for i in top or nested or ())
+        ids = tuple(top or nested)
         if not ids:
             if target is None:
                 self.problems.append(
@@ -200,7 +209,7 @@ class _ConfigReader:
 def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Layer ids go to both places where readers look; `num_aux_hidden_states` too, without it vLLM assumes three."""
     layer_ids = list(config.aux_layer_ids)
-    raw: dict[str, Any] = {
+    return {
         "architectures": [_architecture(config)],
         "model_type": model_type(config),
         **{flag: getattr(config, flag) for flag in FLAGS},
@@ -218,7 +227,6 @@ def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    return raw
 
 
 def _architecture(config: DrafterConfig) -> str:
@@ -251,7 +259,7 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "max_position_embeddings": config.max_positions,
-        **rope_to_hf(config.rope),
+        **config.rope.to_hf(),
     }
     if config.window is not None:
         # vLLM heeds the window only of layers that layer_types calls sliding
@@ -262,19 +270,3 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         del layers["head_dim"]
         layers |= {**asdict(config.mla), "rope_interleave": True}
     return layers
-
-
-def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """In the spelling that every version of transformers and vLLM reads."""
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.original_max_positions is not None:
-        scaling["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        optional = {key: getattr(rope, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-        scaling |= {key: value for key, value in optional.items() if value is not None}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}

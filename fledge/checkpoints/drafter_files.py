@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge import sources
 from fledge.checkpoints import int8_storage
 from fledge.checkpoints.tensors import TensorReader, read_json
 from fledge.errors import ModelError, first_line
@@ -35,32 +36,23 @@ class DrafterFiles:
 
 def find_drafter(name: str | Path) -> Path:
     """A folder, a drafter that ships with Fledge, or a hub id."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = sources.local_path(name)
+    if os.path.isdir(folder):
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelError(f"drafter {name}: this is a file; give the folder with config.json and the weights")
     shipped = Path(str(resources.files("fledge"))) / "drafters"
-    if (shipped / str(name) / "config.json").is_file():
+    names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
+    if str(name) in names:
         return shipped / str(name)
     parts = str(name).split("/")
     if len(parts) == 2 and all(parts) and not str(name).startswith((".", "~")):
-        return _from_hub(str(name))
-    names = sorted(entry.parent.name for entry in shipped.glob("*/config.json"))
+        files = ("*.json", "*.safetensors", "*.bin")
+        return sources.from_hub(str(name), files, instead="give the folder of a drafter")
     raise ModelError(
         f"drafter {name}: no such folder, and not a known name; use a folder, a hub id (org/name), "
         f"or one of: {', '.join(['auto', 'none', 'ngram', *names])}"
     )
-
-
-def _from_hub(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except Exception as error:  # the hub client raises many kinds: no network, no such repository, no access
-        reason = first_line(error)
-        raise ModelError(f"drafter {repository}: no such folder here, and the hub did not give it ({reason})") from None
 
 
 def read_drafter_files(folder: Path) -> DrafterFiles:
@@ -85,7 +77,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and runtime errors alike mean a damaged or foreign file
-        raise ModelError(f"{path}: cannot be read as plain tensors ({str(error).splitlines()[0]})") from None
+        raise ModelError(f"{path}: cannot be read as plain tensors ({first_line(error)})") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ModelError(f"{path}: not a dictionary of tensors")
     return loaded
@@ -131,5 +123,4 @@ def _is_drafter(folder: Path) -> bool:
         config = read_json(folder / "config.json")
     except ModelError:
         return False
-    names = " ".join(str(name) for name in config.get("architectures") or [])
-    return "eagle3" in f"{names} {config.get('speculators_model_type', '')}".lower()
+    return "eagle3" in f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from fledge.checkpoints import drafter_layout, int8_storage, origins
-from fledge.checkpoints.drafter_config import config_to_hf, drafter_config_from_hf, parse_config
+from fledge.checkpoints.drafter_config import config_to_hf, parse_config
 from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files, write_drafter_files
 from fledge.checkpoints.tensors import ShapesOnly
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Rotary
-
-__all__ = ["build_drafter", "check", "drafter_config_from_hf", "load_drafter", "save_drafter"]
 
 
 def load_drafter(

@@ -5,6 +5,7 @@ A drafter is trained against a target that runs elsewhere with these alone: some
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from fledge import sources
-from fledge.checkpoints.hf import load_config, load_scheme, text_tensors
+from fledge.checkpoints.hf import load_config, load_scheme, text_name
 from fledge.checkpoints.layouts import Layout
-from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json
+from fledge.checkpoints.tensors import INDEX, ShapesOnly, TensorReader, listed, read_index, read_json
 from fledge.config import is_supported, text_part
-from fledge.errors import ModelError, first_line
+from fledge.config_checks import number, whole_number
+from fledge.errors import ModelError
 from fledge.models.decoder import DecoderLayer
 from fledge.models.layers import ExactNorm, RMSNorm
 
 ENDS = {"embedding": "embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 EXPERTS = ("mlp.experts.", "mlp.shared_expert.", "mlp.gate.")
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class Ends:
 class _SomeTensors(TensorReader):
     """Of a sharded checkpoint, only the files that hold what is wanted; the others need not be there."""
 
-    def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
-        super().__init__(folder)
+    def __init__(
+        self, folder: Path, wanted: Callable[[str], bool], names: Callable[[str], str | None] = lambda name: name
+    ) -> None:
+        super().__init__(folder, names)
         self.wanted = wanted
 
     def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
@@ -67,22 +70,14 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 def fetch_ends(name: str) -> Path:
     """A folder with configuration, tokenizer and ends of the named model. Of a hub's model nothing else is fetched."""
-    if Path(name).expanduser().exists() or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
+    if os.path.exists(sources.local_path(name)) or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
         return sources.resolve(name)
-    from huggingface_hub import snapshot_download
-
     small = [pattern for pattern in sources.HUB_FILES if "safetensors" not in pattern]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*small, INDEX, "model.safetensors"], ignore_patterns=["*/*"]))
-        if (folder / INDEX).exists():
-            weight_map = read_json(folder / INDEX).get("weight_map") or {}
-            wanted = _wanted(folder)
-            files = sorted({file for tensor, file in weight_map.items() if wanted(tensor)})
-            folder = Path(snapshot_download(name, allow_patterns=files))
-    except ModelError:
-        raise
-    except Exception as error:  # no network shows as many kinds of error
-        raise ModelError(f"{name}: no such folder here, and the hub does not give it ({first_line(error)})") from None
+    folder = sources.from_hub(name, [*small, INDEX, "model.safetensors"], ignore=["*/*"])
+    if (folder / INDEX).exists():
+        wanted = _wanted(folder)
+        files = sorted(file for file, names in read_index(folder / INDEX).items() if any(map(wanted, names)))
+        folder = sources.from_hub(name, files)
     return folder
 
 
@@ -104,7 +99,7 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
     if is_less_one:
         norm = 1 + norm.float()
     with ShapesOnly():
-        kind, eps = ExactNorm if is_less_one else RMSNorm, float(config.get("rms_norm_eps") or 1e-6)
+        kind, eps = ExactNorm if is_less_one else RMSNorm, number(config, "rms_norm_eps", 1e-6)
         ends = Ends(
             nn.Embedding(*embedding.shape),
             kind(len(norm), eps),
@@ -126,7 +121,7 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
         named = DecoderLayer(config, config.num_layers - 1).named_parameters()
         names = [name for name, _ in named if not name.startswith(EXPERTS)]  # a drafter has none
     layout, last = Layout(config), f"layers.{config.num_layers - 1}."
-    with text_tensors(_SomeTensors(folder, _wanted(folder))) as reader:
+    with _SomeTensors(folder, _wanted(folder), text_name) as reader:
         parts = {name: [reader.read(part).float() for part in layout.file_names(last + name)] for name in names}
         return {name: layout.join(last + name, found) for name, found in parts.items()}
 
@@ -140,7 +135,7 @@ def _is_known(folder: Path) -> bool:
 
 
 def _wanted(folder: Path) -> Callable[[str], bool]:
-    last = f"layers.{int(text_config(folder).get('num_hidden_layers', 0)) - 1}."
+    last = f"layers.{whole_number(text_config(folder), 'num_hidden_layers', 0) - 1}."
     with_last_layer = _is_known(folder)
     return lambda name: _is_end(name) or (with_last_layer and last in name)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fledge import sources
 from fledge.checkpoints import hf
-from fledge.checkpoints.gguf_config import ARCHITECTURES as ARCHITECTURES
 from fledge.checkpoints.gguf_config import LONGROPE, ROPE_FACTORS
 from fledge.checkpoints.gguf_config import read_config as read_config
 from fledge.checkpoints.gguf_file import GgufFile, GgufTensor, open_gguf

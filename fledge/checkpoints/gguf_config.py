@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,10 +150,8 @@ def read_rope(
                 f"{source}: {' and '.join(LONGROPE)} must have {head_dim // 2} factors for {head_dim} rotated numbers"
             )
         original = int(get("scaling.original_context_length", context))
-        rope = RopeConfig(
-            theta, "longrope", context / original, original, attention_factor=float(get("scaling.attn_factor", 1.0))
-        )
-        rope = replace(rope, short_factor=short, long_factor=long)
+        factor, magnitude = context / original, float(get("scaling.attn_factor", 1.0))
+        rope = RopeConfig(theta, "longrope", factor, original, attention_factor=magnitude, short_factor=short, long_factor=long)
         rope.check()
         return rope
     if ROPE_FACTORS in found:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fledge.checkpoints.layouts import Layout
-from fledge.checkpoints.layouts import file_names as file_names
-from fledge.checkpoints.packed_linears import PackedLinears, may_keep
 from fledge.checkpoints.quantization_config import Scheme, read_scheme
-from fledge.checkpoints.quantized import PackedTensors
+from fledge.checkpoints.quantized import PackedLinears, PackedTensors, may_keep
 from fledge.checkpoints.tensors import ShapesOnly, TensorReader, listed, read_json, write_tensors
-from fledge.config import FAMILIES, ModelConfig, RopeConfig, text_part
+from fledge.config import ModelConfig, text_part
 from fledge.config_checks import mapping, token_ids
 from fledge.errors import ModelError
+from fledge.families import FAMILIES
 from fledge.files import write_json
 from fledge.models.decoder import Decoder
 from fledge.models.layers import ExactNorm
@@ -72,7 +71,7 @@ def load_decoder(
     """
     folder, config = Path(folder), load_config(folder)
     scheme = load_scheme(folder)
-    with text_tensors(TensorReader(folder)) as reader:
+    with TensorReader(folder, text_name) as reader:
         packed = None if scheme is None else PackedTensors(reader, scheme)
         config = _with_head(config, reader, packed)
         expected, found = tensor_shapes(config), reader.shapes
@@ -124,7 +123,7 @@ def kept_bits(
     None: the checkpoint is plain. Those that turn out to have no exact form will take more."""
     if (scheme := load_scheme(folder)) is None:
         return None
-    with text_tensors(TensorReader(Path(folder))) as reader:
+    with TensorReader(Path(folder), text_name) as reader:
         packed, layout, found = PackedTensors(reader, scheme), Layout(config), {}
         for name, module in empty_decoder(config).named_modules():
             if not isinstance(module, nn.Linear):
@@ -227,10 +226,13 @@ def write_folder(
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `ModelConfig.from_hf`, in the spelling that every version of transformers and vLLM reads."""
-    family, moe, windows = FAMILIES[config.architecture], config.moe, config.windows
+    kind, moe = FAMILIES[config.architecture].model_type, config.moe
+    rope = dataclasses.replace(config.rope, original_max_positions=config.rope.original_max_positions or config.max_positions)
+    window = next((window for window in config.windows if window), None)
+    layer_types = ["sliding_attention" if window else "full_attention" for window in config.windows]
     hf: dict[str, Any] = {
         "architectures": [config.architecture],
-        "model_type": family.model_type,
+        "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -238,39 +240,33 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": "gelu_pytorch_tanh" if kind == "gemma" else "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _scaling_to_hf(config.rope, config),
+        **rope.to_hf(),
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
     }
-    window = next((window for window in windows if window), None)
-    if config.architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"):
+    if kind.startswith("qwen"):
+        hf |= {"use_sliding_window": window is not None, "sliding_window": window}
+        if window is not None:
+            hf |= {"layer_types": layer_types, "max_window_layers": config.windows.index(window)}
+    elif kind not in ("llama", "gemma3_text"):
         # Absent would mean 4096 to transformers, and a padding token past a small vocabulary.
         hf |= {"sliding_window": window, "pad_token_id": None}
-    elif family.model_type in ("ministral", "gemma", "seed_oss", "smollm3", "glm", "glm4"):
-        hf |= {"sliding_window": window, "pad_token_id": None}
-        if family.model_type in ("seed_oss", "glm", "glm4"):
-            hf |= {"attention_bias": config.qkv_bias, "attention_out_bias": config.output_bias}
-        if family.model_type == "ministral":
-            hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
-        if family.model_type == "gemma":
-            hf["hidden_act"] = "gelu_pytorch_tanh"
-        if family.model_type == "smollm3":
-            hf["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
-    elif family.model_type.startswith("qwen"):
-        hf["use_sliding_window"], hf["sliding_window"] = window is not None, window
-        if window is not None:
-            hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
-            hf["max_window_layers"] = windows.index(window)
+    if kind == "ministral":
+        hf["layer_types"] = layer_types
+    if kind in ("seed_oss", "glm", "glm4"):
+        hf |= {"attention_bias": config.qkv_bias, "attention_out_bias": config.output_bias}
+    if kind == "smollm3":
+        hf["use_sliding_window"] = window is not None
+        hf["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
     if moe is not None:
-        hf |= {"num_experts_per_tok": moe.experts_per_token}
-        if config.architecture == "MixtralForCausalLM":
+        hf["num_experts_per_tok"] = moe.experts_per_token
+        if kind == "mixtral":
             return hf | {"num_local_experts": moe.num_experts, "intermediate_size": moe.intermediate_size}
         plain = [layer for layer in range(config.num_layers) if layer not in moe.layers]
         hf |= {"num_experts": moe.num_experts, "moe_intermediate_size": moe.intermediate_size}
@@ -280,29 +276,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.local_rope is not None:
         hf |= {"hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": config.local_rope.theta}
         hf |= {"query_pre_attn_scalar": round(config.head_dim / config.query_scale**2), "sliding_window": window or 4096}
-        hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+        hf["layer_types"] = layer_types
     if config.rotated is not None:
         hf["partial_rotary_factor"] = config.rotated / config.head_dim
     if config.rope.kind == "longrope":
         hf["original_max_position_embeddings"] = config.rope.original_max_positions
     return hf
-
-
-ROPE_KEYS = {
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    "longrope": ("short_factor", "long_factor", "attention_factor"),
-}
-
-
-def _scaling_to_hf(rope: RopeConfig, config: ModelConfig) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    values = {key: getattr(rope, key) for key in ROPE_KEYS.get(rope.kind, ()) if getattr(rope, key) is not None}
-    original = rope.original_max_positions or config.max_positions
-    kind = {"rope_type": rope.kind, "type": rope.kind} if rope.kind == "longrope" else {"rope_type": rope.kind}
-    scaling = {**kind, "factor": rope.factor, "original_max_position_embeddings": original}
-    return scaling | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -320,12 +299,8 @@ TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "mo
 IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
-def text_tensors(reader: TensorReader) -> TensorReader:
-    """A reader that knows the tensors of a language model alone by their usual names."""
-    return reader.renamed(_text_name)
-
-
-def _text_name(name: str) -> str | None:
+def text_name(name: str) -> str | None:
+    """The usual name of a language model's tensor; None: it is not of the language model."""
     if IMAGE_PARTS.match(name):
         return None
     for theirs, ours in TEXT_PREFIXES.items():

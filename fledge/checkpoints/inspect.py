@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.checkpoints import eagle3, origins
-from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS, QK_NORM_ARCHITECTURE
+from fledge.checkpoints.drafter_config import FLAGS, LAYER_IDS, QK_NORM_ARCHITECTURE, named_layers
 from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_drafter_files
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
@@ -84,7 +84,7 @@ def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterCo
         warnings.append(f"max_position_embeddings {config.max_positions} is below the target's {target.max_positions}")
     if target is not None and config.rope.theta != target.rope.theta:
         warnings.append(f"rope theta {config.rope.theta:g} differs from the target's {target.rope.theta:g}")
-    if not files.config.get(LAYER_IDS) and not (files.config.get("eagle_config") or {}).get(LAYER_IDS):
+    if not any(named_layers(files.config)):
         warnings.append(f"{LAYER_IDS} is not named; the default {list(config.aux_layer_ids)} is assumed")
     nested = as_written.get("eagle_config") or {}
     hidden = [flag for flag in ("fc_norm", "norm_output") if nested.get(flag) and as_written.get(flag) is None]

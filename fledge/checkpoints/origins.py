@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fledge.checkpoints import speculators
-from fledge.checkpoints.drafter_config import LAYER_IDS
+from fledge.checkpoints.drafter_config import LAYER_IDS, named_layers
 from fledge.checkpoints.drafter_files import DrafterFiles
 from fledge.config_checks import architecture_of, mapping
 from fledge.errors import ModelError
@@ -112,16 +112,15 @@ def _rename_flag(config: dict[str, Any], notes: list[str]) -> None:
 
 
 def _shift_layer_ids(config: dict[str, Any], notes: list[str], origin: str) -> None:
-    eagle_config = dict(config.get("eagle_config") or {})
-    top, nested = config.get(LAYER_IDS), eagle_config.get(LAYER_IDS)
-    if top and nested and list(top) != list(nested):
+    top, nested = named_layers(config)
+    if top and nested and top != nested:
         return  # a conflict, refused where the configuration is read
-    ids = list(top or nested or ())
-    if not ids or ids[0] != 1:
+    ids = top or nested
+    if ids[:1] != [1]:
         return
-    shifted = [int(i) + 1 for i in ids]
+    shifted = [i + 1 for i in ids]
     config[LAYER_IDS] = shifted
-    config["eagle_config"] = {**eagle_config, LAYER_IDS: shifted}
+    config["eagle_config"] = {**mapping(config, "eagle_config"), LAYER_IDS: shifted}
     notes.append(f"layer ids {ids} of {origin} count layer outputs; read as {shifted} (after i layers)")
 
 

@@ -34,7 +34,6 @@ class Scheme:
     block: tuple[int, int] | None = None
     zeros_less_one: bool = False
     has_zeros: bool = False
-    quantizes_activations: bool = False
     group_size: int | None = None  # inputs a scale; -1: all of them; None: not said
     act_order: bool = False  # the inputs of a group may lie anywhere
 
@@ -64,7 +63,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         return None
     method = asked.get("quant_method")
     readers = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
-    readers |= {"auto-round": _auto_round, "modelopt": _modelopt, "fbgemm_fp8": _fbgemm}
+    readers |= {"auto-round": _auto_round, "modelopt": _modelopt, "fbgemm_fp8": lambda asked: Scheme("fbgemm_fp8")}
     if not isinstance(method, str) or method not in readers:
         raise ModelError(f"quantization_config: quant_method {shown(method)} is not supported; supported: {', '.join(METHODS)}")
     return readers[method](asked)
@@ -122,17 +121,13 @@ def _modelopt(asked: Mapping[str, Any]) -> Scheme:
     _must(asked, "quant_algo", None, "FP8")
     if asked.get("quant_algo") is None:
         raise ModelError("quantization_config: quant_algo is missing; supported: FP8")
-    return Scheme("modelopt", quantizes_activations=True)
-
-
-def _fbgemm(asked: Mapping[str, Any]) -> Scheme:
-    return Scheme("fbgemm_fp8", quantizes_activations=True)
+    return Scheme("modelopt")
 
 
 def _fp8(asked: Mapping[str, Any]) -> Scheme:
     _must(asked, "fmt", "e4m3", None)
     _must(asked, "activation_scheme", "dynamic", "static", None)
-    return Scheme("fp8", block=_block(asked.get("weight_block_size"), "weight_block_size"), quantizes_activations=True)
+    return Scheme("fp8", block=_block(asked.get("weight_block_size"), "weight_block_size"))
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int] | None:
@@ -168,7 +163,7 @@ def _compressed_group(group: Mapping[str, Any], format: Any) -> Scheme:
     kind, bits = _must(weights, "type", "int", "float"), int(_must(weights, "num_bits", 4, 8))
     strategy = _must(weights, "strategy", "group", "channel", "tensor", "block")
     _must(weights, "dynamic", False, None)
-    options: dict[str, Any] = {"quantizes_activations": bool(group.get("input_activations"))}
+    options: dict[str, Any] = {}
     known = {("int", "pack-quantized"): "packed", ("int", "int-quantized"): "int8", ("float", "float-quantized"): "fp8"}
     known |= {("float", "naive-quantized"): "fp8", ("int", "naive-quantized"): "int8"}
     layout = known.get((kind, str(format)))

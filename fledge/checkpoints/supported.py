@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fledge.checkpoints.gguf import ARCHITECTURES
+from fledge.checkpoints.gguf_config import ARCHITECTURES
 from fledge.checkpoints.quantization_config import METHODS
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import TEXT_PARTS

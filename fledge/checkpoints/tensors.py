@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fledge.errors import ModelError, printable
 from fledge.files import save_tensors, write_json
 
+INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 256 << 20
 SHARD_BYTES = 2 << 30  # also what writing needs of memory
 
@@ -24,18 +25,13 @@ SHARD_BYTES = 2 << 30  # also what writing needs of memory
 class TensorReader:
     """The tensors of all safetensors files of a folder, read one by one from mapped files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, names: Callable[[str], str | None] = lambda name: name) -> None:
+        """`names`: what a tensor is called here, by its name in the file; None: it is not seen."""
+        self.folder, self._names = folder, names
         self._stack = ExitStack()
         self._owners: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._names: Callable[[str], str | None] = lambda name: name
         self._in_file: dict[str, str] = {}
-
-    def renamed(self, names: Callable[[str], str | None]) -> TensorReader:
-        """The same reader, to which tensors have the names that `names` gives them; None: it does not see them."""
-        self._names = names
-        return self
 
     def __enter__(self) -> Self:
         try:
@@ -57,17 +53,9 @@ class TensorReader:
 
     def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
         """Each file with the tensors the index expects in it (None: whatever it holds)."""
-        index = self.folder / "model.safetensors.index.json"
+        index = self.folder / INDEX
         if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise ModelError(f"{index}: no weight_map in it; fetch the model again")
-            by_file: dict[str, list[str]] = {}
-            for name, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).name != file:
-                    raise ModelError(f"{index}: names {printable(repr(file), 80)}, which is not a file beside it")
-                by_file.setdefault(str(file), []).append(name)
-            yield from ((self.folder / file, names) for file, names in sorted(by_file.items()))
+            yield from ((self.folder / file, names) for file, names in sorted(read_index(index).items()))
             return
         single = self.folder / "model.safetensors"
         files = [single] if single.exists() else sorted(self.folder.glob("*.safetensors"))
@@ -129,6 +117,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_index(index: Path) -> dict[str, list[str]]:
+    """The tensors of each file of a sharded checkpoint."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: no weight_map in it; fetch the model again")
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{index}: names {printable(repr(file), 80)}, which is not a file beside it")
+        by_file.setdefault(file, []).append(name)
+    return by_file
+
+
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes as the tensors come: one `model.safetensors`, or shards with an index. The index (or file) goes last."""
     shards: list[list[str]] = []
@@ -155,7 +156,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         os.replace(folder / f"model.{number}.partial", folder / file)
         weight_map |= dict.fromkeys(names, file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

@@ -12,13 +12,14 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from fledge.learning.batch import loss_rows, micro_batches, pack
 from fledge.learning.config import LearnConfig
+from fledge.learning.memory import loss_rows
 from fledge.learning.micro_steps import Kind
 from fledge.learning.samples import Sample
 from fledge.learning.target import ServedTarget, training_dtype
 from fledge.models.drafter import EagleDrafter
 from fledge.training.arm import build_optimizers, clip_gradients
+from fledge.training.data.packing import PackedBatch
 from fledge.training.objective import LossSettings, Objective, ObjectiveSettings
 from fledge.training.targets.target import TargetStates
 from fledge.training.ttt import TrainBatch, step_masks
@@ -145,3 +146,44 @@ class Candidate:
         if not self.is_cpu:
             return self.config.batch_tokens
         return -(-sum(one.num_states for one in samples) // 16) * 16
+
+
+def micro_batches(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
+    """Samples in groups of at most `room` tokens; a longer one is alone."""
+    groups: list[list[Sample]] = []
+    left = 0
+    for sample in samples:
+        if sample.num_states > left or not groups:
+            groups.append([])
+            left = room
+        groups[-1].append(sample)
+        left -= sample.num_states
+    return groups
+
+
+def pack(samples: Sequence[Sample], length: int) -> tuple[PackedBatch, TargetStates]:
+    """One row with one text after the other, and their hidden states beside it; padding is zero."""
+    texts = [one.text for one in samples if one.text is not None]
+    assert len(texts) == len(samples), "a text without hidden states"
+    lengths = [len(text.tokens_T) for text in texts]
+    total = sum(lengths)
+    assert total <= length, "more tokens than a batch holds"
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    positions, document = torch.zeros_like(tokens), torch.zeros(1, length, dtype=torch.int32)
+    loss = torch.zeros(1, length, dtype=torch.bool)
+    tokens[0, :total] = torch.cat([text.tokens_T for text in texts])
+    at = 0
+    for number, (sample, text, size) in enumerate(zip(samples, texts, lengths, strict=True), 1):
+        # After the first token of a long text, so many are left out.
+        positions[0, at + 1 : at + size] = torch.arange(1, size) + sample.num_skipped
+        document[0, at : at + size] = number
+        loss[0, at + max(text.answer_start, 1) : at + size] = True
+        at += size
+
+    def row(parts: Sequence[Tensor]) -> Tensor:
+        joined = torch.cat(list(parts))
+        return torch.cat([joined, joined.new_zeros(length - total, joined.shape[1])])
+
+    taps = [row(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
+    hidden = row([text.hidden_TD for text in texts if text.hidden_TD is not None])
+    return PackedBatch(tokens, positions, document, loss), TargetStates(taps, hidden)

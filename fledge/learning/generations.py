@@ -8,22 +8,29 @@ DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import nn
 
+from fledge import sources
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError
+from fledge.files import write_atomically
+from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.training.data.samples import write_atomically
 
 _NAME = re.compile(r"generation-(\d+)")
+SAMPLES = 64  # places of a file or a tensor that are read
+SAMPLE_BYTES = 4096
 
 
 class Generations:
@@ -39,7 +46,10 @@ class Generations:
     def lock(self) -> Generations:
         """Until `close`, or until the process ends: two servers would overwrite each other's generations. Removes what one that
         was killed left."""
-        self._lock = (self.folder / ".lock").open("w")
+        try:
+            self._lock = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise UserError(f"--learn-dir {self.folder}: cannot be written ({error}); give another folder") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -121,8 +131,8 @@ class Generations:
     def events(self) -> list[dict[str, Any]]:
         """Of the history; none: it cannot be read."""
         try:
-            return [one for one in read_history(self.folder) if isinstance(one, dict) and "event" in one]
-        except (UserError, UnicodeDecodeError):
+            return read_history(self.folder)
+        except UserError:
             return []
 
 
@@ -140,7 +150,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / "history.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the folder of --learn-dir") from None
     events = []
     for number, line in enumerate(lines, 1):
@@ -149,4 +159,50 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):
                 raise UserError(f"{path}, line {number}: is not JSON") from None
-    return events
+    return [event for event in events if isinstance(event, dict) and "event" in event]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which target and drafter a learn folder belongs to: hashes of parts of their weights, kept with generation 0."""
+
+    target: str
+    drafter: str | None  # None: none was named
+
+    def check(self, generations: Generations) -> None:
+        """Refuses a folder of another target, or of another drafter than the one that is named."""
+        figures, folder = generations.figures(0), generations.folder
+        if "target" not in figures:  # of a version that did not keep them
+            return
+        if figures["target"] != self.target:
+            raise UserError(f"--learn-dir {folder} was learnt for another target; give another folder")
+        if self.drafter in (None, figures["drafter"]):
+            return
+        if figures["drafter"] is None:
+            raise UserError(f"--learn-dir {folder} began without a drafter, and one is named now; give another folder")
+        raise UserError(f"--learn-dir {folder} began with another drafter; name that one, or give another folder")
+
+
+def target_hash(model: str | Decoder) -> str:
+    if isinstance(model, Decoder):
+        return network_hash(model)
+    path, digest = sources.find(model), hashlib.blake2b(digest_size=16)
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as content:
+            for place in range(SAMPLES):
+                content.seek(place * size // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def network_hash(network: nn.Module) -> str:
+    """Of the weights as they were given, before they are packed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in network.named_parameters():
+        digest.update(f"{name} {tuple(value.shape)}".encode())
+        flat = value.detach().flatten()
+        digest.update(flat[:: max(1, len(flat) // SAMPLE_BYTES)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()

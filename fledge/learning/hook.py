@@ -24,21 +24,18 @@ from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.engine.memory import readable
 from fledge.engine.request import Delta
 from fledge.errors import UserError
-from fledge.learning.budget import Budget
 from fledge.learning.candidate import Candidate
 from fledge.learning.collector import Collector
 from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet, answer
-from fledge.learning.gate import Decision
 from fledge.learning.generations import Generations
 from fledge.learning.journal import Journal
 from fledge.learning.learner import Learner
 from fledge.learning.memory import memory_bytes
-from fledge.learning.micro_steps import MicroSteps
+from fledge.learning.micro_steps import Budget, MicroSteps
 from fledge.learning.samples import LEAST_ANSWER, SampleRing
-from fledge.learning.served import ServedDrafter
+from fledge.learning.served import ServedDrafter, staged_bytes, weights_of
 from fledge.learning.target import MAX_PREFIXES, ServedTarget
-from fledge.learning.weights import staged_bytes, weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
 
@@ -94,7 +91,6 @@ class Learning:
             self.served,
             config,
             depth=max(1, engine.controller.limit),
-            decided=self._decided,
         )
         self.collector = Collector(engine, config, self.target, self.ring, self.served, self.journal, self.budget, clock)
         self.fixed_tokens = 0
@@ -241,7 +237,7 @@ class Learning:
         self.ring.forget_all()
         self.target.release()
         self.collector.shortened.clear()
-        self.micro_steps.stop()
+        self.micro_steps.start(iter(()))
         self.engine.executor.collect_states(limit=0)
         self.learner.release()
         self.served.release()
@@ -264,9 +260,6 @@ class Learning:
             self._restart()
 
     # Decisions
-
-    def _decided(self, decision: Decision) -> None:
-        self.served.choose_drafts(decision.recent_after if decision.accepted else decision.recent_before)
 
     def _check_live(self) -> None:
         began = self.clock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -24,9 +24,8 @@ from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import Decision, accepted_counts, judge
 from fledge.learning.micro_steps import Kind, Work
 from fledge.learning.samples import Sample, SampleRing
-from fledge.learning.served import ServedDrafter
+from fledge.learning.served import ServedDrafter, are_finite
 from fledge.learning.target import MOST_READ_TOKENS, ServedTarget
-from fledge.learning.weights import are_finite
 from fledge.training.checkpoint import served_copy
 from fledge.training.objective import compiler_error
 
@@ -63,13 +62,11 @@ class Learner:
         ring: SampleRing,
         served: ServedDrafter,
         config: LearnConfig,
-        *,
         depth: int,
-        decided: Callable[[Decision], None],
     ) -> None:
-        """`depth`: that the gate drafts to. `decided`: told of every decision before it is acted on."""
+        """`depth`: that the gate drafts to."""
         self.candidate, self.target, self.ring, self.served, self.config = candidate, target, ring, served, config
-        self.depth, self.decided = depth, decided
+        self.depth = depth
         self.fixed = FixedSet()
         self.counts = LearnerCounts()
         self.refused_in_a_row = 0
@@ -227,7 +224,7 @@ class Learner:
                 [after[one] for one in self.fixed.judged],
                 [one.client for one in texts],
             )
-        self.decided(decision)
+        self.served.choose_drafts(decision)
         if decision.accepted:
             yield from self.accept(candidate, decision)
             if self.fixed.judged:

@@ -6,14 +6,16 @@ import torch
 
 from fledge.config import DrafterConfig
 from fledge.engine.executors.hidden_states import MAX_REQUESTS
-from fledge.learning.batch import activation_bytes
 from fledge.learning.config import LearnConfig
 from fledge.learning.target import KEPT_DTYPE, MAX_PREFIXES, PREFIX_TOKENS
 from fledge.models.drafter import EagleDrafter
+from fledge.training.objective import auto_chunk_rows
 
 # Of each weight, in fp32: master, mean, two moments, the serving and the previous one; and a gradient or, in the gate, a
 # candidate.
 WEIGHT_BYTES = 7 * 4
+# Logits that the loss computes at once on a CPU: 32 positions of a draft vocabulary of 16,384 take 0.09 s on one core.
+CPU_LOGITS = 2**19
 
 
 def memory_bytes(
@@ -47,3 +49,16 @@ def reserved_bytes(drafter: DrafterConfig, learn: LearnConfig, *, copies_head: b
 def num_weights(drafter: DrafterConfig) -> int:
     with torch.device("meta"):
         return sum(one.numel() for one in EagleDrafter(drafter).parameters())
+
+
+def loss_rows(config: DrafterConfig, learn: LearnConfig, *, is_cpu: bool) -> int:
+    """Scored positions at once: on a GPU a quarter of what a training run takes, whose device is its own."""
+    if is_cpu:
+        return 1 << min(max(8, CPU_LOGITS // config.draft_vocab_size), 128).bit_length() - 1
+    return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 4)
+
+
+def activation_bytes(config: DrafterConfig, learn: LearnConfig, *, is_cpu: bool) -> int:
+    """What a training step works with, about: six tensors of logits, and 40 numbers a token, draft step and channel."""
+    logits = 6 * 4 * learn.ttt_steps * loss_rows(config, learn, is_cpu=is_cpu) * config.draft_vocab_size
+    return logits + 40 * 2 * learn.ttt_steps * learn.batch_tokens * (config.hidden_size + config.intermediate_size // 2)

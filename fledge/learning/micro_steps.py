@@ -1,11 +1,13 @@
-"""Work in micro-steps, short enough to run between two engine steps: a generator that names what it does next, and the time
-that each kind of micro-step takes."""
+"""Work in micro-steps, short enough to run between two engine steps: a generator that names what it does next, the time that
+each kind of micro-step takes, and the share of the time that all of them may take."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -23,6 +25,8 @@ class Kind(StrEnum):
 # Yields the kind of the next micro-step before it is done; None: there is nothing to do until more samples come.
 Work = Iterator[Kind | None]
 REMEMBERED = 5  # micro-steps of a kind; their median is expected, so that a single slow one says nothing
+COLLECT_SHARE, FREE_SECONDS = 0.2, 0.5  # Collecting may use 20 % of the budget, plus 0.5 s at start.
+MOST_CREDIT = 0.25  # seconds that may be saved up: learning must not catch up in one long pause
 
 
 class MicroSteps:
@@ -37,9 +41,6 @@ class MicroSteps:
         """Drops what it was at, and begins with this."""
         self._work = work
         self.next = next(work, None)
-
-    def stop(self) -> None:
-        self._work, self.next = iter(()), None
 
     def run(self) -> float:
         """The next micro-step, or a look whether there is one by now; the seconds it took."""
@@ -57,3 +58,55 @@ class MicroSteps:
         """Of the next micro-step; 0 for a kind that has not been run yet."""
         known = self._seconds.get(self.next) if self.next is not None else None
         return statistics.median(known) if known else 0.0
+
+
+@dataclass
+class Spent:
+    """Seconds since the start. Plain numbers: another thread may read them."""
+
+    serving: float = 0.0  # while requests ran, learning included
+    learning: float = 0.0  # part of `serving`
+    collecting: float = 0.0  # part of `learning`
+    idle: float = 0.0  # spent on learning while nothing ran
+
+
+class Budget:
+    """Work may run while there is credit; what it took is taken off, so that the share holds whatever it costs."""
+
+    def __init__(self, percent: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.share, self.clock = percent / 100, clock
+        self.spent = Spent()
+        self.credit = 0.0
+        self._since: float | None = None  # when serving time was last counted; None: nothing runs
+
+    def serve(self) -> None:
+        """Requests run now."""
+        now = self.clock()
+        if self._since is not None:
+            passed = now - self._since
+            self.spent.serving += passed
+            self.credit = min(self.credit + self.share * passed, MOST_CREDIT)
+        self._since = now
+
+    def rest(self) -> None:
+        """Nothing runs any more."""
+        self.serve()
+        self._since = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self._since is not None
+
+    def allows_collecting(self, part: float = 1.0) -> bool:
+        """Whether less than this part of collecting's time is spent. Without a bound nothing would be left for training: on a
+        GPU a sample may cost as much as a micro-step."""
+        return self.spent.collecting < part * (COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS)
+
+    def charge(self, seconds: float, *, collecting: bool = False) -> None:
+        if collecting:
+            self.spent.collecting += seconds
+        if self._since is None:
+            self.spent.idle += seconds
+        else:
+            self.spent.learning += seconds
+            self.credit -= seconds

@@ -60,10 +60,10 @@ class Sample:
         cut = max(0, len(text.tokens_T) - (self.max_states or len(text.tokens_T)))
         if cut:
             # Without the first token, the attention sink, a drafter would not draft as it does when it is served.
-            parts = [text.tokens_T, *text.taps, *([] if text.hidden_TD is None else [text.hidden_TD])]
-            tokens_T, *states = (torch.cat([part[:1], part[1 + cut :]]) for part in parts)
-            taps, hidden = states[: len(text.taps)], states[len(text.taps) :]
-            text = TargetText(tokens_T, max(1, text.answer_start - cut), taps, hidden[0] if hidden else None)
+            assert text.hidden_TD is not None, "samples have the head's states too"
+            parts = [text.tokens_T, *text.taps, text.hidden_TD]
+            tokens_T, *taps, hidden_TD = (torch.cat([part[:1], part[1 + cut :]]) for part in parts)
+            text = TargetText(tokens_T, max(1, text.answer_start - cut), taps, hidden_TD)
         self.num_skipped = num_skipped + cut
         self.tokens, self.answer_start, self.text = text.tokens_T.tolist(), text.answer_start, text
 

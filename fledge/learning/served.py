@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.engine.engine import Engine
+from fledge.kernels.linear.packed import PackedLinear
 from fledge.learning.gate import COMPARED_REQUESTS, LEAST_REQUESTS, Decision, Live, has_fallen
 from fledge.learning.journal import Journal
 from fledge.learning.micro_steps import Kind
-from fledge.learning.weights import StagedWeights
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
 
@@ -34,13 +34,8 @@ class ServedDrafter:
     def __init__(self, engine: Engine, weights: dict[str, Tensor], d2t: Tensor, journal: Journal) -> None:
         """`weights`: in fp32, that are served now; `d2t`: the drafter's vocabulary."""
         assert isinstance(engine.drafter, EagleSpeculator)
-        self.engine, self.drafter, self.network, self.journal, self.d2t = (
-            engine,
-            engine.drafter,
-            engine.drafter.network,
-            journal,
-            d2t,
-        )
+        self.engine, self.drafter, self.network = engine, engine.drafter, engine.drafter.network
+        self.journal, self.d2t = journal, d2t
         self.stages_in_parts = self.engine.decoder.norm.weight.device.type == "cpu"
         self.weights, self.generation = weights, 0
         self.newest = 0  # the highest number given: that of a generation that fell is not given again
@@ -118,18 +113,15 @@ class ServedDrafter:
             self.ngram_tokens += tokens
             self.ngram_passes += tokens - accepted
 
-    def choose_drafts(self, acceptance_length: float) -> None:
-        """Day 0: n-grams draft until the drafter's acceptance length on held-out texts exceeds their tokens per target pass."""
+    def choose_drafts(self, decision: Decision) -> None:
+        """Day 0: n-grams draft until the drafter's acceptance length on held-out texts exceeds their tokens per target pass.
+        Asked before the decision is acted on."""
         if self.drafter.fallback is None or not self.ngram_passes:
             return
-        if acceptance_length > self.ngram_tokens / self.ngram_passes:
+        if (decision.recent_after if decision.accepted else decision.recent_before) > self.ngram_tokens / self.ngram_passes:
             self.drafter.fallback, self.before = None, None
             self.live = Live()  # what was counted is n-grams'
             log.info("learning: the drafter drafts instead of n-grams from now on")
-
-    def save_first(self, figures: dict[str, Any]) -> None:
-        """The generation that learning starts from."""
-        self.save({"reason": "the first", **figures})
 
     def save(self, figures: dict[str, Any]) -> None:
         if self.journal.generations is None:
@@ -150,3 +142,67 @@ class ServedDrafter:
         """The drafter's part of cached pages, and what the guard knows, belong to the weights before."""
         self.live = Live()
         self.engine.forget_drafts()
+
+
+def weights_of(drafter: EagleDrafter) -> dict[str, Tensor]:
+    """A copy in fp32, on its device."""
+    return {name: value.detach().float().clone() for name, value in drafter.named_parameters()}
+
+
+def are_finite(weights: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+def staged_bytes(network: EagleDrafter) -> int:
+    """What `StagedWeights` takes for a while: all that is served in another type or layout than fp32."""
+    modules = list(network.modules())
+    plain = [one for module in modules for one in module.parameters(recurse=False) if one.dtype != torch.float32]
+    return sum(one.nbytes for one in plain) + sum(one.num_bytes for one in modules if isinstance(one, PackedLinear))
+
+
+class StagedWeights:
+    """New weights for a served network, in its types and layouts: prepared beside it, then copied in place, so that captured
+    graphs and C pointers stay valid. The engine runs no step during `apply`."""
+
+    def __init__(self, network: EagleDrafter) -> None:
+        self.network = network
+        self.copies: list[tuple[Tensor, Tensor]] = []  # to, from
+        self.packed: list[tuple[PackedLinear, PackedLinear]] = []  # where there is no C code: to, from
+
+    @torch.no_grad()
+    def prepare(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Casts and packs module by module; pauses after each."""
+        for name, module in self.network.named_modules():
+            if isinstance(module, PackedLinear):
+                fresh = PackedLinear(_plain(weights[f"{name}.weight"], weights.get(f"{name}.bias")), module.asked_bits)
+                self._stage_packed(module, fresh)
+            else:
+                for own, place in module.named_parameters(recurse=False):
+                    self.copies.append((place, weights[f"{name}.{own}" if name else own].to(place)))
+            yield
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Enqueued behind all launched work on a GPU; done when it returns on a CPU."""
+        for place, value in self.copies:
+            place.copy_(value)
+        for module, fresh in self.packed:
+            module.packed, module.bias = fresh.packed, fresh.bias
+
+    def _stage_packed(self, module: PackedLinear, fresh: PackedLinear) -> None:
+        if module.native is None:
+            self.packed.append((module, fresh))
+            return
+        assert fresh.native is not None
+        assert fresh.bits == module.bits
+        self.copies += zip(module.native.panels, fresh.native.panels, strict=True)
+        if module.native.bias is not None and fresh.native.bias is not None:
+            self.copies.append((module.native.bias, fresh.native.bias))
+
+
+def _plain(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
+    linear.weight = nn.Parameter(weight_OI.cpu(), requires_grad=False)
+    if bias_O is not None:
+        linear.bias = nn.Parameter(bias_O.cpu(), requires_grad=False)
+    return linear

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fledge import sources
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter
-from fledge.checkpoints.gguf_file import GgufFile
-from fledge.checkpoints.hf import load_config
 from fledge.checkpoints.provenance import Provenance
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.devices import resolve_device
@@ -25,12 +22,11 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import prompts_of
-from fledge.learning.generations import Generations
+from fledge.learning.generations import Generations, Origin, network_hash, target_hash
 from fledge.learning.hook import Learning, is_out_of_memory
-from fledge.learning.identity import Origin, drafter_hash, target_hash
 from fledge.learning.memory import reserved_bytes
+from fledge.learning.served import StagedWeights, weights_of
 from fledge.learning.target import ServedTarget, linear_weight, training_dtype
-from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
@@ -64,14 +60,14 @@ def build_learning_engine(
     """
     device = resolve_device(config.device)
     learn = learn.resolve(device)
-    target = model.config if isinstance(model, Decoder) else _model_config(model)
+    target = model.config if isinstance(model, Decoder) else gguf.target_config(model)
     generations = Generations(learn.folder, learn.keep_generations) if learn.folder is not None else None
     number = generations.lock().current if generations is not None else None
     found = speculation.resolve_drafter(model if isinstance(model, str) else "")
     given = None
     if found is not None and not isinstance(found, str):
         given = found if isinstance(found, EagleDrafter) else load_drafter(found, target)
-    origin = Origin(target_hash(model), drafter_hash(given) if given is not None else None)
+    origin = Origin(target_hash(model), network_hash(given) if given is not None else None)
     is_warm_start = has_ngrams = False
     if generations is not None and number is not None:
         origin.check(generations)
@@ -112,7 +108,7 @@ def build_learning_engine(
     if generations is not None:
         _go_on(learning, generations, number, target)
         if number is None:
-            learning.served.save_first({"is_warm_start": is_warm_start, **asdict(origin)})
+            learning.served.save({"reason": "the first", "is_warm_start": is_warm_start, **asdict(origin)})
     if is_warm_start and number is None:
         log.info("learning: no drafter was named; one made from the target's last layer learns from the requests")
     return engine
@@ -150,8 +146,3 @@ def _start(engine: Engine, master: EagleDrafter) -> None:
     for _ in staged.prepare(weights_of(master)):
         pass
     staged.apply()
-
-
-def _model_config(model: str) -> ModelConfig:
-    found = sources.find(model)
-    return gguf.read_config(GgufFile(found)) if found.is_file() else load_config(sources.resolve(model))

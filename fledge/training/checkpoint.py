@@ -15,7 +15,8 @@ import torch
 
 from fledge import __version__
 from fledge.checkpoints import provenance
-from fledge.checkpoints.eagle3 import drafter_config_from_hf, save_drafter
+from fledge.checkpoints.drafter_config import drafter_config_from_hf
+from fledge.checkpoints.eagle3 import save_drafter
 from fledge.errors import UserError, first_line
 from fledge.files import write_atomically
 from fledge.models.drafter import EagleDrafter

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.checkpoints.eagle3 import drafter_config_from_hf, load_drafter, save_drafter
+from fledge.checkpoints.drafter_config import drafter_config_from_hf
+from fledge.checkpoints.eagle3 import load_drafter, save_drafter
 from fledge.config import MLAConfig, RopeConfig
 from fledge.errors import ModelError
 from tests.tiny import tiny_drafter, tiny_drafter_config, tiny_model_config
@@ -145,6 +146,8 @@ FAULTS = {
     "activation": ({"hidden_act": "gelu"}, {}, "activation 'gelu'"),
     "key missing": ({"hidden_size": None}, {}, "config.json lacks hidden_size"),
     "kind of value": ({"num_attention_heads": "many"}, {}, "wrong kind"),
+    "layer ids of a trainer": ({IDS: None, "eagle_config": {IDS: 5}}, {}, "must be a list of layers, not 5"),
+    "layer ids in words": ({IDS: None, "eagle_config": {IDS: [1, "low"]}}, {}, "must be a list of layers"),
     "rope type": ({"rope_scaling": {"rope_type": "longrope"}}, {}, "rope type 'longrope'"),
     "last state only": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "not EAGLE 3"),
 }
@@ -341,6 +344,13 @@ def test_files_that_are_not_a_drafter(tmp_path, drafter_folder):
         load_drafter(drafter_folder, TARGET)
 
 
+def test_a_pickle_whose_reader_says_nothing(drafter_folder, monkeypatch):
+    (drafter_folder / "model.safetensors").rename(drafter_folder / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(AssertionError()))
+    with pytest.raises(ModelError, match=r"cannot be read as plain tensors \(AssertionError\)"):
+        load_drafter(drafter_folder, TARGET)
+
+
 def test_saving_replaces_a_drafter_and_nothing_else(tmp_path, drafter_folder):
     (drafter_folder / "leftover.txt").write_text("from before")
     drafter = tiny_drafter(tiny_drafter_config(TARGET, norm_before_fc=True))
@@ -350,9 +360,10 @@ def test_saving_replaces_a_drafter_and_nothing_else(tmp_path, drafter_folder):
     other = tmp_path / "photographs"
     other.mkdir()
     (other / "cat.jpg").write_text("meow")
+    (other / "config.json").write_text('{"architectures": 5}')
     with pytest.raises(ModelError, match="is not a drafter"):
         save_drafter(drafter, other)
-    assert [file.name for file in other.iterdir()] == ["cat.jpg"]
+    assert sorted(file.name for file in other.iterdir()) == ["cat.jpg", "config.json"]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "temporary folders left behind"
 
 

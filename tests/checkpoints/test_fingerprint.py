@@ -108,7 +108,7 @@ def test_auto_finds_it_by_name_folder_and_file(shipped, tmp_path, caplog, monkey
         assert Speculation().resolve_drafter(model) == shipped, model
         assert "trained on answers of some/target in 1,200 conversations of 45,000 tokens" in caplog.text
     # A copy on the hub under another name, for every command.
-    monkeypatch.setattr(sources, "_from_hub", lambda name: tmp_path / "model" if name == "some/copy" else _gone(name))
+    monkeypatch.setattr(sources, "from_hub", lambda name, *_, **__: tmp_path / "model" if name == "some/copy" else _gone(name))
     assert Speculation().resolve_drafter("some/copy") == shipped
     for model in ("other/name", "", str(save_decoder(trained(2), tmp_path / "other"))):
         assert Speculation().resolve_drafter(model) == "ngram", model

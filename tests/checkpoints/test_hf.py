@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints import tensors
 from fledge.checkpoints.hf import config_to_hf, load_config, load_decoder, save_decoder
-from fledge.config import FAMILIES, ModelConfig, RopeConfig
+from fledge.config import ModelConfig, RopeConfig
 from fledge.errors import ModelError
+from fledge.families import FAMILIES
 from fledge.models.decoder import Decoder, causal_attend
-from tests.tiny import tiny_decoder, tiny_model_config
+from tests.tiny import FULL_ROPE, tiny_decoder, tiny_model_config
 
 LONGROPE = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
 
@@ -107,6 +108,13 @@ def test_tokenizer_files_go_along(folder: Path, tmp_path: Path) -> None:
         tiny_model_config("Gemma3ForCausalLM", tie_embeddings=True),
         tiny_model_config("Phi3ForCausalLM", windows=(16,) * 4),
         tiny_model_config("Phi3ForCausalLM", rope=LONGROPE),
+        tiny_model_config("MinistralForCausalLM", rope=FULL_ROPE),
+        tiny_model_config("GemmaForCausalLM", rope=FULL_ROPE),
+        tiny_model_config("SeedOssForCausalLM", rope=FULL_ROPE, output_bias=True),
+        tiny_model_config("GlmForCausalLM", rope=FULL_ROPE, qkv_bias=False),
+        tiny_model_config("Glm4ForCausalLM", rope=FULL_ROPE),
+        tiny_model_config("SmolLM3ForCausalLM", rope=FULL_ROPE),
+        tiny_model_config("SmolLM3ForCausalLM", rope=FULL_ROPE, windows=(None, 8, None, 8)),
     ],
     ids=lambda config: f"{config.architecture}-{config.rope.kind}",
 )

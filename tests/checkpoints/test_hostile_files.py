@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.checkpoints import gguf
 from fledge.checkpoints.eagle3 import load_drafter, save_drafter
+from fledge.checkpoints.ends import fetch_ends, load_ends
 from fledge.checkpoints.hf import load_config, load_decoder, save_decoder
 from fledge.checkpoints.inspect import inspect_drafter
 from fledge.config import ModelConfig
@@ -36,6 +37,17 @@ def folder(tmp_path: Path) -> Path:
 def change(folder: Path, **values: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", "small"), ("num_hidden_layers", "four")])
+def test_the_ends_of_a_model_of_an_unknown_family(folder: Path, key: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(folder, architectures=["OtherForCausalLM"])
+    load_ends(folder, torch.float32, torch.device("cpu"))
+    change(folder, **{key: value})
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model.safetensors"}}')
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    with pytest.raises(ModelError, match=f"{key} must be a"):
+        load_ends(fetch_ends("org/model"), torch.float32, torch.device("cpu"))
 
 
 ODD_VALUES = [

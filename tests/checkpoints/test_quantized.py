@@ -16,10 +16,11 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.checkpoints.quantization_config import METHODS, read_scheme
 from fledge.checkpoints.quantized import KEPT
 from fledge.checkpoints.supported import page
-from fledge.config import FAMILIES, MoEConfig
+from fledge.config import MoEConfig
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import ModelError, UserError
+from fledge.families import FAMILIES
 from fledge.kernels.formats.fp8 import read_fp8
 from fledge.kernels.formats.packed_int import read_awq, read_compressed, read_gptq
 from fledge.kernels.linear.packed import PackedLinear
@@ -278,6 +279,7 @@ def _fp8_block(structure: Any) -> dict[str, Any]:
         ("fp8-tensor", {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}),
         ("ct-fp8", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
         ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*self_attn$"], "weights": None}}}),
+        ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"input_activations": {"num_bits": 8}}}}),  # weights alike
         ("fp8-block", _fp8_block("128x128")),
     ],
     ids=lambda value: value if isinstance(value, str) else value["quant_method"],

@@ -24,10 +24,10 @@ from fledge.checkpoints.gguf_file import GgufFile
 from fledge.checkpoints.gguf_tokenizer import GgufTokenizer
 from fledge.checkpoints.hf import config_to_hf, load_config, save_decoder
 from fledge.checkpoints.tensors import TensorReader
-from fledge.config import FAMILIES as SUPPORTED
 from fledge.config import ModelConfig
 from fledge.engine.stop_strings import StopMatcher
 from fledge.errors import RequestError, UserError
+from fledge.families import FAMILIES as SUPPORTED
 from fledge.serving.json_checks import check_json
 from fledge.serving.json_schema import supported_schema
 from fledge.serving.limits import Limits

@@ -12,7 +12,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from fledge.bench.doctor import diagnose
+from fledge.bench.doctor import AcceptanceMeter, Trial, diagnose, gain_in_errors
 from fledge.checkpoints.eagle3 import save_drafter
 from fledge.cli.doctor import doctor
 from tests.interop.tiny_models import CHAT_TEMPLATE, save_target
@@ -93,6 +93,31 @@ def test_the_fault_is_named(tmp_path, folders, name, config, tensors, fault, rem
     assert remedy in diagnosis.remedy
 
 
+@pytest.mark.parametrize(("saved", "fault"), [(1, "layers off by one"), (0, None)])
+def test_a_shift_that_helps_a_little_is_told_on_longer_answers(monkeypatch, folders, saved, fault):
+    """`saved`: steps of 40 that each long answer takes fewer with the layers one lower; the usual text says little."""
+    texts = []
+
+    def measure(self, network, fault="", remedy="", prompt_format=None, *, text="usual"):
+        texts.append(text)
+        is_lower = network.config.aux_layer_ids == (1, 3, 4)
+        steps = tuple(40 + place % 3 - saved * is_lower + is_lower * (place % 2) for place in range(12))
+        return Trial(fault, remedy, 1.2 + 0.1 * is_lower, 0.7, steps)
+
+    monkeypatch.setattr(AcceptanceMeter, "measure", measure)
+    diagnosis = examined(folders["eagle 3"], folders["target"])
+    assert (diagnosis.fault, "[1, 3, 4]" in diagnosis.remedy) == (fault, fault is not None), diagnosis
+    assert texts.count("long") == 2
+
+
+def test_gain_in_errors():
+    """The steps of the shipped drafter with [3, 16, 28] and with its own layers, on answers of 128 tokens."""
+    before, after = (41, 29, 53, 14, 22, 63, 77, 13), (37, 26, 49, 15, 21, 60, 71, 13)
+    assert gain_in_errors(before, after) == pytest.approx(5.51, abs=0.01)
+    assert gain_in_errors(after, before) < -5
+    assert gain_in_errors((41,), (37,)) == gain_in_errors(before, before) == 0
+
+
 def test_ids_instead_of_offsets(tmp_path, folders):
     offsets = load_file(folders["eagle 3.1"] / "model.safetensors")["d2t"]
     ids = {"d2t": offsets + torch.arange(56)}
@@ -147,6 +172,15 @@ def test_what_no_change_can_load(tmp_path, folders):
     diagnosis = examined(folder, folders["target"])
     assert (diagnosis.fault, diagnosis.unchanged) == ("unreadable", None)
     assert "norm.weight" in diagnosis.explanation
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(IDS, 5), (IDS, [1, "low"]), ("vocab_size", "many"), ("draft_vocab_size", [1]), ("draft_vocab_size", -1)]
+)
+def test_values_of_the_wrong_kind(tmp_path, folders, key, value):
+    folder = broken(folders["eagle 3.1"], tmp_path / "broken", {key: value, "eagle_config": None})
+    diagnosis = examined(folder, folders["target"])
+    assert (diagnosis.fault, diagnosis.trials) == ("unreadable", []), diagnosis
 
 
 def test_command(tmp_path, folders):

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fledge.config import FAMILIES
 from fledge.engine.build import Speculation, fit
+from fledge.families import FAMILIES
 from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import HostLayouts, PagedKV, SequenceLayout

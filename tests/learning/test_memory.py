@@ -11,9 +11,8 @@ from fledge.engine.executors.hidden_states import MAX_REQUESTS
 from fledge.learning.config import LearnConfig
 from fledge.learning.gate import Decision
 from fledge.learning.memory import reserved_bytes
-from fledge.learning.served import Before
+from fledge.learning.served import Before, StagedWeights, weights_of
 from fledge.learning.setup import initial_drafter_config
-from fledge.learning.weights import StagedWeights, weights_of
 from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, finished, serve, toy_prompts
 

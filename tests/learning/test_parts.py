@@ -13,15 +13,14 @@ from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.errors import UserError
-from fledge.learning.batch import pack
-from fledge.learning.budget import FREE_SECONDS, MOST_CREDIT, Budget
-from fledge.learning.collector import Admission
+from fledge.learning.candidate import pack
+from fledge.learning.collector import RETIRE_AFTER, Admission, Domains
 from fledge.learning.config import LearnConfig
-from fledge.learning.domains import RETIRE_AFTER, Domains
 from fledge.learning.fixed_set import BUILT_IN, FixedSet
 from fledge.learning.gate import MAX_CLIENTS, Decision, Live, has_fallen, judge
 from fledge.learning.generations import Generations, read_history
 from fledge.learning.journal import Journal
+from fledge.learning.micro_steps import FREE_SECONDS, MOST_CREDIT, Budget
 from fledge.learning.report import summarize
 from fledge.learning.samples import MAX_USES, Sample, SampleRing, is_held_out
 from fledge.speculation.guard import DriftGuard
@@ -408,6 +407,18 @@ def test_history_survives_a_line_cut_short(tmp_path):
     (tmp_path / "current.json").write_text('{"generation": 7}')
     with pytest.raises(UserError, match="generation-0007"):
         _ = generations.current
+
+
+def test_a_learn_folder_with_strange_files(tmp_path):
+    history = tmp_path / "history.jsonl"
+    history.write_text('5\n{"event": "point", "requests": 1}\n["event"]\n')
+    assert [event["requests"] for event in read_history(tmp_path)] == [1]
+    history.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match=r"history\.jsonl: cannot be read"):
+        read_history(tmp_path)
+    (tmp_path / ".lock").mkdir()  # as a folder that may not be written
+    with pytest.raises(UserError, match=r"--learn-dir .*: cannot be written .*give another folder"):
+        Generations(tmp_path, keep=2).lock()
 
 
 def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):

@@ -16,18 +16,18 @@ from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
-from fledge.learning.batch import pack
-from fledge.learning.budget import FREE_SECONDS
+from fledge.learning.candidate import pack
 from fledge.learning.config import LearnConfig
 from fledge.learning.fixed_set import FixedSet
 from fledge.learning.gate import LEAST_REQUESTS, Decision
 from fledge.learning.generations import Generations
 from fledge.learning.hook import Learning
 from fledge.learning.learner import Learner
+from fledge.learning.micro_steps import FREE_SECONDS
 from fledge.learning.samples import LEAST_ANSWER, is_held_out
+from fledge.learning.served import weights_of
 from fledge.learning.setup import NEW_RATE, TRAINED_RATE, build_learning_engine, initial_drafter_config
 from fledge.learning.target import MOST_READ_TOKENS
-from fledge.learning.weights import weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.training.targets import toy
@@ -462,7 +462,7 @@ def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
         assert one.drafter.fallback is not None
     serve(again, toy_prompts(8, seed=8))
     accepted = Decision(True, "a test", recent_after=5.0)  # better than n-grams
-    again.hook._decided(accepted)
+    again.hook.served.choose_drafts(accepted)
     list(again.hook.served.swap(again.hook.served.weights, accepted))
     again.hook.close()
     last = learning_engine(folder=tmp_path, learning_rate=0.0)
@@ -559,16 +559,16 @@ def test_n_grams_are_measured_over_all_passes_and_compared_at_each_gate(learning
     """Most passes have no n-gram draft: counting only those that have one overrates them."""
     engine = learning_engine(budget=1e-6)
     served = engine.hook.served
-    served.choose_drafts(1.01)  # nothing was served: nothing is known of n-grams
+    served.choose_drafts(Decision(True, "a test", recent_after=1.01))  # nothing was served: nothing is known of n-grams
     assert engine.drafter.fallback is not None
     requests = serve(engine, toy_prompts(64, seed=1))
     tokens, accepted = (sum(values) for values in zip(*((r.num_answer, r.stats.accepted) for r in requests), strict=True))
     per_pass = tokens / (tokens - accepted)
     assert served.ngram_tokens / served.ngram_passes == pytest.approx(per_pass)
     assert acceptance(requests) > per_pass + 0.05
-    engine.hook._decided(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
+    served.choose_drafts(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
     assert engine.drafter.fallback is not None
-    engine.hook._decided(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
+    served.choose_drafts(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
     assert engine.drafter.fallback is None
 
 

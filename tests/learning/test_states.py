@@ -11,9 +11,9 @@ from torch import nn
 
 from fledge.kernels.quantization import QuantizedLinear, quantize
 from fledge.learning.gate import Decision
+from fledge.learning.served import StagedWeights, weights_of
 from fledge.learning.setup import initial_drafter_config
 from fledge.learning.target import MAX_PREFIXES, linear_weight
-from fledge.learning.weights import StagedWeights, weights_of
 from fledge.models.drafter import EagleDrafter
 from fledge.training.targets import toy
 from tests.learning.conftest import GREEDY, acceptance, finished, serve, toy_prompts

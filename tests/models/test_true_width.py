@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import engine_row, network_differences, reference
+from benchmarks.parity import WIDTHS, engine_row, network_differences, reference
+from fledge.families import FAMILIES
 
 SET_APART = ["Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "Mixtral-8x7B", "Gemma-3-4B", "Phi-4-mini"]
 SET_APART += ["Gemma-2B", "SmolLM3-3B", "GLM-4-9B-0414"]  # layers differ from Llama's
+
+
+def test_the_benchmark_has_all_families() -> None:
+    assert {f"{family}ForCausalLM" for family, _ in WIDTHS.values()} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
