@@ -24,7 +24,6 @@ from torch import Tensor
 from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.linear.register_stream import LaunchConfig, register_stream
 from fledge.kernels.linear.tiles import Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 
@@ -39,15 +38,14 @@ LAYER = {
     "gate_up": (4096, 28672, True),
     "down": (14336, 4096, False),
 }
-# What is tried. For few rows: KB of `register_stream`'s ring (the fewest steps, 4, and the most, 8) or a tile. For some rows:
-# a tile (outputs, rows, inputs, warps, stages).
-FEW = [(4,), (128,), (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
+# Tiles that are tried (outputs, rows, inputs, warps, stages), for few rows and for some.
+FEW = [(32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
 SOME = [(64, 64, 128, 4, 4), (64, 64, 128, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3)]
 CACHE_BYTES = 200 << 20  # of copies of a weight, so that the device's cache has none of them
 
 
 class Job(NamedTuple):
-    """A linear in one format at a number of rows, in a given tile, streamed (KB of its ring) or as dispatched."""
+    """A linear in one format at a number of rows, in a given tile or as dispatched."""
 
     format: str
     name: str
@@ -82,8 +80,6 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
         residual = None if norm is not None else torch.randn(job.rows, outputs, device="cuda").bfloat16()
         return lambda: linear(x, weight, norm=norm, gated=gated, residual_MO=residual)
     order = case_of(x, weight, gated).order
-    if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
-        return lambda: register_stream(x, weight, order=order, gated=gated, config=LaunchConfig(ring=job.tile[0]))
     tile = Tile(*job.tile)
     return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=order.slices > 1)
 

@@ -61,8 +61,7 @@ class Rule(NamedTuple):
 # `benchmarks/gpu_linears.py` measures the limits.
 #   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
 #   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
-#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory; of a
-#                    plain one where CONFIGS names it
+#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory
 #   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
 #   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
 #   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
@@ -81,11 +80,8 @@ def most_register_rows(case: Case) -> int:
 
 
 def can_stream(case: Case) -> bool:
-    if not orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size):
-        return False
-    if case.format == "plain":
-        return not case.order.scales_sums
-    return streams.serves(case.inputs, case.order, case.group_size)
+    supported = orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size)
+    return supported and streams.serves(case.inputs, case.order, case.group_size)
 
 
 def fewest_cublas_rows(case: Case) -> int:
@@ -122,8 +118,6 @@ def choose_kernel(case: Case) -> tuple[str, tuple[int, ...]]:
 
 
 def serves_plain(kernel: str, case: Case) -> bool:
-    if kernel == "register_stream":
-        return can_stream(case)
     if kernel == "tma_tiles":
         return supports_wgmma(case.device)
     if kernel == "cublas":
@@ -169,8 +163,8 @@ def linear(
         return staged_mma(x_MK, weight, bias_O, config=program, **fused)
     if kernel == "register_stream":
         assert norm is None, "other kernels serve weights whose sums a norm scales"
-        stream = streams.LaunchConfig(*config)
-        return streams.register_stream(x_MK, weight, bias_O, config=stream, pdl_barrier=pdl_barrier, **options)
+        assert isinstance(weight, QuantizedWeight)
+        return streams.register_stream(x_MK, weight, bias_O, **options)
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
