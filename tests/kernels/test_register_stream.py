@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from fledge.kernels.linear import register_stream as module
-from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import INT4_ZERO
+from fledge.kernels.quantization import QuantizedWeight
 from tests.kernels.ptx import run_assembly
-from tests.kernels.support import INTERPRETED
-from tests.kernels.test_register_mma import compiled_for_hopper
+from tests.kernels.support import compiled, compiles
 
-compiles = pytest.mark.skipif(module.gl is None or INTERPRETED, reason="needs Triton")
-FORMATS = {"int8": ("*i8", "*fp16", 32), "int4": ("*i16", "*fp16", 128), "fp8": ("*fp8e4nv", "*fp32", 128)}
+# Bits, types of codes and scales, inputs that share a scale.
+FORMATS = {
+    "int8": (8, torch.int8, torch.float16, 32),
+    "int4": (4, torch.uint8, torch.float16, 128),
+    "fp8": (8, torch.float8_e4m3fn, torch.float32, 128),
+}
 
 
 @pytest.mark.parametrize("offsets", [False, True])
@@ -45,16 +48,15 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize(
     ("size", "outputs", "slices", "gated"), [(4096, 4096, 1, False), (14336, 4096, 2, True), (8960, 1536, 4, False)]
 )
-def test_it_compiles_for_hopper(format, size, outputs, slices, gated):
+def test_it_compiles_for_hopper(format, size, outputs, slices, gated, monkeypatch):
     """Products of 16 neighbours in order; only codes and the slices' sums go through shared memory."""
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
-    step, (codes, scales, group) = module.step_of(order), FORMATS[format]
-    bits = 4 if format == "int4" else 8
-    shape = Shape(8, 16, gated, slices, order.slice_inputs, step, size, outputs, bits, group)
-    constants = {"SHAPE": shape, "STAGES": 4, "HAS_BIAS": False, "HAS_RESIDUAL": False, "PDL": True}
-    types = {"codes_ptr": codes, "scales_ptr": scales, "offsets_ptr": scales}
-    constants |= module.layouts(slices, gated, bits, step)
-    assembly = compiled_for_hopper(module._register_stream, constants, types, warps=slices)
+    step, lines, (bits, codes, scales, group) = module.step_of(order), outputs * (2 if gated else 1), FORMATS[format]
+    parts = torch.zeros(lines, size * bits // 8, dtype=codes), torch.zeros(lines, size // group, dtype=scales)
+    weight, x = QuantizedWeight(*parts, None, bits, group), torch.zeros(1, size).bfloat16()
+    call = lambda: module.register_stream(x, weight, order=order, gated=gated)  # noqa: E731
+    (kernel,) = compiled(monkeypatch, module, "_register_stream", call)
+    assembly = kernel.asm["ptx"]
     assert assembly.count("mma.sync.aligned.m16n8k16") == step // 16 * (2 if gated else 1)
     loop = assembly[assembly.index("cp.async.wait_group") : assembly.rindex("cp.async.wait_group")]
     assert "st.shared" not in loop
