@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from fledge.kernels.linear import dispatch, head, measured, summation
+from fledge.kernels.linear import dispatch, measured, summation
 from fledge.kernels.linear import tiles as tiles_module
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
 from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
@@ -215,13 +215,13 @@ def test_cublas_scales_no_sums(monkeypatch):
 
 def test_the_head_takes_forms_of_tiles_alone(monkeypatch):
     taken = []
-    monkeypatch.setattr(head, "use_triton", lambda x: True)
-    monkeypatch.setattr(head, "tiled_head", lambda *_, **options: taken.append(options))
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "tiled_head", lambda *_, **options: taken.append(options))
     monkeypatch.setattr(dispatch, "serves_plain", lambda *_: True)
     x, norm, weight = torch.zeros(1, 64).bfloat16(), Norm(torch.ones(64).bfloat16(), 1e-5), torch.zeros(4096, 64).bfloat16()
     for kernel, config in (("tiles", (64, 16, 128, 4, 5, 0)), ("register_mma", (16, 1)), ("cublas", ())):
         monkeypatch.setattr(dispatch, "CONFIGS", {(64, 4096, False): ((64, kernel, config),)})
-        head.head_choice(x, norm, weight)
+        dispatch.head_choice(x, norm, weight)
     assert taken == [{"tile": Tile(64, 16, 128, 4, 5)}, {}, {}]
 
 

@@ -8,6 +8,8 @@ have their launch configs in `measured.CONFIGS`, on cards like the measured one;
 case names the kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+
+The head is a linear, too, after the final norm. For few greedy rows its logits never leave the chip (`head_choice`).
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from fledge.kernels.linear.reference import NormLike, linear_reference
 from fledge.kernels.linear.register_mma import norm_parts, register_mma
 from fledge.kernels.linear.staged_mma import staged_mma
 from fledge.kernels.linear.summation import Summation, summation
-from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
+from fledge.kernels.linear.tiles import Tile, tiled_head, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import rms_norm
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
@@ -181,6 +184,29 @@ def linear(
 def tile_options(config: tuple[int, ...]) -> dict[str, Any]:
     """Of `tiles`, from the numbers of a launch config."""
     return {"tile": Tile(*config[:5])} if config else {}
+
+
+FUSED_ROWS = 64  # up to which the best of each block of the vocabulary is chosen where its logits are made
+
+
+def head_choice(
+    x_ND: Tensor,
+    norm: NormLike,
+    weight_VD: Tensor | QuantizedWeight,
+    draws: SamplingState | None = None,
+    num_new: int = 1,
+    ahead: int = 0,
+    ids_V: Tensor | None = None,
+) -> PartialArgmax:
+    """The final norm, the head and the choice of a token. `x_ND`: before the norm. The rest is as in `sample.choose`."""
+    hidden = rms_norm(x_ND, norm.weight, norm.eps)
+    if use_triton(x_ND) and draws is None and len(x_ND) <= FUSED_ROWS:
+        case = case_of(hidden, weight_VD)
+        if case.order.slices == 1:  # a vocabulary of 3,840 or more
+            kernel, config = choose_kernel(case)
+            options = tile_options(config) if kernel == "tiles" else {}
+            return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
+    return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
 
 
 class Shape(NamedTuple):
