@@ -30,7 +30,7 @@ def draw_row(scaled_V: Tensor, seed: int, counter: int, floor: float = -torch.in
     if len(near) == 0:  # not a number
         return likeliest
     if ids is None and 4 * len(near) > len(scaled):
-        return int(near[(scaled + _noise_of_all(seed, counter, len(scaled)))[near].argmax()])
+        return int(near[(scaled + noise_of_all(seed, counter, len(scaled)))[near].argmax()])
     scores = scaled[near] + _noise_of(seed, counter, near if ids is None else ids[near])
     return int(near[scores.argmax()])
 
@@ -45,7 +45,7 @@ def _noise_of(seed: int, counter: int, ids: np.ndarray) -> np.ndarray:
     return _gumbel(words[ids // QUARTER % 4, np.arange(len(ids))])
 
 
-def _noise_of_all(seed: int, counter: int, vocab_size: int) -> np.ndarray:
+def noise_of_all(seed: int, counter: int, vocab_size: int) -> np.ndarray:
     blocks = -(-vocab_size // (4 * QUARTER))
     words = philox_words(seed, np.arange(blocks * QUARTER, dtype=np.uint64), counter)
     words = np.stack([word.reshape(blocks, QUARTER) for word in words], 1)
