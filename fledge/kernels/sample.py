@@ -15,7 +15,6 @@ A `PartialArgmax` is a draw in the making: the best of each block of the vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept, noise_of_all
 from fledge.kernels.triton_support import (
     INT_MAX,
+    by_device,
     jit,
     let_next_start,
     next_power_of_2,
@@ -49,36 +49,21 @@ class SamplingState(NamedTuple):
     truncation: TruncationParams | None = None  # None: nothing is cut off
 
 
-def choose(
+def choose_reference(
     logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
 ) -> PartialArgmax:
     """For `num_new` consecutive tokens of each of B sequences, the first of them `ahead` of the next one. None: greedy.
 
     `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
     """
-    if use_triton(logits_NV):
-        return choose_triton(logits_NV, draws, num_new, ahead, ids_V)
-    sample = sample_cpu if logits_NV.is_cpu else sample_reference
-    return choose_reference(logits_NV, draws, num_new, ahead, ids_V, sample=sample)
-
-
-def choose_reference(
-    logits_NV: Tensor,
-    draws: SamplingState | None = None,
-    num_new: int = 1,
-    ahead: int = 0,
-    ids_V: Tensor | None = None,
-    *,
-    sample: Callable[..., Tensor] | None = None,
-) -> PartialArgmax:
-    """`sample`: draws columns; None: `sample_reference`."""
     if draws is None:
         column = logits_NV.argmax(-1)
     else:
         temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
         counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
         truncation = None if draws.truncation is None else draws.truncation.repeated(num_new)
-        column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
+        sample = sample_cpu if logits_NV.is_cpu else sample_reference
+        column = sample(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
     ids = column if ids_V is None else ids_V[column]
     return PartialArgmax(torch.zeros((len(ids), 1), device=ids.device), ids[:, None].int())
 
@@ -149,11 +134,7 @@ def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor
 
 
 def choose_triton(
-    logits_NV: Tensor,
-    draws: SamplingState | None = None,
-    num_new: int = 1,
-    ahead: int = 0,
-    ids_V: Tensor | None = None,
+    logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
 ) -> PartialArgmax:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
@@ -186,6 +167,9 @@ def choose_triton(
             **overlap(logits_NV),
         )
     return PartialArgmax(best, ids)
+
+
+choose = by_device(choose_triton, choose_reference)
 
 
 @jit
