@@ -26,8 +26,16 @@ runs_triton = [
 ]
 
 
+KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+
+
 def device_of_kernels() -> str:
     return "cpu" if INTERPRETED else DEVICE
+
+
+def running(kernel: str, reference: Callable[..., Any], triton_kernel: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """One of KERNELS, and where it runs."""
+    return (reference, "cpu") if kernel == "reference" else (triton_kernel, device_of_kernels())
 
 
 class Card:
