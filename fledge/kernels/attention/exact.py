@@ -14,6 +14,8 @@ exact, and exp2 of it only differs in its exponent. A key that a row does not se
 
 This holds for bf16 and fp32. In fp16 a weight below 2^-14 loses bits, so there it holds as long as all kernels see the same
 `best`, which they do not.
+
+Last come the reads of the paged cache that the kernels share.
 """
 
 from __future__ import annotations
