@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from fledge.kernels.linear import dispatch, tma_tiles
-from fledge.kernels.linear.dispatch import Case, can_stream
+from fledge.kernels.linear.dispatch import Case
 from fledge.kernels.linear.staged_mma import LaunchConfig, programs_at_once
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tiles import Tile
@@ -102,8 +102,6 @@ STAGED = (
     LaunchConfig(64, 32),
     LaunchConfig(64, 32, 2),
 )
-# KB of the ring of `register_stream`. Programs of several slices are fewer and have more warps.
-ONE_SLICE_RINGS, SEVERAL_SLICES_RINGS = (16, 32, 48), (32, 64, 96)
 # outputs, rows, inputs, warps, stages. By the slices of the weight: one, or several.
 ONE_SLICE = (
     (64, 16, 128, 4, 5),
@@ -178,10 +176,6 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             slots = programs_at_once(form, order, kind.gated, MEASURED_SHARED_MEMORY) * MEASURED_MULTIPROCESSORS
             if programs <= 1.6 * slots and form.rows < 2 * rows + 16:
                 yield "staged_mma", form
-    if rows <= 16 and can_stream(case):
-        rings = ONE_SLICE_RINGS if order.slices == 1 else SEVERAL_SLICES_RINGS
-        for form in itertools.product((8, 16) if rows > 8 else (8,), rings, (0, 1)):
-            yield "register_stream", form
     for tile in (Tile(*sizes) for sizes in (ONE_SLICE if order.slices == 1 else SEVERAL_SLICES)):
         if tile.rows > max(16, rows) or 16 * tile.rows < rows or (order.scales_sums and rows < 32):
             continue

@@ -24,7 +24,7 @@ from torch import Tensor
 from fledge.kernels.formats.fp8 import quantize_fp8
 from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.linear.register_stream import LaunchConfig, register_stream
+from fledge.kernels.linear.register_stream import register_stream
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.linear.tiles import Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
@@ -40,18 +40,16 @@ LAYER = {
     "gate_up": (4096, 28672, True),
     "down": (14336, 4096, False),
 }
-# What is tried. For few rows: `register_stream` or a tile. Of the former, KB of the ring (the fewest steps, 4, and the most, 8)
-# and slices of the inputs, 0: as `summation` has them. A slice is a warp, and o of 8B in one slice has two warps a
-# multiprocessor. Other slices have other bits: what is faster has to change `summation`, for all kernels. For some rows: a
-# tile (outputs, rows, inputs, warps, stages).
-STREAMS = [(4, 0), (128, 0), (4, 2), (32, 2), (4, 4), (32, 4)]
-FEW = [*STREAMS, (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
+# What is tried. For few rows: `register_stream` with so many slices of the inputs, or a tile. A slice is a warp, and o of 8B in
+# one slice has two warps a multiprocessor. Other slices have other bits: what is faster has to change `summation`, for all
+# kernels. For some rows: a tile (outputs, rows, inputs, warps, stages).
+FEW = [(2,), (4,), (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
 SOME = [(64, 64, 128, 4, 4), (64, 64, 128, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3)]
 CACHE_BYTES = 200 << 20  # of copies of a weight, so that the device's cache has none of them
 
 
 class Job(NamedTuple):
-    """A linear in one format at a number of rows, in a given tile, streamed (KB of its ring, slices) or as dispatched."""
+    """A linear in one format at a number of rows, in a given tile, streamed in so many slices or as dispatched."""
 
     format: str
     name: str
@@ -86,11 +84,9 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
         residual = None if norm is not None else torch.randn(job.rows, outputs, device="cuda").bfloat16()
         return lambda: linear(x, weight, norm=norm, gated=gated, residual_MO=residual)
     order = case_of(x, weight, gated).order
-    if len(job.tile) == 2 and isinstance(weight, QuantizedWeight):
-        ring, slices = job.tile
-        if slices:
-            order = Summation(slices, False, -(-size // (CHUNK * slices)) * CHUNK)
-        return lambda: register_stream(x, weight, order=order, gated=gated, config=LaunchConfig(ring=ring))
+    if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
+        order = Summation(job.tile[0], False, -(-size // (CHUNK * job.tile[0])) * CHUNK)
+        return lambda: register_stream(x, weight, order=order, gated=gated)
     tile = Tile(*job.tile)
     return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=order.slices > 1)
 

@@ -17,20 +17,22 @@ Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear.slice_sums import silu_times
 from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
-from fledge.kernels.quantization import QuantizedWeight
+from fledge.kernels.linear.tiles import weight_parts
+from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight
 from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
 MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
-GROUP_INPUTS = 32  # quantised groups are multiples of it
 
 
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -85,8 +87,8 @@ def experts_triton(
     residual_ND: Tensor,
 ) -> Tensor:
     """`gate_up`: [E, 2I, D]."""
-    gate_up_codes = gate_up_EOD.codes if isinstance(gate_up_EOD, QuantizedWeight) else gate_up_EOD
-    (num_rows, size), num_experts, inner = x_ND.shape, len(gate_up_codes), gate_up_codes.shape[1] // 2
+    (num_rows, size), (num_experts, both) = x_ND.shape, weight_parts(gate_up_EOD)[0].shape[:2]
+    inner = both // 2
     per_row = experts_NK.shape[1]
     pairs = num_rows * per_row
     out = torch.empty_like(residual_ND)
@@ -126,14 +128,13 @@ def experts_triton(
 
 def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, CodesShape]:
     """Codes, scales and offsets (any tensor where there are none), and the constant that says how to read them."""
-    if isinstance(weight, Tensor):
-        assert weight.is_contiguous()
-        return weight, weight, weight, CodesShape(inputs, 16, 1, 1, 0, TILE_INPUTS)
-    parts = (weight.codes, weight.scales, weight.scales if weight.offsets is None else weight.offsets)
-    assert all(part.is_contiguous() for part in parts)
-    assert weight.group_size % GROUP_INPUTS == 0
-    part = TILE_INPUTS if weight.group_size % TILE_INPUTS == 0 else GROUP_INPUTS
-    return *parts, CodesShape(inputs, weight.bits, weight.group_size, part, kind_of_offsets(weight), TILE_INPUTS)
+    codes, scales, offsets, bits, group = weight_parts(weight)
+    assert bits == 16 or group % GROUP_SIZE == 0
+    scales = codes if scales is None else scales
+    offsets = scales if offsets is None else offsets
+    assert all(part.is_contiguous() for part in (codes, scales, offsets))
+    part = math.gcd(group, TILE_INPUTS)
+    return codes, scales, offsets, CodesShape(inputs, bits, group, part, kind_of_offsets(weight), TILE_INPUTS)
 
 
 class Groups(NamedTuple):
@@ -271,7 +272,6 @@ def _expert_linear(
     # All experts' outputs lie below each other.
     line = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + output
     weights_ptr = weight_ptr + line[:, None] * INPUTS + step[None, :]
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     for first in range(0, count, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)
         is_row = place < count
@@ -284,11 +284,9 @@ def _expert_linear(
             x = tl.load(rows_ptr + k, mask=is_input[:, None] & is_row[None, :], other=0.0)
             mask = is_output[:, None] & is_input[None, :]
             if CODES.bits < 16:
-                weight = _quantised(weight_ptr, scales_ptr, offsets_ptr, line, is_output, k, BLOCK_O, CODES, dtype)
-                sums = finished_step(tl.dot(weight, x, sums, input_precision="ieee"))
+                sums = _add_product(sums, x, weight_ptr, scales_ptr, offsets_ptr, line, is_output, k, CODES)
                 if GATED:
-                    up = _quantised(weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k, BLOCK_O, CODES, dtype)
-                    ups = finished_step(tl.dot(up, x, ups, input_precision="ieee"))
+                    ups = _add_product(ups, x, weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k, CODES)
             else:
                 weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
                 sums = tl.dot(weight, x, sums, input_precision="ieee")
@@ -297,28 +295,16 @@ def _expert_linear(
                     ups = tl.dot(up, x, ups, input_precision="ieee")
         to = out_ptr + pair[None, :] * OUTPUTS + output[:, None]
         if GATED:
-            # Rounded where the unfused network rounds.
-            gate = sums.to(dtype).to(tl.float32)
-            silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-            sums = silu * ups.to(dtype).to(tl.float32)
+            sums = silu_times(sums, ups, x_ptr.dtype.element_ty)
         tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 @jit
-def _quantised(
-    codes_ptr,
-    scales_ptr,
-    offsets_ptr,
-    line,
-    inside,
-    start,
-    LINES: tl.constexpr,
-    CODES: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """[lines, step] of the weight, from input `start` on."""
+def _add_product(sums, x, weight_ptr, scales_ptr, offsets_ptr, line, inside, start, CODES: tl.constexpr):
+    """Adds the product of a step's inputs x, from `start` on, and quantised weights to the sums [lines, rows]."""
     scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, CODES)
-    return read_weights(codes_ptr, scale, offset, line, inside, start, LINES, CODES, dtype)
+    w = read_weights(weight_ptr, scale, offset, line, inside, start, sums.shape[0], CODES, x.dtype)
+    return finished_step(tl.dot(w, x, sums, input_precision="ieee"))
 
 
 @jit

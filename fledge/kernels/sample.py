@@ -15,15 +15,15 @@ A `PartialArgmax` is a draw in the making: the best of each block of the vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept
+from fledge.kernels.sample_cpu import QUARTER, draw_row, lowest_kept, noise_of_all
 from fledge.kernels.triton_support import (
     INT_MAX,
+    by_device,
     jit,
     let_next_start,
     next_power_of_2,
@@ -49,35 +49,21 @@ class SamplingState(NamedTuple):
     truncation: TruncationParams | None = None  # None: nothing is cut off
 
 
-def choose(
+def choose_reference(
     logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
 ) -> PartialArgmax:
     """For `num_new` consecutive tokens of each of B sequences, the first of them `ahead` of the next one. None: greedy.
 
     `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
     """
-    if use_triton(logits_NV):
-        return choose_triton(logits_NV, draws, num_new, ahead, ids_V)
-    return choose_reference(logits_NV, draws, num_new, ahead, ids_V, sample=sample_cpu if logits_NV.is_cpu else None)
-
-
-def choose_reference(
-    logits_NV: Tensor,
-    draws: SamplingState | None = None,
-    num_new: int = 1,
-    ahead: int = 0,
-    ids_V: Tensor | None = None,
-    *,
-    sample: Callable[..., Tensor] | None = None,
-) -> PartialArgmax:
-    """`sample`: draws columns; None: by the reference."""
     if draws is None:
         column = logits_NV.argmax(-1)
     else:
         temperatures, seeds, counters = (x.repeat_interleave(num_new) for x in draws[:3])
         counters = counters + ahead + torch.arange(num_new, device=counters.device).repeat(len(draws.seeds_B))
         truncation = None if draws.truncation is None else draws.truncation.repeated(num_new)
-        column = (sample or sample_reference)(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
+        sample = sample_cpu if logits_NV.is_cpu else sample_reference
+        column = sample(logits_NV, temperatures, seeds, counters, truncation=truncation, ids_V=ids_V)
     ids = column if ids_V is None else ids_V[column]
     return PartialArgmax(logits_NV.gather(1, column[:, None]).float(), ids[:, None].int())
 
@@ -149,41 +135,12 @@ def sample_cpu(
 
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
-    ids = torch.arange(vocab_size, device=seeds_B.device)
-    lane = ids // (4 * QUARTER) * QUARTER + ids % QUARTER
-    words = torch.stack(philox(seeds_B[:, None].long(), lane[None, :], counters_B[:, None].long()))
-    word = words.gather(0, (ids // QUARTER % 4).expand(1, *words.shape[1:]))[0]
-    uniform = ((word >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
-
-
-def philox(seeds: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10: four 32-bit words (as int64) for key `seeds` (64 bits) and counter (c0, c1, 0, 0)."""
-    low = 0xFFFFFFFF
-    key0, key1 = seeds & low, (seeds >> 32) & low
-    c0, c1 = torch.broadcast_tensors(c0, c1)
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
-        high_a, low_a = _multiply(0xD2511F53, c0)
-        high_b, low_b = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ key0, low_b, high_a ^ c3 ^ key1, low_a
-        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
-    return c0, c1, c2, c3
-
-
-def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product, in halves of `word` so that int64 does not overflow."""
-    low_product = factor * (word & 0xFFFF)
-    upper = factor * (word >> 16) + (low_product >> 16)  # the product without its lowest 16 bits
-    return upper >> 16, ((upper & 0xFFFF) << 16) | (low_product & 0xFFFF)
+    rows = zip(seeds_B.tolist(), counters_B.tolist(), strict=True)
+    return torch.stack([torch.from_numpy(noise_of_all(*row, vocab_size)) for row in rows]).to(seeds_B.device)
 
 
 def choose_triton(
-    logits_NV: Tensor,
-    draws: SamplingState | None = None,
-    num_new: int = 1,
-    ahead: int = 0,
-    ids_V: Tensor | None = None,
+    logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
 ) -> PartialArgmax:
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
@@ -216,6 +173,9 @@ def choose_triton(
             **overlap(logits_NV),
         )
     return PartialArgmax(best, ids)
+
+
+choose = by_device(choose_triton, choose_reference)
 
 
 @jit

@@ -1,6 +1,6 @@
 """Draws on a CPU: the tokens of `kernels.sample`'s reference, to the bit, in a fraction of its time.
 
-Noise lies between LEAST_NOISE and MOST_NOISE, so an id whose logit is far below the best one's score cannot win and needs none.
+Noise is at most MOST_NOISE, so an id whose logit is far below the best one's score cannot win and needs none.
 Where most ids are near the best, one Philox call serves four of them. Top-k and top-p look at the largest logits only.
 Measured on one core at 49,152 ids, where the reference takes 8 ms a row: 0.7 ms where all ids are near, 0.2 ms where few are,
 0.45 ms with top-k. Top-p alone over flat logits sorts them all: 2.5 ms instead of 16.
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 QUARTER = 1024  # ids with noise from the same Philox call lie so far apart
-# -log(-log(u)) for the least and the largest u, 2^-24 and 1 - 2^-24, rounded outwards.
-LEAST_NOISE, MOST_NOISE = -2.8116, 16.6356
+MOST_NOISE = 16.6356  # -log(-log(u)) for the largest u, 1 - 2^-24, rounded up
 NEAR_TOP = 256  # logits in which top-p looks first for its cut
 
 
@@ -30,7 +29,7 @@ def draw_row(scaled_V: Tensor, seed: int, counter: int, floor: float = -torch.in
     if len(near) == 0:  # not a number
         return likeliest
     if ids is None and 4 * len(near) > len(scaled):
-        return int(near[(scaled + _noise_of_all(seed, counter, len(scaled)))[near].argmax()])
+        return int(near[(scaled + noise_of_all(seed, counter, len(scaled)))[near].argmax()])
     scores = scaled[near] + _noise_of(seed, counter, near if ids is None else ids[near])
     return int(near[scores.argmax()])
 
@@ -45,7 +44,7 @@ def _noise_of(seed: int, counter: int, ids: np.ndarray) -> np.ndarray:
     return _gumbel(words[ids // QUARTER % 4, np.arange(len(ids))])
 
 
-def _noise_of_all(seed: int, counter: int, vocab_size: int) -> np.ndarray:
+def noise_of_all(seed: int, counter: int, vocab_size: int) -> np.ndarray:
     blocks = -(-vocab_size // (4 * QUARTER))
     words = philox_words(seed, np.arange(blocks * QUARTER, dtype=np.uint64), counter)
     words = np.stack([word.reshape(blocks, QUARTER) for word in words], 1)

@@ -13,16 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fledge.kernels.attention.decode_attention import decode_attention
-from fledge.kernels.attention.kv_store import store_kv
 from fledge.kernels.attention.launch_config import arrival_counts
 from fledge.kernels.attention.metadata import AttentionForm, AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.attention.prefill_attention import prefill_attention
-from fledge.kernels.attention.rope_attention import Norms, rope_attention
-from fledge.kernels.attention.rope_cache import rope_cache
+from fledge.kernels.attention.rope_attention import rope_attention
+from fledge.kernels.attention.rope_cache import Norms, rope_cache, store_kv
 from fledge.kernels.draft_inputs import DraftInputs, draft_inputs, fuse_inputs
-from fledge.kernels.linear.dispatch import linear
-from fledge.kernels.linear.head import head_choice
+from fledge.kernels.linear.dispatch import head_choice, linear
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight
 from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax

@@ -356,22 +356,6 @@ def test_a_linear_without_a_form_keeps_what_the_rules_choose(monkeypatch: pytest
     assert [line["form"] for line in lines] == [("tiles", ()), *[form] * 3]
 
 
-def test_large_plain_weights_may_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In few forms, as each is compiled on the card; 16 rows also in programs that read the weight once."""
-    from fledge.kernels.linear import summation
-
-    forms = importlib.import_module("gpu_linear_forms")
-    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
-    for kind in (kind for model in forms.MODELS.values() for kind in model if not kind.head):
-        found = {
-            rows: {numbers for kernel, numbers in forms.candidates(kind, rows) if kernel == "register_stream"}
-            for rows in (4, 16, 32)
-        }
-        scales_sums = any(kernel == "register_mma" for kernel, _ in forms.candidates(kind, 4))
-        assert (len(found[4]), len(found[16]), len(found[32])) == ((0, 0, 0) if scales_sums else (6, 12, 0))
-        assert all(numbers[0] == 8 for numbers in found[4])
-
-
 def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights with several slices, few enough to be measured; what is fastest for a prefill serves longer ones."""
     from fledge.kernels.linear import dispatch, summation

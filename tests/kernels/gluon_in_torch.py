@@ -171,6 +171,13 @@ def _allocated(dtype: torch.dtype, shape: list[int], layout: object) -> Shared |
     return Barriers(shape[0]) if dtype == torch.int64 else Shared(torch.full(shape, float("nan"), dtype=dtype))
 
 
+def _reshaped(x: Tensor, shape: list[int]) -> Tensor:
+    """With a layout that can be asked for."""
+    out = x.reshape(shape)
+    out.type = SimpleNamespace(layout=None)
+    return out
+
+
 def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
     def no_layout(*_: object, **__: object) -> None:
         return None
@@ -179,6 +186,7 @@ def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
         **dict.fromkeys(("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "DotOperandLayout"), no_layout),
         NVMMADistributedLayout=no_layout,
         float32=torch.float32,
+        int8=torch.int8,
         int64=torch.int64,
         constexpr=None,
         static_range=range,
@@ -194,9 +202,8 @@ def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
         store=lambda pointer, value, mask: pointer.write(value, mask),
         allocate_shared_memory=_allocated,
         permute=lambda x, order: x.permute(order),
-        reshape=lambda x, shape: x.reshape(shape),
+        reshape=_reshaped,
         split=lambda x: x.unbind(-1),
-        join=lambda first, second: torch.stack((first, second), -1),
         convert_layout=lambda x, layout: x,
         sum=lambda x, axis: x.sum(axis),
         fma=lambda x, y, z: x * y + z,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,76 @@ runs_triton = [
 ]
 
 
+KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+
+
 def device_of_kernels() -> str:
     return "cpu" if INTERPRETED else DEVICE
+
+
+def running(kernel: str, reference: Callable[..., Any], triton_kernel: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """One of KERNELS, and where it runs."""
+    return (reference, "cpu") if kernel == "reference" else (triton_kernel, device_of_kernels())
+
+
+class Card:
+    """Triton's driver of a card that is not here, as far as compiling a launch asks for it."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 1000 + self.capability  # not one that kernels are launched on
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class NotLaunched:
+    """Stands in for a kernel, or for a function that launches some."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self
+
+    def __call__(self, *_: object, **__: object) -> None:
+        pass
+
+
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    call: Callable[[], object],
+    *,
+    others: tuple[str, ...] = (),
+    capability: int = 90,
+) -> list[Any]:
+    """A module's kernel, as compiled for the launches that a call would make on a card (sm_90); `others` are left out."""
+    from triton.runtime import driver
+
+    kernel, found = getattr(module, name), []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: found.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+    overlaps = {"PDL": True, "launch_pdl": True} if capability >= 90 else {"PDL": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, Recorder())
+        for other in others:
+            patch.setattr(module, other, NotLaunched())
+        patch.setattr(module, "overlap", lambda x: overlaps, raising=False)
+        patch.setattr(driver, "_active", Card(capability))
+        call()
+    return found
+
+
+compiles = pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton")
 
 
 def fp8_weight(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:

@@ -25,10 +25,9 @@ from fledge.kernels.adjustments import (
 from fledge.kernels.bits import num_words, pack_bits, unpack_bits
 from fledge.sampling import SamplingParams
 from fledge.speculation.distribution import adjust
-from tests.kernels.support import device_of_kernels, runs_triton
+from tests.kernels.support import KERNELS, running
 
 VOCAB, ROWS, TEXT = 2090, 7, 60  # two blocks of the vocabulary, and a word that is not full
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 STOPS = [2, 33, 2089]
 OPTIONS = {
     "none": {},
@@ -47,10 +46,6 @@ MIXED = [
     ["repetition", "min_tokens", "bad_words"],
     ["frequency", "bias", "min_tokens", "bad_words", "grammar"],
 ]
-
-
-def running(name: str):
-    return (adjust_reference, "cpu") if name == "reference" else (adjust_triton, device_of_kernels())
 
 
 class Row:
@@ -129,7 +124,7 @@ def on_device(rows: list[Row], where: list[int], depth: int, device: str) -> tup
 @pytest.mark.parametrize("names", [[name] for name in OPTIONS] + MIXED, ids=" + ".join)
 @pytest.mark.parametrize("depth", [0, 3])
 def test_equals_the_lists(kernel, names, depth):
-    run, device = running(kernel)
+    run, device = running(kernel, adjust_reference, adjust_triton)
     rng = random.Random(f"{names} {depth}")
     where = [4, 1, 6] if depth else [0, 1, 2]
     rows = [Row(rng, names, depth) for _ in where]
@@ -144,7 +139,7 @@ def test_equals_the_lists(kernel, names, depth):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_with_different_options(kernel):
-    run, device = running(kernel)
+    run, device = running(kernel, adjust_reference, adjust_triton)
     rng = random.Random(3)
     rows = [Row(rng, names, 3) for names in (["penalties"], ["none"], ["bad_words"], MIXED[2], ["nothing left"])]
     state, adjustments, drafts = on_device(rows, list(range(5)), 3, device)
@@ -158,7 +153,7 @@ def test_rows_with_different_options(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_cleared_row_comes_out_as_it_went_in(kernel):
-    run, device = running(kernel)
+    run, device = running(kernel, adjust_reference, adjust_triton)
     rows = [Row(random.Random(1), ["penalties", "bias", "bad_words", "grammar"], 1)] * 3
     state, adjustments, drafts = on_device(rows, [0, 1, 2], 1, device)
     clear_rows(adjustments, torch.tensor([0, 2], device=device))
@@ -170,7 +165,7 @@ def test_a_cleared_row_comes_out_as_it_went_in(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_logits_that_are_not_numbers_are_not_taken_for_banned(kernel):
-    run, device = running(kernel)
+    run, device = running(kernel, adjust_reference, adjust_triton)
     rows = [Row(random.Random(1), ["none"], 0)] * 2
     state, adjustments, drafts = on_device(rows, [0, 1], 0, device)
     logits = torch.randn(2, VOCAB, device=device)
@@ -181,8 +176,7 @@ def test_logits_that_are_not_numbers_are_not_taken_for_banned(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("indexed", [False, True])
 def test_counting(kernel, indexed):
-    run = count_tokens_reference if kernel == "reference" else count_tokens_triton
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, count_tokens_reference, count_tokens_triton)
     adjustments = Adjustments.empty(ROWS, 1, VOCAB, device)
     answers = [[5, 5, 9], [], [2089] * 4]
     where = [5, 0, 3] if indexed else [0, 1, 2]

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from fledge.kernels.attention.decode_attention import choose_splits, decode_attention_reference, decode_attention_triton
-from tests.kernels.support import device_of_kernels, runs_triton
-
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+from tests.kernels.support import KERNELS, device_of_kernels
 
 
 def scattered_cache(kv_lens, page_size, num_kv_heads, head_dim, device):

@@ -18,9 +18,8 @@ from fledge.kernels.attention.prefill_attention import prefill_attention_referen
 from fledge.kernels.attention.rope_attention import rope_attention_reference, rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache_triton
 from fledge.models.layers import Rotary
-from tests.kernels.support import INTERPRETED, device_of_kernels, runs_triton
+from tests.kernels.support import INTERPRETED, KERNELS, device_of_kernels, running
 
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 # Heads, head size, page size, window, norms, keys of a split.
 CASES = [((6, 2), 32, 64, None, False, 64), ((3, 1), 24, 16, None, True, 128), ((4, 4), 16, 128, 90, False, 64)]
 LENGTH = 210
@@ -167,9 +166,8 @@ def by_formula(text: Text) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_lies_before_a_text_sees_nothing(kernel):
     """A chunk that begins before its text's first token, as one is recorded: its rows there are 0."""
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, prefill_attention_reference, prefill_attention_triton)
     keys, values = (torch.randn(1, 16, 16, device=device) for _ in range(2))
-    run = prefill_attention_reference if kernel == "reference" else prefill_attention_triton
     q = torch.randn(8, 3, 16, device=device)
     table, offsets = (torch.tensor(numbers, device=device, dtype=torch.int32) for numbers in ([[0]], [0, 8]))
     found = run(q, keys, values, table, offsets, torch.tensor([-2], device=device), 16)

@@ -10,14 +10,12 @@ import itertools
 import pytest
 import torch
 
-from fledge.kernels.linear import dispatch, head, measured, summation
+from fledge.kernels.linear import dispatch, measured, summation
 from fledge.kernels.linear import tiles as tiles_module
 from fledge.kernels.linear.cublas import cublas_is_exact, cublas_linear
 from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, table
 from fledge.kernels.linear.reference import Norm, linear_reference
 from fledge.kernels.linear.register_mma import register_mma
-from fledge.kernels.linear.register_stream import LaunchConfig as StreamConfig
-from fledge.kernels.linear.register_stream import register_stream
 from fledge.kernels.linear.staged_mma import CONFIGS, LaunchConfig, programs_at_once, staged_mma
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tiles import LARGE, SMALL, Tile, choose_tile, tiled_linear
@@ -217,13 +215,13 @@ def test_cublas_scales_no_sums(monkeypatch):
 
 def test_the_head_takes_forms_of_tiles_alone(monkeypatch):
     taken = []
-    monkeypatch.setattr(head, "use_triton", lambda x: True)
-    monkeypatch.setattr(head, "tiled_head", lambda *_, **options: taken.append(options))
+    monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
+    monkeypatch.setattr(dispatch, "tiled_head", lambda *_, **options: taken.append(options))
     monkeypatch.setattr(dispatch, "serves_plain", lambda *_: True)
     x, norm, weight = torch.zeros(1, 64).bfloat16(), Norm(torch.ones(64).bfloat16(), 1e-5), torch.zeros(4096, 64).bfloat16()
-    for kernel, config in (("tiles", (64, 16, 128, 4, 5, 0)), ("register_stream", (16, 48, 1)), ("cublas", ())):
+    for kernel, config in (("tiles", (64, 16, 128, 4, 5, 0)), ("register_mma", (16, 1)), ("cublas", ())):
         monkeypatch.setattr(dispatch, "CONFIGS", {(64, 4096, False): ((64, kernel, config),)})
-        head.head_choice(x, norm, weight)
+        dispatch.head_choice(x, norm, weight)
     assert taken == [{"tile": Tile(64, 16, 128, 4, 5)}, {}, {}]
 
 
@@ -242,34 +240,16 @@ def test_measured_forms_come_first(monkeypatch):
     assert dispatch.choose_kernel(case._replace(rows=16)) == ("tiles", (64, 64, 64, 4, 4, 0)), "no registers, no such config"
 
 
-def test_plain_weights_stream_where_they_were_measured_to(monkeypatch):
-    configs = ((16, "register_stream", (16, 32, 1)), (64, "tiles", (64, 64, 64, 4, 4, 0)))
-    monkeypatch.setattr(dispatch, "CONFIGS", {(4096, 28672, True): configs, (576, 960, False): configs})
-    monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
-    large = Case(16, 4096, 28672, "plain", torch.bfloat16, CARD, True)
-    assert dispatch.choose_kernel(large) == ("register_stream", (16, 32, 1))
-    assert dispatch.choose_kernel(large._replace(rows=17)) == ("tiles", (64, 64, 64, 4, 4, 0))
-    assert dispatch.choose_kernel(large._replace(rows=1, format="int4", group_size=128)) == ("register_stream", ())
-    small = Case(16, 576, 960, "plain", torch.bfloat16, CARD)
-    assert dispatch.choose_kernel(small)[0] != "register_stream", "a norm scales its sums"
-    monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
-    assert dispatch.choose_kernel(large) == ("tiles", (64, 64, 64, 4, 4, 0))
-
-
-def test_a_form_reaches_the_stream_and_its_norm_comes_before(monkeypatch):
-    """With the barrier before attention, whose kernel reads what an early start would not have waited for."""
-    monkeypatch.setattr(dispatch, "CONFIGS", {(4096, 6144, False): ((16, "register_stream", (16, 48, 1)),)})
+def test_a_norm_comes_before_the_stream(monkeypatch):
+    """Its kernel has none."""
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
-    monkeypatch.setattr(dispatch, "case_of", lambda *_: Case(2, 4096, 6144, "plain", torch.bfloat16, CARD))
+    monkeypatch.setattr(dispatch, "case_of", lambda *_: Case(2, 4096, 6144, "int8", torch.bfloat16, CARD, group_size=32))
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
     ran = []
-    monkeypatch.setattr(dispatch.streams, "register_stream", lambda x, *_, **options: ran.append((x, options)))
+    monkeypatch.setattr(dispatch.streams, "register_stream", lambda x, *_, **options: ran.append(x))
     x, norm = torch.randn(2, 64).bfloat16(), Norm(torch.randn(64).bfloat16(), 1e-5)
-    linear(x, torch.zeros(40, 64).bfloat16(), norm=norm, pdl_barrier=True)
-    ((given, options),) = ran
-    assert options["config"] == StreamConfig(16, 48, 1)
-    assert options["pdl_barrier"]
-    torch.testing.assert_close(given, torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps))
+    linear(x, quantize(torch.zeros(40, 64), 8), norm=norm)
+    torch.testing.assert_close(ran, [torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps)])
 
 
 def test_the_table_for_people(monkeypatch):
@@ -346,26 +326,6 @@ def test_every_form_has_the_same_bits(size, outputs, surroundings):
 
 
 test_every_form_has_the_same_bits.pytestmark += on_card
-
-
-@pytest.mark.parametrize(("size", "outputs"), [(1536, 17920), (8960, 1536), (4096, 6144), (14336, 4096), (1728, 576)])
-@pytest.mark.parametrize("surroundings", ["nothing", "residual", "all with bias"])
-def test_plain_weights_stream_to_the_same_bits(size, outputs, surroundings):
-    gated = surroundings == "all with bias"
-    x, weight, bias, _, gated, residual = some_case(
-        size, outputs // (2 if gated else 1), 16, surroundings, "cuda", "plain", torch.bfloat16
-    )
-    order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
-    wanted = tiled_linear(x, weight, bias, order=order, gated=gated, residual_MO=residual)
-    for config in (StreamConfig(8, 16), StreamConfig(8, 96, 1), StreamConfig(16, 32, 1), StreamConfig(16, 64)):
-        for count in (1, 5, 8, 9, 16):
-            some = None if residual is None else residual[:count].contiguous()
-            options = {"gated": gated, "residual_MO": some, "config": config}
-            found = register_stream(x[:count].contiguous(), weight, bias, order=order, **options)
-            assert torch.equal(found, wanted[:count]), (config, count)
-
-
-test_plain_weights_stream_to_the_same_bits.pytestmark += on_card
 
 
 TMA_CONFIGS = [

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from fledge.kernels.logprobs import token_logprobs_reference, token_logprobs_triton
-from tests.kernels.support import device_of_kernels, runs_triton
-
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+from tests.kernels.support import KERNELS, running
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("vocab_size", "count"), [(12, 20), (300, 20), (5000, 20), (4100, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_a_sort(kernel, vocab_size, count, dtype):
-    run, device = (token_logprobs_reference, "cpu") if kernel == "reference" else (token_logprobs_triton, device_of_kernels())
+    run, device = running(kernel, token_logprobs_reference, token_logprobs_triton)
     logits = (5 * torch.randn(5, vocab_size)).to(dtype)
     logits[1] = torch.randint(-3, 3, (vocab_size,))  # mostly ties
     logits[2, 3:] = -torch.inf

@@ -10,17 +10,14 @@ from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache
 from fledge.kernels.gate import apply_gate_reference, apply_gate_triton
 from fledge.kernels.rms_norm import rms_norm_reference, rms_norm_triton
 from fledge.models.layers import Rotary
-from tests.kernels.support import device_of_kernels, runs_triton
-
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
+from tests.kernels.support import KERNELS, running
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [32, 72])
 def test_rms_norm(kernel, size):
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, rms_norm_reference, rms_norm_triton)
     x, weight = torch.randn(5, size, device=device), torch.randn(size, device=device)
-    run = rms_norm_reference if kernel == "reference" else rms_norm_triton
     normed = run(x, weight, 1e-5)
     torch.testing.assert_close(normed, x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight)
 
@@ -28,10 +25,9 @@ def test_rms_norm(kernel, size):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [48, 1536])
 def test_swiglu(kernel, size):
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, apply_gate_reference, apply_gate_triton)
     gate_up = torch.randn(4, 2 * size, device=device)
     gate, up = gate_up[:, :size], gate_up[:, size:]
-    run = apply_gate_reference if kernel == "reference" else apply_gate_triton
     torch.testing.assert_close(run(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
@@ -39,7 +35,7 @@ def test_swiglu(kernel, size):
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 80), (2, 2, 8)])
 def test_rope_cache(kernel, with_norms, num_heads, num_kv_heads, head_dim):
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, rope_cache_reference, rope_cache_triton)
     num_tokens, num_slots = 6, 40
     rotary = Rotary(head_dim, 128, RopeConfig())
     rotary.reserve(128)
@@ -65,7 +61,6 @@ def test_rope_cache(kernel, with_norms, num_heads, num_kv_heads, head_dim):
         if slot >= 0:
             expected_keys[:, slot], expected_values[:, slot] = rotated(k)[token], v[token]
 
-    run = rope_cache_reference if kernel == "reference" else rope_cache_triton
     run(qkv, rotary.table.to(device), positions, slots, keys, values, norms)
     torch.testing.assert_close(
         qkv.view(num_tokens, -1, head_dim), torch.cat([rotated(q), rotated(k), v], 1), atol=1e-4, rtol=1e-4

@@ -12,10 +12,8 @@ from fledge.kernels.attention.launch_config import FEW, SOME
 from fledge.kernels.attention.rope_attention import rope_attention_reference, rope_attention_triton
 from fledge.kernels.attention.rope_cache import rope_cache_reference
 from fledge.models.layers import Rotary
-from tests.kernels.support import device_of_kernels, runs_triton
+from tests.kernels.support import KERNELS, running
 from tests.kernels.test_decode_attention import scattered_cache
-
-KERNELS = ["reference", pytest.param("triton", marks=runs_triton)]
 
 
 def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
@@ -43,7 +41,7 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
 )
 def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, split, with_norms, monkeypatch):
     """Rows differ in how many of their new tokens count; one is empty, one begins its text; keys lie in splits."""
-    device = "cpu" if kernel == "reference" else device_of_kernels()
+    run, device = running(kernel, rope_attention_reference, rope_attention_triton)
     starts, counts = [0, 70, 600, 330], [num_new, 0, 1, num_new]
     kv_lens = [start + num_new for start in starts]
     keys, values, table = scattered_cache(kv_lens, page_size, heads[1], head_dim, device)
@@ -69,7 +67,6 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, spl
         expected.append(out[0].flatten(1))
 
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
-    run = rope_attention_reference if kernel == "reference" else rope_attention_triton
     monkeypatch.setattr(rope_attention, "SPLIT", split)
     ways = [{}, {}, {"streamed": True}, {"config": FEW}, {"programs": 1}, {"programs": 2}] if kernel == "triton" else [{}]
     for options in ways:  # a second time: the counts of arrived programs were left as they must be

@@ -7,12 +7,12 @@ import torch
 
 from fledge.kernels.linear import measured, register_mma, summation
 from fledge.kernels.linear import staged_mma as module
-from fledge.kernels.linear.mma_fragments import Shape
+from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.staged_mma import CONFIGS, choose_config, layouts, programs_at_once
 from fledge.kernels.linear.staged_mma import LaunchConfig as Config
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY
-from tests.kernels.test_register_mma import compiled_for_hopper, compiles
+from tests.kernels.support import compiled, compiles
 
 SHORT, LONG = Summation(4, True, 192), Summation(4, True, 384)
 CARD = (132, MEASURED_SHARED_MEMORY)  # an H200
@@ -24,13 +24,12 @@ CARD = (132, MEASURED_SHARED_MEMORY)  # an H200
     "config",
     [Config(16, 16), Config(16, 32, 2), Config(32, 16), Config(64, 16), Config(32, 32, 2)],
 )
-def test_it_compiles_for_hopper_with_a_barrier_a_tile(config, gated):
+def test_it_compiles_for_hopper_with_a_barrier_a_tile(config, gated, monkeypatch):
     """Weights are loaded before the wait, rows are copied after it, all at once; what a thread loads it multiplies."""
-    shape = Shape(config.rows, config.columns, gated, 4, 192, 64, 576, 1536)
-    constants = {"SHAPE": shape, "GROUPS": config.groups, "HAS_BIAS": False, "HAS_NORM": True, "HAS_RESIDUAL": False}
-    products = shape.products
-    constants |= layouts(products, config.groups) | {"PDL_BARRIER": False, "PDL": True}
-    assembly = compiled_for_hopper(module._staged_mma, constants, warps=4 * config.groups)
+    x, weight = torch.zeros(300, 576).bfloat16(), torch.zeros(3072 if gated else 1536, 576).bfloat16()
+    options = {"order": SHORT, "config": config, "norm": Norm(torch.ones(576).bfloat16(), 1e-5), "gated": gated}
+    (kernel,) = compiled(monkeypatch, module, "_staged_mma", lambda: module.staged_mma(x, weight, **options))
+    assembly, products = kernel.asm["ptx"], config.columns * (2 if gated else 1)
     tiles = config.rows // 16
     assert assembly.count("bar.sync") == tiles + 1
     assert assembly.count("mma.sync") == tiles * 24 * products // 16 // config.groups

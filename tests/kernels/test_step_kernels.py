@@ -29,7 +29,7 @@ from fledge.kernels.draft_inputs import (
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.verify_inputs import verify_inputs_reference, verify_inputs_triton
-from tests.kernels.support import device_of_kernels, runs_triton
+from tests.kernels.support import KERNELS, device_of_kernels, running, runs_triton
 
 VOCAB = 500
 
@@ -130,10 +130,10 @@ def test_logits_that_are_not_numbers_end_an_answer():
     assert (state.report[:, 1:3] & NOT_A_NUMBER != 0).tolist() == [[False, True], [True, False], [False, False]]
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=runs_triton)])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_bits(kernel):
     """Both ways of setting bits give the set, whatever it held before; ids may repeat."""
-    run, device = (set_bits_reference_, "cpu") if kernel == "reference" else (set_bits_triton_, device_of_kernels())
+    run, device = running(kernel, set_bits_reference_, set_bits_triton_)
     ids = [[0, 31, 31, 499], [32, 63, 64, -1], [-1, -1, -1, -1], [KEEP, -1, -1, -1]]
     bits = torch.full((5, num_words(VOCAB)), -1, dtype=torch.int32, device=device)
     numbers = torch.tensor([[row, 7, *of_row] for row, of_row in zip([3, 0, 4, 2], ids, strict=True)], device=device)

@@ -14,11 +14,9 @@ from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tile_codes import ASSEMBLY, INT4_ZERO, INT8_ZERO
 from fledge.kernels.linear.tiles import tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
-from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY, triton
 from tests.kernels.ptx import as_bfloat16, run_assembly
-from tests.kernels.support import INTERPRETED, fp8_weight
+from tests.kernels.support import compiled, compiles, fp8_weight
 
-compiles = pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Triton")
 FORMATS = ["int8", "int4 with offsets", "fp8 in blocks"]
 
 
@@ -61,47 +59,15 @@ def some_weight(format: str, outputs: int, size: int) -> QuantizedWeight:
     return quantize(weight, 8 if format == "int8" else 4, offsets="offsets" in format)
 
 
-def compiled(
-    monkeypatch: pytest.MonkeyPatch,
-    rows: int,
-    weight: torch.Tensor | QuantizedWeight,
-    order: Summation,
-    *,
-    gated: bool = False,
-    capability: int = 90,
-    shared_bytes: int = MEASURED_SHARED_MEMORY,
+def compiled_tiles(
+    monkeypatch: pytest.MonkeyPatch, rows: int, weight: torch.Tensor | QuantizedWeight, order: Summation, **options: Any
 ) -> Any:
-    """What the compiler makes of the launch, for sm_90 or another card."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    launches = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **options: launches.append((args, options))
-
-    kernel = tiles._tiles
+    """`options`: `gated`, and those of `support.compiled`."""
     size = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.scales.shape[1] * weight.group_size
-    x = torch.zeros(rows, size).bfloat16()
-    with monkeypatch.context() as patch:
-        patch.setattr(tiles, "_tiles", Recorder())
-        patch.setattr(tiles, "finish", lambda *args, **options: None)
-        patch.setattr(tiles, "shared_memory", lambda device: shared_bytes)
-        tiled_linear(x, weight, order=order, gated=gated)
-    args, options = launches[0]
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.uint8: "u8"}
-    short[torch.float8_e4m3fn] = "fp8e4nv"
-    names = kernel.arg_names
-    types = {
-        name: f"*{short[arg.dtype]}" if isinstance(arg, torch.Tensor) else "i32" for name, arg in zip(names, args, strict=False)
-    }
-    constants = {name: value for name, value in options.items() if name in names}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
-    source = ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=places, attrs=divisible)
-    how = {name: options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=how)
+    x, gated = torch.zeros(rows, size).bfloat16(), options.pop("gated", False)
+    call = lambda: tiled_linear(x, weight, order=order, gated=gated)  # noqa: E731
+    (kernel,) = compiled(monkeypatch, tiles, "_tiles", call, others=("finish",), **options)
+    return kernel
 
 
 def products(text: str) -> list[tuple[str, str]]:
@@ -123,7 +89,7 @@ def test_no_tile_changes_the_order(format, size, outputs, gated, rows, monkeypat
     """Steps of 16 neighbours (kWidth 2), each complete before its weights' registers are written again (nothing pending)."""
     slices = 4 if outputs < 3840 else 2 if size > 8192 else 1
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
-    text = compiled(monkeypatch, rows, some_weight(format, outputs, size), order, gated=gated).asm["ttgir"]
+    text = compiled_tiles(monkeypatch, rows, some_weight(format, outputs, size), order, gated=gated).asm["ttgir"]
     found = products(text)
     assert found
     assert {width for _, width in found} == {"2"}
@@ -137,5 +103,6 @@ def test_tiles_fit_a_card_with_99_kb(size, slices, rows, monkeypatch):
     """Ada and workstation Blackwell: a program that asks for more shared memory is refused at launch."""
     order = Summation(slices, False, size // slices)
     weight, small = torch.zeros(2048, size).bfloat16(), 99 << 10
-    kernel = compiled(monkeypatch, rows, weight, order, capability=89, shared_bytes=small)
+    monkeypatch.setattr(tiles, "shared_memory", lambda device: small)
+    kernel = compiled_tiles(monkeypatch, rows, weight, order, capability=89)
     assert kernel.metadata.shared <= small

@@ -13,52 +13,23 @@ from fledge.kernels.linear.dispatch import Case
 from fledge.kernels.linear.summation import Summation
 from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, LaunchConfig, serves
 from fledge.kernels.triton_support import triton
-from tests.kernels.support import INTERPRETED
+from tests.kernels.support import compiled, compiles
 
-compiles = pytest.mark.skipif(tma_tiles.gl is None or INTERPRETED, reason="needs Triton")
 SHARED_BYTES = 227 << 10  # of a multiprocessor
 REGISTER_FILE = 1 << 16
 CARD = torch.device("cuda", 0)
 
 
-class NoCard:
-    """Triton's driver, as far as compiling a launch asks for it."""
-
-    def get_current_device(self) -> int:
-        return 1000  # not one that kernels are launched on
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def compiled(monkeypatch, config, size, outputs, slices, *, gated=False, bias=False, scale=False, residual=False):
-    """The kernel that a call on a card would launch."""
-    from triton.runtime import driver
-
-    kernel, found = tma_tiles._tma_tiles, []
-
-    class Warm:
-        def __getitem__(self, grid):
-            return lambda *args, **options: found.append(kernel.run(*args, grid=grid, warmup=True, **options))
-
+def compiled_tiles(monkeypatch, config, size, outputs, slices, *, gated=False, bias=False, scale=False, residual=False):
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
     drawn = torch.zeros
     x, weight = drawn(300, size, dtype=torch.bfloat16), drawn(outputs, size, dtype=torch.bfloat16)
     extras = {"residual_MO": drawn(300, outputs // (2 if gated else 1), dtype=torch.bfloat16) if residual else None}
     extras["scale_M"] = drawn(300) if scale else None
-    with monkeypatch.context() as patch:
-        patch.setattr(tma_tiles, "_tma_tiles", Warm())
-        patch.setattr(tma_tiles, "finish", lambda *_, **__: None)
-        patch.setattr(tma_tiles, "overlap", lambda x: {"PDL": 1, "launch_pdl": True})
-        patch.setattr(driver, "_active", NoCard())
-        some = drawn(outputs, dtype=torch.bfloat16) if bias else None
-        tma_tiles.tma_tiles(x, weight, some, order=order, config=config, gated=gated, **extras)
-    return found[0]
+    some = drawn(outputs, dtype=torch.bfloat16) if bias else None
+    call = lambda: tma_tiles.tma_tiles(x, weight, some, order=order, config=config, gated=gated, **extras)  # noqa: E731
+    (kernel,) = compiled(monkeypatch, tma_tiles, "_tma_tiles", call, others=("finish",))
+    return kernel
 
 
 def assembled(ptx: str, folder) -> str:
@@ -94,7 +65,7 @@ CONFIGS = [
 @compiles
 @pytest.mark.parametrize(("config", "size", "outputs", "slices", "extras"), CONFIGS)
 def test_products_and_copies_run_beside_each_other(config, size, outputs, slices, extras, monkeypatch, tmp_path):
-    kernel = compiled(monkeypatch, config, size, outputs, slices, **extras)
+    kernel = compiled_tiles(monkeypatch, config, size, outputs, slices, **extras)
     ptx = kernel.asm["ptx"]
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {f"m64n{config.outputs}k16"}
     assert "cp.async.bulk.tensor.2d.shared" in ptx

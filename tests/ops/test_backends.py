@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fledge.config import MLAConfig
-from fledge.kernels.attention.kv_store import store_kv_reference, store_kv_triton
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
+from fledge.kernels.attention.rope_cache import store_kv_reference, store_kv_triton
 from fledge.models.moe import stack_experts
 from fledge.ops.base import device_tables
 from fledge.ops.cuda_ops import CudaOps

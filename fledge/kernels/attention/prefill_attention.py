@@ -16,12 +16,13 @@ import math
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.cache_block import cache_block, page_numbers
 from fledge.kernels.attention.exact import (
     SPLIT,
     add_split,
     attend_block,
+    cache_block,
     normalised,
+    page_numbers,
     score_shift,
     shifted_scores,
 )

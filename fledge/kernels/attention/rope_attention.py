@@ -22,15 +22,16 @@ import math
 import torch
 from torch import Tensor
 
-from fledge.kernels.attention.cache_block import cache_block, page_numbers
 from fledge.kernels.attention.exact import (
     GROUP_KEYS,
     SPLIT,
     add_split,
     attend_block,
     best_of,
+    cache_block,
     finite,
     normalised,
+    page_numbers,
     rotated,
     score_shift,
     shifted_scores,
@@ -48,7 +49,7 @@ from fledge.kernels.attention.launch_config import (
 )
 from fledge.kernels.attention.paged import chain_slots
 from fledge.kernels.attention.prefill_attention import prefill_attention_reference
-from fledge.kernels.attention.rope_cache import rope_cache_reference
+from fledge.kernels.attention.rope_cache import Norms, rope_cache_reference
 from fledge.kernels.triton_support import (
     attention_programs,
     by_device,
@@ -60,8 +61,6 @@ from fledge.kernels.triton_support import (
     tl,
     wait_for_inputs,
 )
-
-Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 
 # Query rows a program: more rows are more programs, whose registers leave room for the kernels around them.
 MAX_ROWS = 32

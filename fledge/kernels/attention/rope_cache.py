@@ -1,7 +1,8 @@
-"""Rotary embedding of queries and keys, and the new keys' and values' way into the cache, in one pass.
+"""New keys and values into the paged cache by slot: with the rotary embedding of queries and keys, or as they are.
 
 `qkv_NX` holds a token's heads one after the other: H query heads, K key heads, K value heads. Queries and keys are rotated in
 place, so that a prompt can attend over its own rows; keys and values are copied to the token's slot. Slot -1: not stored.
+Latent attention rotates its heads elsewhere (`store_kv`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ from torch import Tensor
 from fledge.kernels.attention.exact import head_scale
 from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 
+Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
+
 
 def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The sign of the rotation is folded into the sine (`Rotary.table`), so that rotating is one roll by half a head."""
     half = x_NHE.shape[-1] // 2
     return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
+
+
+def store_kv_reference(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Tensor, values_KSE: Tensor) -> None:
+    """`slots_N`: -1 is stored nowhere."""
+    stored = slots_N >= 0
+    slots = slots_N[stored].long()
+    keys_KSE[:, slots] = k_NKE[stored].transpose(0, 1).to(keys_KSE.dtype)
+    values_KSE[:, slots] = v_NKE[stored].transpose(0, 1).to(values_KSE.dtype)
 
 
 def rope_cache_reference(
@@ -27,9 +38,9 @@ def rope_cache_reference(
     slots_N: Tensor,
     keys_KSE: Tensor,
     values_KSE: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None = None,
+    norms: Norms | None = None,
 ) -> None:
-    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign). `norms`: q and k norm weights and epsilon."""
+    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign)."""
     num_kv_heads, _, head_dim = keys_KSE.shape
     heads = qkv_NX.view(qkv_NX.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
@@ -37,12 +48,8 @@ def rope_cache_reference(
         q_weight, k_weight, eps = norms
         qk[:, :-num_kv_heads] = F.rms_norm(qk[:, :-num_kv_heads], q_weight.shape, q_weight, eps)
         qk[:, -num_kv_heads:] = F.rms_norm(qk[:, -num_kv_heads:], k_weight.shape, k_weight, eps)
-    cos, sin = table_2PE[:, positions_N].unsqueeze(-2).unbind(0)
-    qk.copy_(torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin))
-    stored = slots_N >= 0
-    slots = slots_N[stored].long()
-    keys_KSE[:, slots] = qk[stored, -num_kv_heads:].transpose(0, 1).to(keys_KSE.dtype)
-    values_KSE[:, slots] = v[stored].transpose(0, 1).to(values_KSE.dtype)
+    qk.copy_(rotate(qk, *table_2PE[:, positions_N].unsqueeze(-2)))
+    store_kv_reference(qk[:, -num_kv_heads:], v, slots_N, keys_KSE, values_KSE)
 
 
 def rope_cache_triton(
@@ -52,7 +59,7 @@ def rope_cache_triton(
     slots_N: Tensor,
     keys_KSE: Tensor,
     values_KSE: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None = None,
+    norms: Norms | None = None,
 ) -> None:
     num_kv_heads, _, head_dim = keys_KSE.shape
     num_heads = qkv_NX.shape[1] // head_dim
@@ -85,6 +92,32 @@ def rope_cache_triton(
 
 
 rope_cache = by_device(rope_cache_triton, rope_cache_reference)
+
+
+def store_kv_triton(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Tensor, values_KSE: Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = k_NKE.shape
+    assert v_NKE.shape == k_NKE.shape
+    assert k_NKE.stride(2) == v_NKE.stride(2) == 1
+    assert keys_KSE.stride() == values_KSE.stride() == (keys_KSE.stride(0), head_dim, 1)
+    if num_tokens:
+        _store_kv[(num_tokens, num_kv_heads)](
+            k_NKE,
+            v_NKE,
+            slots_N,
+            keys_KSE,
+            values_KSE,
+            k_NKE.stride(0),
+            k_NKE.stride(1),
+            v_NKE.stride(0),
+            v_NKE.stride(1),
+            keys_KSE.stride(0),
+            SIZE=head_dim,
+            LANES=next_power_of_2(head_dim),
+            num_warps=1,
+        )
+
+
+store_kv = by_device(store_kv_triton, store_kv_reference)
 
 
 @jit
@@ -155,3 +188,29 @@ def _rope_cache(
     value_ptr = values_ptr + (head - first_value).to(tl.int64) * kv_head_stride + slot * (2 * HALF) + lane
     tl.store(value_ptr, new_low.to(cache_type), mask=is_value)
     tl.store(value_ptr + HALF, new_high.to(cache_type), mask=is_value)
+
+
+@jit
+def _store_kv(
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    kv_head_stride,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    mask = (lane < SIZE) & (slot >= 0)
+    k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + lane, mask=mask, other=0.0)
+    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + lane, mask=mask, other=0.0)
+    place = head * kv_head_stride + slot * SIZE + lane
+    tl.store(keys_ptr + place, k.to(keys_ptr.dtype.element_ty), mask=mask)
+    tl.store(values_ptr + place, v.to(values_ptr.dtype.element_ty), mask=mask)

@@ -16,8 +16,6 @@ import numpy as np
 if TYPE_CHECKING:  # A file is checked, and its tokenizer read, without torch: that takes longer to import than all of it.
     from torch import Tensor
 
-UNIT = 32  # activations that share a scale
-
 
 class Format(NamedTuple):
     number: int  # in the file

@@ -8,6 +8,8 @@ have their launch configs in `measured.CONFIGS`, on cards like the measured one;
 case names the kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
+
+The head is a linear, too, after the final norm. For few greedy rows its logits never leave the chip (`head_choice`).
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ from fledge.kernels.linear.reference import NormLike, linear_reference
 from fledge.kernels.linear.register_mma import norm_parts, register_mma
 from fledge.kernels.linear.staged_mma import staged_mma
 from fledge.kernels.linear.summation import Summation, summation
-from fledge.kernels.linear.tiles import Tile, tiled_linear, weight_parts
+from fledge.kernels.linear.tiles import Tile, tiled_head, tiled_linear, weight_parts
 from fledge.kernels.linear.tma_tiles import supports_wgmma
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.rms_norm import rms_norm
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, multiprocessors, shared_memory, use_triton
 
 
@@ -61,8 +64,7 @@ class Rule(NamedTuple):
 # `benchmarks/gpu_linears.py` measures the limits.
 #   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
 #   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
-#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory; of a
-#                    plain one where CONFIGS names it
+#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory
 #   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
 #   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
 #   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
@@ -81,11 +83,8 @@ def most_register_rows(case: Case) -> int:
 
 
 def can_stream(case: Case) -> bool:
-    if not orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size):
-        return False
-    if case.format == "plain":
-        return not case.order.scales_sums
-    return streams.serves(case.inputs, case.order, case.group_size)
+    supported = orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size)
+    return supported and streams.serves(case.inputs, case.order, case.group_size)
 
 
 def fewest_cublas_rows(case: Case) -> int:
@@ -122,8 +121,6 @@ def choose_kernel(case: Case) -> tuple[str, tuple[int, ...]]:
 
 
 def serves_plain(kernel: str, case: Case) -> bool:
-    if kernel == "register_stream":
-        return can_stream(case)
     if kernel == "tma_tiles":
         return supports_wgmma(case.device)
     if kernel == "cublas":
@@ -169,8 +166,8 @@ def linear(
         return staged_mma(x_MK, weight, bias_O, config=program, **fused)
     if kernel == "register_stream":
         assert norm is None, "other kernels serve weights whose sums a norm scales"
-        stream = streams.LaunchConfig(*config)
-        return streams.register_stream(x_MK, weight, bias_O, config=stream, pdl_barrier=pdl_barrier, **options)
+        assert isinstance(weight, QuantizedWeight)
+        return streams.register_stream(x_MK, weight, bias_O, **options)
     scale_M = None
     if norm is not None:
         x_MK, scale_M = norm_parts(x_MK, norm, order)
@@ -187,6 +184,29 @@ def linear(
 def tile_options(config: tuple[int, ...]) -> dict[str, Any]:
     """Of `tiles`, from the numbers of a launch config."""
     return {"tile": Tile(*config[:5])} if config else {}
+
+
+FUSED_ROWS = 64  # up to which the best of each block of the vocabulary is chosen where its logits are made
+
+
+def head_choice(
+    x_ND: Tensor,
+    norm: NormLike,
+    weight_VD: Tensor | QuantizedWeight,
+    draws: SamplingState | None = None,
+    num_new: int = 1,
+    ahead: int = 0,
+    ids_V: Tensor | None = None,
+) -> PartialArgmax:
+    """The final norm, the head and the choice of a token. `x_ND`: before the norm. The rest is as in `sample.choose`."""
+    hidden = rms_norm(x_ND, norm.weight, norm.eps)
+    if use_triton(x_ND) and draws is None and len(x_ND) <= FUSED_ROWS:
+        case = case_of(hidden, weight_VD)
+        if case.order.slices == 1:  # a vocabulary of 3,840 or more
+            kernel, config = choose_kernel(case)
+            options = tile_options(config) if kernel == "tiles" else {}
+            return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
+    return choose(linear(hidden, weight_VD), draws, num_new, ahead, ids_V)
 
 
 class Shape(NamedTuple):

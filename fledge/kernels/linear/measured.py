@@ -8,7 +8,6 @@ from __future__ import annotations
 # (inputs, outputs, gated): up to so many rows, the kernel, and the numbers of its config.
 #   register_mma     rows of a program; whether a thread loads eight weights at once
 #   staged_mma       `staged_mma.LaunchConfig`
-#   register_stream  `register_stream.LaunchConfig`
 #   tiles            `tiles.Tile`; whether slices are programs of their own
 #   tma_tiles        `tma_tiles.LaunchConfig`
 #   cublas           none

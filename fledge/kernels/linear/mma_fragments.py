@@ -30,7 +30,8 @@ class Shape(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return -(-self.slice_inputs // self.step)
+        """Of a slice, which they fill."""
+        return self.slice_inputs // self.step
 
     @property
     def part(self) -> int:
@@ -54,29 +55,15 @@ def times(x, y):
 
 
 @jit
-def input_place(piece, number, inside, SLICE: gl.constexpr, STEP: gl.constexpr):
-    """Of an input: which slice, which step of it, where in the step."""
-    if SLICE % STEP == 0:
-        place = (piece * (SLICE // STEP) + number) * STEP + inside  # compiles to fewer instructions
-    else:
-        place = piece * SLICE + number * STEP + inside
-    return place
-
-
-@jit
-def load_rows(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, PAIR: gl.constexpr, layout: gl.constexpr):
-    """A step's inputs of each slice [slices, step, rows]. PAIR: how many of them an element is."""
-    SLICE: gl.constexpr = SHAPE.slice_inputs // PAIR
-    STEP: gl.constexpr = SHAPE.step // PAIR
-    SIZE: gl.constexpr = SHAPE.size // PAIR
+def load_rows(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, layout: gl.constexpr):
+    """A step's inputs of each slice [slices, step, rows]."""
+    STEP: gl.constexpr = SHAPE.step
+    SIZE: gl.constexpr = SHAPE.size
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     place = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     row = first_row + gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    k = input_place(piece, number, place, SLICE, STEP)
-    mask = (row < num_rows) & (k < SIZE) & (number < SHAPE.steps)
-    if SLICE % STEP:
-        mask = mask & (number * STEP + place < SLICE)
-    return gl.load(x_ptr + row * SIZE + k, mask=mask, other=0.0)
+    k = (piece * SHAPE.steps + number) * STEP + place
+    return gl.load(x_ptr + row * SIZE + k, mask=(row < num_rows) & (k < SIZE) & (number < SHAPE.steps), other=0.0)
 
 
 @jit

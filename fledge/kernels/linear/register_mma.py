@@ -202,7 +202,7 @@ def _register_mma(
             let_next_start()
     xs = ()
     for i in gl.static_range(CHUNKS):
-        xs = xs + (load_rows(x_ptr, first_row, num_rows, i, SHAPE, 1, X_LAYOUT),)  # noqa: RUF005
+        xs = xs + (load_rows(x_ptr, first_row, num_rows, i, SHAPE, X_LAYOUT),)  # noqa: RUF005
 
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
     answer: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, SLICES], [0, 1])
@@ -260,7 +260,7 @@ def _norm_parts(
     place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, X_LAYOUT)))[None, :, None]
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, None, :]
     for i in gl.static_range(CHUNKS):
-        x = load_rows(x_ptr, first_row, num_rows, i, SHAPE, 1, X_LAYOUT)
+        x = load_rows(x_ptr, first_row, num_rows, i, SHAPE, X_LAYOUT)
         square = add_squares(square, x)
         product = times(x, load_norm(norm_ptr, i, SHAPE, X_LAYOUT))
         k = (piece * CHUNKS + i) * 64 + place

@@ -88,14 +88,16 @@ def tiled_linear(
     scale_M: Tensor | None = None,
     pdl_barrier: bool = False,
     tile: Tile | None = None,
-    split: bool | None = None,
+    split: bool = False,
 ) -> Tensor:
     """`scale_M`: of the sums. `tile` and `split` (slices as programs of their own): instead of `choose_tile`'s."""
-    outputs = weight_parts(weight)[0].shape[0] // (2 if gated else 1)
-    out = torch.empty((len(x_MK), outputs), dtype=x_MK.dtype, device=x_MK.device)
+    codes, _, _, bits, _ = weight_parts(weight)
+    out = torch.empty((len(x_MK), len(codes) // (2 if gated else 1)), dtype=x_MK.dtype, device=x_MK.device)
     if len(x_MK):
-        extras = {"bias_O": bias_O, "residual_MO": residual_MO, "scale_M": scale_M, "tile": tile, "split": split}
-        _launch(x_MK, weight, out, order, gated=gated, pdl_barrier=pdl_barrier, **extras)
+        if tile is None:
+            tile, split = choose_tile(len(x_MK), len(codes), order, bits, shared_memory(x_MK.device))
+        extras = {"bias_O": bias_O, "residual_MO": residual_MO, "scale_M": scale_M, "pdl_barrier": pdl_barrier}
+        _launch(x_MK, weight, out, order, tile, split, gated=gated, **extras)
     return out
 
 
@@ -109,11 +111,12 @@ def tiled_head(
 ) -> PartialArgmax:
     """The best of each block of the vocabulary, from normed states; logits never leave the chip. For few rows."""
     assert order.slices == 1
-    tile = tile or choose_tile(len(x_ND), len(weight_parts(weight_VD)[0]), order, 16, shared_memory(x_ND.device))[0]
-    num_blocks = -(-len(weight_parts(weight_VD)[0]) // tile.outputs)
+    vocab_size = len(weight_parts(weight_VD)[0])
+    tile = tile or choose_tile(len(x_ND), vocab_size, order, 16, shared_memory(x_ND.device))[0]
+    num_blocks = -(-vocab_size // tile.outputs)
     best = torch.empty((len(x_ND), num_blocks), dtype=torch.float32, device=x_ND.device)
     ids = torch.empty((len(x_ND), num_blocks), dtype=torch.int32, device=x_ND.device)
-    _launch(x_ND, weight_VD, best, order, best_ids=ids, token_ids=ids_V, tile=tile, split=False)
+    _launch(x_ND, weight_VD, best, order, tile, False, best_ids=ids, token_ids=ids_V)
     return PartialArgmax(best, ids)
 
 
@@ -129,6 +132,8 @@ def _launch(
     weight: Tensor | QuantizedWeight,
     out: Tensor,
     order: Summation,
+    tile: Tile,
+    split: bool,
     *,
     gated: bool = False,
     bias_O: Tensor | None = None,
@@ -137,17 +142,12 @@ def _launch(
     best_ids: Tensor | None = None,
     token_ids: Tensor | None = None,
     pdl_barrier: bool = False,
-    tile: Tile | None = None,
-    split: bool | None = None,
 ) -> None:
     codes, scales, offsets, bits, group = weight_parts(weight)
     (num_rows, size), outputs = x_MK.shape, codes.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
     assert codes.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
-    if tile is None or split is None:
-        chosen = choose_tile(num_rows, codes.shape[0], order, bits, shared_memory(x_MK.device))
-        tile, split = tile or chosen[0], chosen[1] if split is None else split
     step = tile.inputs
     while order.slice_inputs % step:
         step //= 2

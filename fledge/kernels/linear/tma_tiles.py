@@ -24,13 +24,13 @@ from torch import Tensor
 
 from fledge.kernels.gluon_support import TensorDescriptor, gl, gluon, hopper, jit
 from fledge.kernels.linear.mma_fragments import let_next_start, wait_for_inputs
-from fledge.kernels.linear.register_stream import AFTER_LOOP, AFTER_WAITING, AT_ONCE
 from fledge.kernels.linear.slice_sums import finish
 from fledge.kernels.linear.stored_tile import load_residual, places, store_finished
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.triton_support import multiprocessors, overlap
 
 REGISTERS, PROGRAMS, MEMORY = range(3)
+AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # when the next kernel may start: START below
 GROUP = 8  # tiles of rows that are computed side by side, so that the L2 cache holds what they read
 
 
