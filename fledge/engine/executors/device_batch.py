@@ -33,7 +33,7 @@ from fledge.engine.executors.batch_state import (
     NewRows,
     RowInit,
 )
-from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
+from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.prefill import PrefillBatch, PrefillGraphs
@@ -111,7 +111,6 @@ class DeviceBatch:
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
         self.states: DeviceStates | None = None  # kept to learn from
-        self.capture = capture
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
         # What the graphs of an ADJUSTED cycle leave to the next ones, by size, depth and KV length bucket.
@@ -119,25 +118,23 @@ class DeviceBatch:
         self.verified: dict[tuple[int, ...], tuple[Verified, Tensor]] = {}  # with the logits
         self.accepted: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # tokens, with the logits they were chosen from
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # packed; and under () those of the last prefill, by row
-        self._make_prefill()
+        self.prefills, self.chunks = PrefillGraphs(self), ChunkedPrefill(self)
+        self.samples_truncated = False  # until the graphs of SAMPLED batches are recorded
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs the drafting method reads."""
+        return self.method.taps if self.method is not None else ()
 
     def use(self, method: CapturedMethod) -> None:
         """Drafts by this method from now on."""
         self.method, self.state.method_state = method, list(method.row_state)
-        self._make_prefill()
 
     def keep_states(self, states: DeviceStates) -> None:
         """Passes with auxiliary states store them from now on; before anything is recorded."""
         assert not self.graphs.graphs, "recorded without it"
         self.states = states
         self.state.method_state.append(states.slot_R)
-        self._make_prefill()
-
-    def _make_prefill(self) -> None:
-        parts = (self.decoder, self.ops, self.method, self.state, self.choose_first, self.states)
-        self.samples_truncated = False  # until the graphs of SAMPLED batches are recorded
-        self.prefills = PrefillGraphs(*parts, max_pages=self.max_pages, capture=self.capture)
-        self.chunks = ChunkedPrefill(*parts, max_pages=self.max_pages, capture=self.capture)
 
     # The cycle
 
@@ -179,14 +176,13 @@ class DeviceBatch:
     def verify(self, pending: Pending, pages: Tensor, depth: int) -> Verified:
         """Runs the target over the pending tokens and the drafts."""
         x, starts, counts, tree = pending
-        aux_layers = self.method.taps if depth and self.method is not None else ()
         if tree is None:
             meta = AttentionMetadata.decode(pages, starts, counts)
         else:
             at = verify_attention(tree, starts, counts, pages, self.config.page_size)
             where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
             meta = AttentionMetadata.tree(pages, *where)
-        x, aux = self.decoder.run(x, meta, self.ops, aux_layers)
+        x, aux = self.decoder.run(x, meta, self.ops, self.aux_layers if depth else ())
         return Verified(x, aux, starts, counts, tree)
 
     def choose(self, verified: Verified, depth: int, mode: int) -> PartialArgmax:
@@ -311,11 +307,10 @@ class DeviceBatch:
             self.start_rows([init])
         int_params, float_params, table = self.new_rows([init])
         positions = np.arange(start, end)
-        tokens = np.asarray(init.text[start:end], dtype=np.int64)
-        following = np.asarray([*init.text[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
-        slots = self.cache_slots(table, positions)
-        chunk = ChunkBatch(tokens, positions, slots, following, int_params, float_params, table)
-        self.chunks.run(chunk, self.recorded_mode(init.mode) if end == length else MIDDLE)
+        following = [*init.text[start + 1 : end + 1], *([0] if end == length else [])]
+        tokens = np.array([init.text[start:end], positions, self.cache_slots(table, positions), following], dtype=np.int64)
+        mode = self.recorded_mode(init.mode) if end == length else MIDDLE
+        self.chunks.submit((len(positions), mode), [tokens, int_params, float_params, table, positions[-1:] + 1])
         return end
 
     @property
