@@ -179,9 +179,7 @@ class DeviceBatch:
         if tree is None:
             meta = AttentionMetadata.decode(pages, starts, counts)
         else:
-            at = verify_attention(tree, starts, counts, pages, self.config.page_size)
-            where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
-            meta = AttentionMetadata.tree(pages, *where)
+            meta = verify_attention(tree, starts, counts, pages, self.config.page_size)
         x, aux = self.decoder.run(x, meta, self.ops, self.aux_layers if depth else ())
         return Verified(x, aux, starts, counts, tree)
 
