@@ -146,20 +146,19 @@ class Scheduler:
         if self.pool.num_free < len(running) + len(stale):
             return False
         drafted = [request for request in running if request.speculate and not request.drafter_stale] + stale
-        guard = self.controller.guard
-        allowed = [guard.depth(request) for request in drafted] if guard is not None and guard.counts.shortened else []
         # Where an answer ends is not known: half way is as good a guess as any.
         remaining = [
             min(request.num_answer, self.longest(request) - len(request.prompt) - request.num_answer) for request in stale
         ]
         num_tokens = sum(len(request.tokens) for request in stale)
-        if not policy.is_due(
+        pays = policy.pays(
             lambda depth: executor.costs.seconds(len(running), len(drafted), depth),
             len(drafted) / len(running),
-            allowed,
+            self.controller.allowed(drafted),
             remaining,
             executor.recompute_seconds(num_tokens),
-        ):
+        )
+        if not policy.is_due(pays):
             return False
         policy.done.update(stale)
         self.num_recomputed += len(stale)

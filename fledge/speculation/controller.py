@@ -113,7 +113,7 @@ class SpeculationController:
         if not (self.limit and eligible):
             self.depth, self._kept = 0 if running else self.depth, None
         elif not self.adaptive or self.costs is None:
-            self.depth = self.acceptance.choose(1.0, lambda depth: None, self._allowed(eligible))
+            self.depth = self.acceptance.choose(1.0, lambda depth: None, self.allowed(eligible))
         elif isinstance(self.costs, RowCosts):
             self._choose_and_explore(running, eligible, self.costs)
         else:
@@ -168,9 +168,9 @@ class SpeculationController:
             cost = costs.seconds(num_running, len(eligible), depth)
             return cost if cost is None or not depth else cost + sync
 
-        return self.acceptance.choose(len(eligible) / num_running, seconds, self._allowed(eligible))
+        return self.acceptance.choose(len(eligible) / num_running, seconds, self.allowed(eligible))
 
-    def _allowed(self, requests: Sequence[Drafted]) -> list[int]:
+    def allowed(self, requests: Sequence[Drafted]) -> list[int]:
         """How deep the guard lets each be drafted for; empty: as deep as was asked."""
         guard = self.guard
         return [guard.depth(request) for request in requests] if guard is not None and guard.counts.shortened else []

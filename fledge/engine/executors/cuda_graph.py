@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.base import Chunk, Executor, Output, Plan
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, RowInit
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
@@ -59,8 +59,9 @@ class _Halted(NamedTuple):
     event: torch.cuda.Event | None
 
 
-class CudaGraphExecutor:
+class CudaGraphExecutor(Executor):
     is_ragged = False
+    costs: GraphCosts
 
     def __init__(
         self,
@@ -73,8 +74,7 @@ class CudaGraphExecutor:
         *,
         capture: bool = True,
     ) -> None:
-        self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
-        self.controller, self.drafter = controller, drafter
+        super().__init__(decoder, config, pool, cache, controller, drafter)
         self.lookahead = 0 if drafter is None else drafter.lookahead
         limit = controller.limit
         self.batch = DeviceBatch(decoder, config, cache, max_depth=limit, lookahead=self.lookahead, capture=capture)
@@ -204,8 +204,8 @@ class CudaGraphExecutor:
             self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(followed))), 0)
             for request in followed.values():
                 request.drafter_stale = True
-        if not depth and self.batch.states is not None:
-            self.batch.states.drop(plan.decodes, self.row_of)
+        if not depth and self.states is not None:
+            self.states.drop(plan.decodes, self.row_of)
         if depth and self.before_drafts is not None:
             self.before_drafts(drafted, depth)
         shape = (size, depth, mode, *bucket)
@@ -289,8 +289,8 @@ class CudaGraphExecutor:
         params, row = request.params, self.row_of[request]
         if self.method is not None and not self.method.adjusts_drafts and params.adjusts_logits:
             self.undrafted.add(request)
-        if self.batch.states is not None:
-            self.batch.states.begin(request, row, num_cached)
+        if self.states is not None:
+            self.states.begin(request, row, num_cached)
         options = None
         if params.has_row_options:
             options = RowOptions(
@@ -338,9 +338,9 @@ class CudaGraphExecutor:
         if not leaving:
             return
         self.batch.state.stop(self.batch.state.upload(np.array([self.row_of[request] for request in leaving])))
-        if (states := self.batch.states) is not None:
-            states.detach([self.row_of[request] for request in leaving])
-            states.drop([request for request in leaving if request.finish_reason not in ("stop", "length")], {})
+        if self.states is not None:
+            self.states.detach([self.row_of[request] for request in leaving])
+            self.states.drop([request for request in leaving if request.finish_reason not in ("stop", "length")])
         for request in leaving:
             is_prefilled = request.num_answer and request not in self.prefilling
             if is_prefilled and (not self._has_own_cache or (request.speculate and not request.drafter_stale)):
@@ -418,10 +418,14 @@ class CudaGraphExecutor:
     def idle(self) -> bool:
         return self.usual_graphs is not None and self.usual_graphs.idle()
 
+    @property
+    def states(self) -> DeviceStates | None:
+        return self.batch.states
+
     def collect_states(self, *, limit: int) -> None:
         if not limit:
-            if self.batch.states is not None:
-                self.batch.states.stop()
+            if self.states is not None:
+                self.states.stop()
             return
         if self.method is None or not self.method.taps:
             return
@@ -429,13 +433,6 @@ class CudaGraphExecutor:
         sizes = [shape.hidden_size] * (len(self.method.taps) + 1)
         dtype, device = self.decoder.dtype, self.batch.device
         self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
-
-    def take_states(self, request: Request) -> tuple[int, list[torch.Tensor]] | None:
-        return self.batch.states.take(request) if self.batch.states is not None else None
-
-    def drop_states(self, requests: Collection[Request]) -> None:
-        if self.batch.states is not None:
-            self.batch.states.drop(requests, {})
 
     def interrupted(self) -> None:
         self.reader.mark()

@@ -116,11 +116,11 @@ class DeviceStates:
             self.start_of[request] = start
         self._set([row], MAX_REQUESTS if slot is None else slot)
 
-    def drop(self, requests: Collection[Request], row_of: Mapping[Request, int]) -> None:
-        """Their states have a gap from now on, or they leave unfinished."""
+    def drop(self, requests: Collection[Request], row_of: Mapping[Request, int] | None = None) -> None:
+        """Their states have a gap from now on, or they leave unfinished. `row_of`: of those that go on."""
         leaving = [request for request in self.slot_of if request in requests]
         if leaving:
-            self._set([row_of[request] for request in leaving if request in row_of], MAX_REQUESTS)
+            self._set([row_of[request] for request in leaving if request in row_of] if row_of else [], MAX_REQUESTS)
             for request in leaving:
                 self._free(request)
 
