@@ -152,16 +152,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits depend on anything beyond the network: penalties, bias, bans, processors."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.bad_words
-            or self.bad_word_ids
-            or self.min_tokens
-            or self.logits_processors
-        )
+        return bool(self.has_row_options or self.bad_words or self.min_tokens or self.logits_processors)
 
 
 def _is_token(value: object) -> bool:

@@ -76,7 +76,6 @@ class SpeculationController:
         adaptive: bool = False,
         guard: bool = False,
         coverage: VocabularyCoverage | None = None,
-        costs: StepCosts | None = None,
     ) -> None:
         """`limit`: the deepest that was asked for; 0: speculation is off. `adaptive`: depth follows the load."""
         self.limit, self.adaptive = limit, adaptive
@@ -85,14 +84,14 @@ class SpeculationController:
         self.coverage = coverage or VocabularyCoverage(None)
         self.stats = AcceptanceStats()
         self.pending_tokens: Callable[[Any], int] = lambda request: 0  # tokens of a request that the drafter has yet to process
-        self.use_costs(costs)
+        self.costs: StepCosts | None = None
         self.depth = limit  # chosen for the current step
         self.explorer: Drafted | None = None  # drafted for to the limit, whatever the load
         self.num_steps = 0
         self._kept: tuple[int, int] | None = None  # numbers of running and eligible requests that the choice was made for
         self._shallow_steps = self._drafting_steps = self._observations = 0
 
-    def use_costs(self, costs: StepCosts | None) -> None:
+    def use_costs(self, costs: StepCosts) -> None:
         """The executor's cost model. Learnt costs ask for a larger gain than recorded ones."""
         self.costs = costs
         if isinstance(costs, RowCosts):
@@ -202,8 +201,7 @@ class SpeculationController:
                     self.guard.record(output.request, trials, accepted, nameable=nameable, confidences=sure)
         for (offered, nodes, depth, accepted, emitted), times in seen.items():
             self.acceptance.record(offered, accepted, times, depth if isinstance(self.costs, RowCosts) else None)
-            at = [times] * accepted + [0] * (max(depth, accepted) - accepted)
-            self.stats.merge(AcceptanceStats(times, times * nodes, times * accepted, times * emitted, [times] * depth, at))
+            self.stats.add_step(nodes, depth, accepted, emitted, times)
 
     def forget(self, request: Drafted) -> None:
         if self.guard is not None:

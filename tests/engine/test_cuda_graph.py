@@ -16,7 +16,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors import cuda_graph, device_batch
 from fledge.engine.executors.batch_state import ADJUSTED, SAMPLED, TRUNCATED
-from fledge.engine.executors.launch_ahead import LaunchAhead
+from fledge.engine.executors.output_reader import LaunchAhead
 from fledge.engine.executors.recording import FEW_LONG_ROWS
 from fledge.errors import RequestError, UserError
 from fledge.kernels import compile_ahead

@@ -24,8 +24,7 @@ from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, RowIn
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
-from fledge.engine.executors.output_reader import OutputReader
+from fledge.engine.executors.output_reader import MAX_CYCLES, LaunchAhead, OutputReader
 from fledge.engine.executors.recording import UsualGraphs
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request

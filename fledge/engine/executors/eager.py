@@ -26,7 +26,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
 from fledge.kernels.native import best_of
 from fledge.models.decoder import Decoder
-from fledge.ops.eager import eager_ops
+from fledge.ops.cpu_ops import eager_ops
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import RowCosts
 from fledge.speculation.depth import TreeShape

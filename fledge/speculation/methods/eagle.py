@@ -29,9 +29,8 @@ from fledge.kernels.row_copy import take
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
 from fledge.models.drafter import EagleDrafter
 from fledge.ops.base import Ops
-from fledge.ops.cpu_ops import CpuOps
+from fledge.ops.cpu_ops import CpuOps, eager_ops
 from fledge.ops.cuda_ops import CudaOps
-from fledge.ops.eager import eager_ops
 from fledge.speculation.coverage import VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import sampling_tensors
