@@ -32,6 +32,7 @@ _NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS |= dict.fromkeys(_FLOATS, Real)
 _OPTIONAL = ("seed", "logprobs")
+MOST = 2**31 - 1  # of tokens: what a device's int32 holds, and more than any vocabulary or context has
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            object.__setattr__(self, name, min(getattr(self, name), MOST))
         if not isinstance(self.logit_bias, Mapping | None):
             raise RequestError("logit_bias must map token ids to numbers")
         biases: Iterable[object] = (self.logit_bias or {}).values()
