@@ -111,8 +111,9 @@ def build_engine(
             kept = kept_bits(folder, target, keep, config.device)
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
+    shape = network.config if isinstance(network, EagleDrafter) else None
     if name and is_checked:
-        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None, kept)
+        check_fits(config, target, shape, kept)
     decoder = load()
     if target.rope.kind == "longrope":
         decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
@@ -121,7 +122,7 @@ def build_engine(
         decoder.check_taps(network.config.aux_layer_ids)
         network.share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
-    config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
+    config = config.with_cache(decoder.config, shape)
     depth = DepthPolicy.parse(speculation.depth, on_cpu=is_cpu)
     # Room for a draft behind the longest text: a cache of one context must serve a request of that length.
     num_slots = config.kv_cache_tokens + (1 if network is None else lookahead(depth, speculation.tree))

@@ -52,13 +52,9 @@ class RowInit:
     def mode(self) -> int:
         if self.options is not None or self.mask is not None or self.wants_logprobs or self.min_answer:
             return ADJUSTED
-        return sampling_mode(self.temperature, self.top_p, self.top_k, self.min_p)
-
-
-def sampling_mode(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> int:
-    if temperature <= 0:
-        return GREEDY
-    return TRUNCATED if top_p < 1 or top_k > 0 or min_p > 0 else SAMPLED
+        if self.temperature <= 0:
+            return GREEDY
+        return TRUNCATED if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 else SAMPLED
 
 
 @dataclass

@@ -251,20 +251,19 @@ class CudaGraphExecutor(Executor):
 
     def _prefill(self, chunks: Sequence[Chunk]) -> int:
         """Enqueues prefills; returns how many passes give first tokens."""
-        whole: list[RowInit] = []
+        whole: dict[Request, RowInit] = {}
         num_passes = 0
         for chunk in chunks:
             request = chunk.request
             if request not in self.row_of:
                 self.row_of[request] = heapq.heappop(self.free_rows)
             if chunk.completes and request not in self.prefilling:
-                whole.append(self._row_init(request, chunk.start))
+                whole[request] = self._row_init(request, chunk.start)
             elif request not in self.prefilling:
                 self.prefilling[request] = self._row_init(request, chunk.start)
         if whole:
-            self.batch.prefill(whole)
-            rows = {init.row for init in whole}
-            self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
+            self.batch.prefill(list(whole.values()))
+            self._prefilled({init.row: request for request, init in whole.items()})
             num_passes += 1
         for chunk in chunks:
             if (init := self.prefilling.get(chunk.request)) is not None:
@@ -292,35 +291,27 @@ class CudaGraphExecutor(Executor):
             self.states.begin(request, row, num_cached)
         options = None
         if params.has_row_options:
-            options = RowOptions(
-                row,
-                request.prompt,
-                request.answer,
-                params.repetition_penalty,
-                params.presence_penalty,
-                params.frequency_penalty,
-                params.logit_bias or {},
-                params.bad_word_ids,
-            )
+            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            options = RowOptions(row, request.prompt, request.answer, *penalties, params.logit_bias or {}, params.bad_word_ids)
         masks = self._masks(request, []) if params.token_masks else None
         init = RowInit(
-            row,
-            list(request.tokens),
-            request.pages,
-            min(params.max_tokens, self.config.max_model_len - len(request.prompt)),
-            request.seed,
-            0.0 if params.greedy else params.temperature,
-            max(params.top_p, LEAST_TOP_P),
-            sorted(request.end_token_ids),
-            self.controller.limit if request.speculate and request not in self.undrafted else 0,
-            num_cached,
-            request.num_answer,
-            max(params.top_k, 0),
-            params.min_p,
-            params.min_tokens,
-            options,
-            None if masks is None else masks[0],
-            params.logprobs is not None,
+            row=row,
+            text=list(request.tokens),
+            pages=request.pages,
+            limit=min(params.max_tokens, self.config.max_model_len - len(request.prompt)),
+            seed=request.seed,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_p=max(params.top_p, LEAST_TOP_P),
+            stop_ids=sorted(request.end_token_ids),
+            depth_limit=self.controller.limit if request.speculate and request not in self.undrafted else 0,
+            num_cached=num_cached,
+            num_answered=request.num_answer,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            min_answer=params.min_tokens,
+            options=options,
+            mask=None if masks is None else masks[0],
+            wants_logprobs=params.logprobs is not None,
         )
         self.mode_of[request] = init.mode
         if init.mask is not None:
