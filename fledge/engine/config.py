@@ -99,6 +99,8 @@ class EngineConfig:
             raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {self.gpu_memory_utilization}")
         if self.gpu_memory_utilization and kind == "cpu":
             raise UserError("--gpu-memory-utilization needs a GPU; on CPU give --kv-cache-tokens")
+        if kind == "cuda" and self.page_size & (self.page_size - 1):
+            raise UserError(f"--block-size {self.page_size} is not possible on a GPU: its attention takes a power of two")
         longest = self.max_model_len or model.max_positions
         if longest > model.max_positions:
             raise UserError(

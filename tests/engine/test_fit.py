@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge import devices
 from fledge.checkpoints.hf import kept_bits, load_decoder, save_decoder
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import MoEConfig
@@ -200,3 +201,13 @@ def test_a_cpu_packs_each_linear_as_it_is_read(kind: str, tmp_path: Path) -> Non
     config = EngineConfig(device="cpu", quantization=quantization).resolve(decoder.config)
     needs = memory.Needs.of(config, decoder.config, kept=kept_bits(folder, decoder.config, KEPT["cpu"], "cpu"))
     assert needs.weights / 2 < int(done.stdout) < needs.weights + needs.loading + (48 << 20)
+
+
+def test_pages_that_the_attention_kernels_cannot_read_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
+    model = tiny_decoder().config
+    with pytest.raises(UserError, match=r"--block-size 48 .* power of two"):
+        EngineConfig(page_size=48).resolve(model)
+    assert EngineConfig(page_size=64).resolve(model).page_size == 64
+    monkeypatch.undo()
+    assert EngineConfig(device="cpu", page_size=48).resolve(model).page_size == 48

@@ -141,7 +141,7 @@ class DeviceBatch:
     @torch.inference_mode()
     def step(self, size: int, depth: int, mode: int, kv_bucket: int | None = None) -> None:
         """One cycle for the first `size` rows, or a stage of it. `kv_bucket`: no row has more keys; see `kv_bucket`."""
-        pages = self.state.page_table[:size, : None if kv_bucket is None else kv_bucket // self.config.page_size]
+        pages = self.state.page_table[:size, : None if kv_bucket is None else -(-kv_bucket // self.config.page_size)]
         key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
         if mode == LOGPROBS:
             tokens, logits = self.accepted[key]
