@@ -135,11 +135,6 @@ class SpeculationController:
             return self.limit > 0
         return bool(self.acceptance.choose(1.0, lambda depth: costs.seconds(num_requests, num_requests, depth)))
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether what steps cost is known at all; recorded graphs always are."""
-        return not isinstance(self.costs, RowCosts) or self.costs.is_known
-
     def _choose_and_explore(self, running: Sequence[Drafted], eligible: list[Drafted], costs: RowCosts) -> None:
         self.num_steps += 1
         if self.num_steps % DECAY_EVERY == 0:

@@ -160,7 +160,7 @@ class EagerExecutor(Executor):
     def _may_postpone(self, request: Request) -> bool:
         """Whether the drafter may process a prompt later. Others who find its pages rely on the drafter's part of them."""
         is_private = request.page_keys is None or not request.page_keys.drafted
-        return is_private and not self.controller.depth and self.controller.is_measured
+        return is_private and not self.controller.depth and self.costs.is_known
 
     def run_target(self, batch: Sequence[Rows]) -> TargetPass:
         tokens: list[int] = []
