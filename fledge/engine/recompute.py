@@ -42,8 +42,10 @@ class RecomputePolicy:
     ) -> bool:
         """`seconds`, `share` and `allowed`: as `AcceptanceModel.choose` would have them afterwards. `remaining`: tokens that
         the stale requests are expected to emit yet. `pass_seconds`: of the prefill of their texts; None: not known."""
+        if pass_seconds is None or not remaining:
+            return False
         plain, depth = seconds(0), self.acceptance.choose(share, seconds, allowed)
-        if plain is None or pass_seconds is None or not depth or not remaining:
+        if plain is None or not depth:
             return False
         cycle, tokens = seconds(depth), self.acceptance.mean_tokens(depth, share, allowed)
         if cycle is None or plain * tokens < LEAST_GAIN * cycle:

@@ -131,9 +131,9 @@ class CapturedPrefill(ABC):
         self.graphs = StepGraphs(self._run, batch.device, capture=batch.graphs.capture, idle=nullcontext)
         self.buffers: dict[tuple[int, ...], Buffer] = {}  # of recorded passes, by their sizes
         self.uses: Counter[tuple] = Counter()
-        self.waits_for_quiet = False  # what comes again is noted:
-        self.wanted: set[tuple] = set()
-        self.too_large: set[tuple] = set()  # to be recorded
+        self.waits_for_quiet = False  # what comes again is noted
+        self.wanted: set[tuple] = set()  # to be recorded when it is quiet
+        self.too_large: set[tuple] = set()  # there was no memory to record them
 
     def submit(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray], *, may_record: bool = True) -> None:
         """Enqueues a pass: replayed, if its graph is there or is to be recorded now."""
