@@ -419,10 +419,9 @@ class CudaGraphExecutor(Executor):
             return
         if self.method is None or not self.method.taps:
             return
-        shape = self.decoder.config
-        sizes = [shape.hidden_size] * (len(self.method.taps) + 1)
-        dtype, device = self.decoder.dtype, self.batch.device
-        self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
+        num_rows, num_layers = len(self.batch.state.seed), len(self.method.taps) + 1
+        size, dtype = self.decoder.config.hidden_size, self.decoder.dtype
+        self.batch.keep_states(DeviceStates(limit, num_rows, num_layers, size, dtype, self.batch.device))
 
     def interrupted(self) -> None:
         self.reader.mark()
