@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -78,29 +78,18 @@ class PrefillBatch:
             return pass_sizes(num_tokens, num_texts)
         return -(-num_tokens // MORE_TOKENS) * MORE_TOKENS, -(-num_texts // PROMPTS[-1]) * PROMPTS[-1]
 
-    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
-        """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
+    def arrays(self, sizes: tuple[int, int] | None, dummy_row: int) -> list[np.ndarray]:
+        """What the pass reads, in its order: of these sizes, or of just what there is. Padding is stored nowhere and
+        initialises `dummy_row`."""
+        num_tokens, num_texts = sizes or (len(self.tokens), len(self.lengths))
+        lengths, starts = (lengthened(np.array(x, dtype=np.int64), num_texts, 0) for x in (self.lengths, self.starts))
+        offsets = np.concatenate([[0], lengths.cumsum()])
+        ends = np.where(lengths > 0, offsets[1:] - 1, num_tokens - 1)
+        tokens = [lengthened(x, num_tokens, fill) for x, fill in ((self.tokens, 0), (self.positions, 0), (self.slots, -1))]
         int_params = lengthened(self.int_params, num_texts, 0)
         int_params[len(self.lengths) :, 0] = dummy_row
-        return replace(
-            self,
-            tokens=lengthened(self.tokens, num_tokens, 0),
-            positions=lengthened(self.positions, num_tokens, 0),
-            slots=lengthened(self.slots, num_tokens, -1),
-            lengths=self.lengths + [0] * (num_texts - len(self.lengths)),
-            starts=self.starts + [0] * (num_texts - len(self.starts)),
-            int_params=int_params,
-            float_params=lengthened(self.float_params, num_texts, 1.0),
-            tables=lengthened(self.tables, num_texts, 0),
-        )
-
-    def arrays(self) -> list[np.ndarray]:
-        """What the pass reads, in its order."""
-        lengths = np.array(self.lengths, dtype=np.int64)
-        offsets = np.concatenate([[0], lengths.cumsum()])
-        ends = np.where(lengths > 0, offsets[1:] - 1, len(self.tokens) - 1)
-        tokens = np.stack([self.tokens, self.positions, self.slots])
-        return [tokens, offsets, np.array(self.starts, dtype=np.int64), ends, self.int_params, self.float_params, self.tables]
+        float_params, tables = lengthened(self.float_params, num_texts, 1.0), lengthened(self.tables, num_texts, 0)
+        return [np.stack(tokens), offsets, starts, ends, int_params, float_params, tables]
 
 
 class Buffer:
@@ -205,10 +194,9 @@ class PrefillGraphs(CapturedPrefill):
 
     def run(self, prompts: PrefillBatch, mode: int) -> None:
         num_tokens, num_texts = shape = prompts.shape
-        if self.pads:
-            prompts = prompts.padded(*shape, self.batch.state.dummy_row)
+        arrays = prompts.arrays(shape if self.pads else None, self.batch.state.dummy_row)
         may_record = self.pads and num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1]
-        self.submit((*shape, mode), prompts.arrays(), may_record=may_record)
+        self.submit((*shape, mode), arrays, may_record=may_record)
 
     @property
     def least_seconds(self) -> float:
@@ -224,7 +212,7 @@ class PrefillGraphs(CapturedPrefill):
         int_params = np.zeros((0, NUM_INT_PARAMS + MAX_STOP_IDS), dtype=np.int64)
         empty = PrefillBatch(nothing, nothing, nothing, [], [], int_params, np.zeros((0, 3)), tables)
         num_tokens, num_texts = sizes
-        return empty.padded(num_tokens, num_texts, self.batch.state.dummy_row).arrays()
+        return empty.arrays((num_tokens, num_texts), self.batch.state.dummy_row)
 
     def _pass(self, buffer: Buffer, mode: int) -> None:
         (tokens, positions, slots), offsets, starts, ends, int_params, float_params, tables = buffer.parts
