@@ -97,3 +97,14 @@ def test_numbers_past_a_devices_int32_mean_all(huge, capture):
         answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, alike), strict=True)]
         assert answers[0] == answers[1]
         assert answers[0][0]
+
+
+def test_any_number_of_stop_ids_ends_an_answer():
+    """A device's row has place for 16; more are set beside it."""
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, stop_token_ids=range(0, 128, 5), ignore_eos=True)
+    texts = [[number, 7] for number in range(6)]
+    answers = [
+        run(build_engine(tiny_decoder(), Speculation(None), CPU, capture=capture), texts, params) for capture in (None, False)
+    ]
+    assert answers[0] == answers[1]
+    assert all(answer[-1] % 5 == 0 and len(answer) < 60 for answer in answers[0])

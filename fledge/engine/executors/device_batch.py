@@ -26,6 +26,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import (
     ADJUSTED,
     GREEDY,
+    MAX_STOP_IDS,
     NUM_INT_PARAMS,
     SAMPLED,
     TRUNCATED,
@@ -44,6 +45,7 @@ from fledge.kernels.adjustments import count_tokens
 from fledge.kernels.attention.launch_config import FEW_KEYS
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.bits import KEEP
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import TokenLogprobs, pack_logprobs, token_logprobs
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
@@ -343,16 +345,14 @@ class DeviceBatch:
 
     def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""
-        numbers = [
-            (i.row, 1, len(i.text), i.num_answered, i.limit, i.min_answer, i.depth_limit, i.seed, i.top_k) for i in inits
-        ]
-        stops = [self.state.stop_params(init.stop_ids) for init in inits]
-        table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
-        for index, init in enumerate(inits):
-            table[index, : len(init.pages)] = init.pages
+        int_params = np.full((len(inits), NUM_INT_PARAMS + MAX_STOP_IDS), -1, dtype=np.int64)
         float_params = np.array([[init.temperature, init.top_p, init.min_p] for init in inits], dtype=np.float64)
-        int_params = np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1)
-        assert int_params.shape[1] == NUM_INT_PARAMS + len(stops[0])
+        table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
+        for index, i in enumerate(inits):
+            stop_ids = i.stop_ids if len(i.stop_ids) <= MAX_STOP_IDS else [KEEP]  # `prepare_rows` has set them
+            numbers = (i.row, 1, len(i.text), i.num_answered, i.limit, i.min_answer, i.depth_limit, i.seed, i.top_k, *stop_ids)
+            int_params[index, : len(numbers)] = numbers
+            table[index, : len(i.pages)] = i.pages
         return int_params, float_params, table
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:
