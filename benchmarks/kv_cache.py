@@ -25,7 +25,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout
 from fledge.kernels.formats.kv_cache import KV_DTYPES
 from fledge.models.decoder import Decoder
-from fledge.ops.eager import eager_ops
+from fledge.ops.cpu_ops import eager_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("docs/serving.md", "docs/architecture.md", "docs/drift-lab.md", "docs/training-notes.md")

@@ -50,7 +50,7 @@ class Completion:
     stop_reason: str | int | None
     stats: AcceptanceStats
     logprobs: list[TokenLogprob]
-    seconds: float  # from arrival to the last token
+    seconds: float
     first_token_seconds: float
     error: str | None = None
 

@@ -32,6 +32,7 @@ _NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS |= dict.fromkeys(_FLOATS, Real)
 _OPTIONAL = ("seed", "logprobs")
+MOST = 2**31 - 1  # of tokens: what a device's int32 holds, and more than any vocabulary or context has
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class SamplingParams:
         frequency_penalty: The same, for each time.
         logit_bias: Added to the logits of token ids.
         bad_words: Texts that the answer must not hold.
-        bad_word_ids: The same as token ids; set by the engine.
+        bad_word_ids: The same as token ids; set by the engine (`tokenizer.bad_word_token_ids`).
         stop: Strings that end the answer.
         stop_token_ids: Token ids that end it.
         ignore_eos: Go on after the end token.
@@ -63,23 +64,23 @@ class SamplingParams:
 
     max_tokens: int = 16
     min_tokens: int = 0
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
+    top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str] = ()  # that the answer must not hold
-    bad_word_ids: Sequence[Sequence[int]] = ()  # the same as tokens; set by the engine, see `tokenizer.bad_word_token_ids`
+    bad_words: Sequence[str] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     seed: int | None = None
-    logprobs: int | None = None  # how many alternatives to report beside each token
+    logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +95,8 @@ class SamplingParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise RequestError(f"{name} must be {'a whole number' if kinds is Integral else 'a number'}, not {value!r:.40}")
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            object.__setattr__(self, name, min(getattr(self, name), MOST))
         if not isinstance(self.logit_bias, Mapping | None):
             raise RequestError("logit_bias must map token ids to numbers")
         biases: Iterable[object] = (self.logit_bias or {}).values()
@@ -152,16 +155,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits depend on anything beyond the network: penalties, bias, bans, processors."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.bad_words
-            or self.bad_word_ids
-            or self.min_tokens
-            or self.logits_processors
-        )
+        return bool(self.has_row_options or self.bad_words or self.min_tokens or self.logits_processors)
 
 
 def _is_token(value: object) -> bool:

@@ -22,7 +22,7 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.depth import DepthPolicy
 from fledge.speculation.methods.base import AcceptedSpan, Drafter
-from fledge.speculation.methods.captured_eagle import CapturedEagle
+from fledge.speculation.methods.eagle import CapturedEagle
 from fledge.speculation.verification import Draft
 
 CPU = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=16, kv_cache_tokens=4096)

@@ -29,8 +29,7 @@ from fledge.ops.base import AttentionModule, FusedAttentionModule
 from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
 from fledge.speculation.methods.base import AcceptedSpan, DraftedRequest
-from fledge.speculation.methods.captured_eagle import CapturedEagle
-from fledge.speculation.methods.eagle import EagleSpeculator
+from fledge.speculation.methods.eagle import CapturedEagle, EagleSpeculator
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
 EVERY = 256  # drafts to a probe sample, unless asked otherwise; on a CPU it takes as long as a whole step

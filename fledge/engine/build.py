@@ -26,10 +26,9 @@ from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.executors.eager import EagerExecutor
 from fledge.engine.executors.graphs import without_collection
-from fledge.engine.fit import check_fits
 from fledge.engine.kv_pool import PagePool
+from fledge.engine.memory import check_fits, give_back_code, give_back_heap
 from fledge.engine.options import DEFAULT_DEPTH, Speculation
-from fledge.engine.resident import give_back_code, give_back_heap
 from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.attention.paged import PagedKV
@@ -112,8 +111,9 @@ def build_engine(
             kept = kept_bits(folder, target, keep, config.device)
     # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
+    shape = network.config if isinstance(network, EagleDrafter) else None
     if name and is_checked:
-        check_fits(config, target, network.config if isinstance(network, EagleDrafter) else None, kept)
+        check_fits(config, target, shape, kept)
     decoder = load()
     if target.rope.kind == "longrope":
         decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
@@ -122,7 +122,7 @@ def build_engine(
         decoder.check_taps(network.config.aux_layer_ids)
         network.share(decoder.embed_tokens, decoder.lm_head)
     # Sized last: the weights are on the device by now, and the cache gets what they left.
-    config = config.with_cache(decoder.config, network.config if isinstance(network, EagleDrafter) else None)
+    config = config.with_cache(decoder.config, shape)
     depth = DepthPolicy.parse(speculation.depth, on_cpu=is_cpu)
     # Room for a draft behind the longest text: a cache of one context must serve a request of that length.
     num_slots = config.kv_cache_tokens + (1 if network is None else lookahead(depth, speculation.tree))
@@ -169,7 +169,7 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
     network.eval().requires_grad_(False)
     if config.quantization != "none" and isinstance(network, Decoder):
         quantize_linears(network, config.quantization, config.device)
-    if not _is_cpu(config):
+    if not config.is_cpu:
         network = network.to(device=config.device, dtype=config.weight_dtype)
         stack_experts(network, config.weight_dtype)
         return network
@@ -192,7 +192,7 @@ def fit_linear(config: EngineConfig, pack: bool, name: str, linear: torch.nn.Mod
     linear.requires_grad_(False)
     if config.quantization != "none" and isinstance(linear, torch.nn.Linear):
         linear = quantized_linear(name, linear, config.quantization, config.device)
-    if not _is_cpu(config) or not pack:
+    if not config.is_cpu or not pack:
         return linear
     holder = torch.nn.ModuleDict({"linear": linear})
     _pack(holder, config)
@@ -246,7 +246,3 @@ def _drafter(
 
 def paged_kv(config: EngineConfig, pool: PagePool, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKV:
     return PagedKV(num_layers, num_kv_heads, head_dim, pool.num_pages, pool.page_size, config.kv_dtype, config.device)
-
-
-def _is_cpu(config: EngineConfig) -> bool:
-    return torch.device(config.device).type == "cpu"

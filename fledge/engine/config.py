@@ -99,6 +99,8 @@ class EngineConfig:
             raise UserError(f"--gpu-memory-utilization is a share from 0 to 1, not {self.gpu_memory_utilization}")
         if self.gpu_memory_utilization and kind == "cpu":
             raise UserError("--gpu-memory-utilization needs a GPU; on CPU give --kv-cache-tokens")
+        if kind == "cuda" and self.page_size & (self.page_size - 1):
+            raise UserError(f"--block-size {self.page_size} is not possible on a GPU: its attention takes a power of two")
         longest = self.max_model_len or model.max_positions
         if longest > model.max_positions:
             raise UserError(
@@ -142,7 +144,14 @@ class EngineConfig:
 
     def with_cache(self, model: ModelConfig, drafter: DrafterConfig | None = None) -> EngineConfig:
         """Sizes the KV cache from the memory that is free now: call it when the weights are on the device."""
-        return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=self._cache_tokens(model, drafter))
+        from fledge.engine.memory import cache_tokens
+
+        return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=cache_tokens(self, model, drafter))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Once `device` is resolved."""
+        return self.device.startswith("cpu")
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -162,7 +171,7 @@ class EngineConfig:
         """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
         import torch
 
-        return torch.float32 if torch.device(self.device).type == "cpu" else self.weight_dtype
+        return torch.float32 if self.is_cpu else self.weight_dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -170,16 +179,3 @@ class EngineConfig:
         from fledge.kernels.formats import kv_cache
 
         return kv_cache.KV_DTYPES[self.kv_cache_dtype]
-
-    def _cache_tokens(self, model: ModelConfig, drafter: DrafterConfig | None) -> int:
-        import torch
-
-        from fledge.engine.fit import Needs, check_longest, memory_left
-
-        needs, memory = Needs.of(self, model, drafter), memory_left(self)
-        if torch.device(self.device).type == "cpu":
-            cache = memory // 4  # untouched pages cost nothing: the memory is taken from the system as it is first written
-        else:
-            cache = needs.cache_bytes(memory, is_share=bool(self.gpu_memory_utilization)) - self.reserved_bytes
-        check_longest(self, needs, cache)
-        return min(self.max_num_seqs * self.max_model_len, cache // needs.cache_per_token)

@@ -110,7 +110,15 @@ class Engine:
             raise RequestError(f"prompt token {bad} is outside the model's vocabulary of {vocab_size}")
         check_params(params, vocab_size, self.model.eos_token_ids)
         self.scheduler.check(len(prompt), params.max_tokens)
-        return self._resolved(params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids")
+        if params.bad_words and not params.bad_word_ids:
+            if self.tokenizer is None:
+                raise RequestError("bad_words needs a tokenizer; give bad_word_ids")
+            params = replace(params, bad_word_ids=bad_word_token_ids(self.tokenizer, params.bad_words))
+        check_bad_words(params.bad_word_ids)
+        self.executor.check(params)
+        return params
 
     def add_request(
         self,
@@ -139,18 +147,6 @@ class Engine:
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
-
-    def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with bad words as tokens; refuses what this engine cannot serve."""
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; give stop_token_ids")
-        if params.bad_words and not params.bad_word_ids:
-            if self.tokenizer is None:
-                raise RequestError("bad_words needs a tokenizer; give bad_word_ids")
-            params = replace(params, bad_word_ids=bad_word_token_ids(self.tokenizer, params.bad_words))
-        check_bad_words(params.bad_word_ids)
-        self.executor.check(params)
-        return params
 
     def abort(self, request: Request) -> None:
         """Frees a request's pages at once; its text so far stays with it."""

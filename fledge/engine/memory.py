@@ -1,4 +1,7 @@
-"""What an engine takes of a device's memory, by formula, so that a user can see at the start where it goes.
+"""Memory: whether a model fits its device, what the KV cache gets, what is held at last, and what loading gives back.
+
+    Needs        before anything is loaded, from the configuration: `check_fits` refuses what has no room
+    MemoryPlan   of a running engine, so that a user can see at the start where the memory goes
 
     weights   every number of target and drafter, shared ones once
     cache     2 (keys and values) x layers x key/value heads x head size x bytes of a number, for each token
@@ -9,16 +12,202 @@ Beside it stands what a step works with: about 50 bytes x hidden size x tokens a
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from fledge.checkpoints.tensors import ShapesOnly
+from fledge.config import DrafterConfig, ModelConfig
+from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
+from fledge.errors import UserError
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.bits import num_words
 from fledge.kernels.linear.packed import PackedLinear
+from fledge.kernels.quantization import BITS, GROUP_SIZE, ROUTER
+from fledge.models.decoder import Decoder
+from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
+
+# Of the memory that the weights leave: the rest is for graphs and libraries.
+CACHE_SHARE = 0.85
+GRAPH_BYTES = 1 << 30  # for these where the share of the device's memory is given: so it is used
+SCALES_BITS = {8: 16 / GROUP_SIZE, 4: 32 / GROUP_SIZE}  # a weight's part of its group's scale and offset
+MAPPINGS = Path("/proc/self/smaps")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that an engine takes of a device."""
+
+    weights: int
+    drafter: int
+    loading: int  # what reading and packing the largest linear takes beside the weights
+    step: int  # what a step works with beside weights and cache: activations of a prefill, logits of the largest batch
+    cache_per_token: int
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        drafter: DrafterConfig | None = None,
+        kept: Mapping[str, float] | None = None,
+    ) -> Needs:
+        """`config`: resolved for the model. `kept`: see `weight_bytes`."""
+        return cls(
+            weights=weight_bytes(model, config.weight_dtype, config.quantization, packed=config.is_cpu, kept=kept),
+            drafter=0 if drafter is None else drafter_bytes(drafter, config.weight_dtype),
+            loading=loading_bytes(config, model, is_plain=kept is None),
+            step=50 * model.hidden_size * config.max_batched_tokens + 4 * model.vocab_size * min(8 * config.max_num_seqs, 1024),
+            cache_per_token=sum(bytes_per_token(shape, config) for shape in (model, drafter) if shape is not None),
+        )
+
+    def cache_bytes(self, left: int, *, is_share: bool = False) -> int:
+        """Of what weights leave, what the cache may take. `is_share`: the user said how much of the device may be used."""
+        return max((left - GRAPH_BYTES if is_share else int(left * CACHE_SHARE)) - self.step, 0)
+
+
+def check_fits(
+    config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None, kept: Mapping[str, float] | None = None
+) -> None:
+    """Refuses, with the figures and what to lower, a model whose weights or whose longest request have no room.
+
+    `kept`: of a quantised checkpoint; see `weight_bytes`.
+    """
+    needs, memory = Needs.of(config, model, drafter, kept), memory_left(config)
+    taken = needs.weights + needs.drafter
+    can_shrink = kept is None and config.quantization != "int4"
+    if config.is_cpu:
+        if taken + needs.loading > memory:
+            raise UserError(_too_large(needs, memory, "this machine", config, can_shrink=can_shrink))
+        return
+    where = torch.cuda.get_device_name(config.device) if torch.cuda.is_available() else config.device
+    if taken + max(needs.step, needs.loading) > memory:
+        raise UserError(_too_large(needs, memory, where, config, can_shrink=can_shrink))
+    check_longest(config, needs, needs.cache_bytes(memory - taken, is_share=bool(config.gpu_memory_utilization)))
+
+
+def check_longest(config: EngineConfig, needs: Needs, cache: int) -> None:
+    """Refuses a longest request that `cache` bytes do not hold."""
+    tokens = config.kv_cache_tokens or config.max_model_len
+    if tokens * needs.cache_per_token > cache:
+        option = "--kv-cache-tokens" if config.kv_cache_tokens else "--max-model-len"
+        what = "a cache" if config.kv_cache_tokens else "a request"
+        raise UserError(
+            f"{what} of {tokens} tokens needs {gib(tokens * needs.cache_per_token)} of cache and {gib(cache)} are left; "
+            f"lower {option} to {cache // needs.cache_per_token} or less"
+        )
+
+
+def memory_left(config: EngineConfig) -> int:
+    """Bytes of the device that are free now, or that its share (`gpu_memory_utilization`) still allows; of a CPU, all."""
+    if config.is_cpu:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free, total = torch.cuda.mem_get_info(config.device)
+    if not config.gpu_memory_utilization:
+        return free
+    return min(free, int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(config.device))
+
+
+def cache_tokens(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> int:
+    """The KV cache's size by the memory that is free now: all requests at full length, as far as it allows."""
+    needs, memory = Needs.of(config, model, drafter), memory_left(config)
+    if config.is_cpu:
+        cache = memory // 4  # untouched pages cost nothing: the memory is taken from the system as it is first written
+    else:
+        cache = needs.cache_bytes(memory, is_share=bool(config.gpu_memory_utilization)) - config.reserved_bytes
+    check_longest(config, needs, cache)
+    return min(config.max_num_seqs * config.max_model_len, cache // needs.cache_per_token)
+
+
+def weight_bytes(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    quantization: str = "none",
+    *,
+    packed: bool = False,
+    kept: Mapping[str, float] | None = None,
+) -> int:
+    """Of a target. Quantised linears as `quantize_linears` makes them; a GGUF file's own at 8 bits, though most have fewer.
+
+    `packed`: for the CPU, where a tied head is a copy of its own. `kept`: bits a weight of linears that stay as a quantised
+    checkpoint has them; None: of a plain one.
+    """
+    with ShapesOnly():
+        network = Decoder(model)
+    layer_bits, head_bits = BITS.get(quantization, (8, 8))
+    seen, total = set(), 0.0
+    for name, module in network.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            bits = float(8 * dtype.itemsize)
+            is_weight = isinstance(module, nn.Linear) and attribute == "weight"
+            if is_weight and quantization != "none" and not name.endswith(ROUTER):
+                bits = head_bits if name == "lm_head" else layer_bits
+                bits += SCALES_BITS[int(bits)]
+            elif is_weight and kept is not None and name in kept:
+                bits = kept[name]
+            elif id(parameter) in seen and not packed:
+                continue
+            seen.add(id(parameter))
+            total += parameter.numel() * bits / 8
+    return int(total)
+
+
+def loading_bytes(config: EngineConfig, model: ModelConfig, *, is_plain: bool = True) -> int:
+    """What is in memory beside the weights when the largest linear is read: in fp32 where it is packed or quantised, with what
+    that makes on the way, else once more where its parts are joined. An embedding is in fp32 until all is packed."""
+    with ShapesOnly():
+        network = Decoder(model)
+    largest = max(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
+    if config.is_cpu:
+        return 16 * largest + (4 - config.weight_dtype.itemsize) * model.vocab_size * model.hidden_size
+    # Experts of a layer are laid side by side.
+    experts = 0 if model.moe is None else 2 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size
+    if config.quantization != "none":
+        return max(16 * largest, 2 * experts)
+    return config.weight_dtype.itemsize * max(largest, experts) * (1 if is_plain else 2)
+
+
+def bytes_per_token(shape: ModelConfig | DrafterConfig, config: EngineConfig) -> int:
+    """Of a network's KV cache."""
+    return PagedKV.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.kv_dtype)
+
+
+def drafter_bytes(drafter: DrafterConfig, dtype: torch.dtype) -> int:
+    with ShapesOnly():
+        network = EagleDrafter(drafter)
+    return dtype.itemsize * sum(parameter.numel() for parameter in network.parameters()) + 8 * drafter.draft_vocab_size
+
+
+def gib(count: int) -> str:
+    return f"{max(count, 0) / 2**30:.1f} GiB"
+
+
+def _too_large(needs: Needs, memory: int, where: str, config: EngineConfig, *, can_shrink: bool) -> str:
+    """`can_shrink`: by --quantization."""
+    parts = [f"weights {gib(needs.weights)}"]
+    if needs.drafter:
+        parts.append(f"drafter {gib(needs.drafter)}")
+    if config.is_cpu or needs.loading > needs.step:
+        parts.append(f"{gib(needs.loading)} while they are loaded")
+    else:
+        parts.append(f"a step {gib(needs.step)}")
+    advice = ["use a smaller model"]
+    if can_shrink:
+        advice.insert(0, "add --quantization int4" if config.quantization == "int8" else "add --quantization int8 or int4")
+    if config.gpu_memory_utilization:
+        advice.insert(0, "raise --gpu-memory-utilization")
+    elif not config.is_cpu and needs.weights + needs.drafter < memory:
+        advice.insert(0, "lower --max-num-batched-tokens or --max-num-seqs")
+    return f"the model does not fit {where}: {' + '.join(parts)}, and {gib(memory)} are free; {', or '.join(advice)}"
 
 
 @dataclass(frozen=True)
@@ -55,12 +244,12 @@ class MemoryPlan:
 def memory_plan(engine: Engine) -> MemoryPlan:
     model, config, drafter = engine.model, engine.config, engine.drafter
     seen: set[int] = set()  # storages: the drafter often shares the target's embedding and head
-    weights = weight_bytes(engine.decoder, seen)
+    weights = held_bytes(engine.decoder, seen)
     drafter_weights = drafter_per_token = 0
     head_dims = [model.head_dim]
     if isinstance(drafter, EagleSpeculator):
-        drafter_weights = weight_bytes(drafter.network, seen)
-        drafter_per_token = drafter.cache.keys.shape[0] * cache_bytes(drafter.cache.keys)
+        drafter_weights = held_bytes(drafter.network, seen)
+        drafter_per_token = bytes_per_token(drafter.network.config, config)
         head_dims.append(drafter.network.config.rotary_dim)
     tables = rows = 0
     if isinstance(engine.executor, CudaGraphExecutor):
@@ -71,7 +260,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     return MemoryPlan(
         weights,
         drafter_weights,
-        PagedKV.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, config.kv_dtype),
+        bytes_per_token(model, config),
         drafter_per_token,
         engine.pool.num_pages * engine.pool.page_size,
         tables,
@@ -79,12 +268,8 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     )
 
 
-def cache_bytes(keys: Tensor) -> int:
-    """Of one token in one layer: a drafter's cache may have its own shape (latent attention)."""
-    return 2 * keys.shape[1] * keys.shape[3] * keys.element_size()
-
-
-def weight_bytes(network: nn.Module, seen: set[int]) -> int:
+def held_bytes(network: nn.Module, seen: set[int]) -> int:
+    """Of a network's weights. `seen`: storages that were counted before."""
     total = 0
     for module in network.modules():
         if isinstance(module, PackedLinear):
@@ -100,3 +285,30 @@ def weight_bytes(network: nn.Module, seen: set[int]) -> int:
 
 def readable(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def give_back_heap() -> None:
+    """What loading has left free in the C library's heap goes back to the system: 40 of 440 MB after SmolLM2 with drafter."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
+def give_back_code() -> None:
+    """Code of libraries goes back to the system: most of it ran once, when it was imported. 67 of 230 MB after torch.
+
+    What is called again is found in the system's file cache. Takes 10 ms.
+    """
+    if not MAPPINGS.exists() or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    first = end = 0
+    with MAPPINGS.open() as mappings:
+        for line in mappings:
+            words = line.split()
+            if not words[0].endswith(":"):  # "first-end perms offset device inode path"
+                is_code = words[1] == "r-xp" and words[4] != "0"
+                first, end = (int(word, 16) for word in words[0].split("-")) if is_code else (0, 0)
+            elif words[0] == "Anonymous:" and end and words[1] == "0":  # code that was changed in memory is nowhere else
+                advise(first, end - first, mmap.MADV_DONTNEED)

@@ -78,7 +78,7 @@ class AnswerGenerator:
         seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are done. `stop_ids`: None means the model's own end tokens.
+        """Answers in the order in which they are done; raises what ends one early. `stop_ids`: None: the model's end tokens.
 
         A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts
         may depend on earlier answers. It gives None when it has nothing yet: it is asked again while answers are in
@@ -108,9 +108,12 @@ class AnswerGenerator:
                 if not index_of:
                     return
                 for delta in self.engine.step():
-                    if delta.finished:
-                        request = delta.request
-                        yield Answer(index_of.pop(request.id), request.answer, request.finish_reason or "abort")
+                    if not delta.finished:
+                        continue
+                    request = delta.request
+                    if request.failure is not None:
+                        raise request.failure
+                    yield Answer(index_of.pop(request.id), request.answer, request.finish_reason or "abort")
         finally:
             for request in list(self.engine.requests.values()):
                 if request.id in index_of:

@@ -27,17 +27,8 @@ class RecomputePolicy:
         self.done: set[Request] = set()  # requests that were recomputed
         self.num_agreeing = 0  # steps in a row that spoke for it
 
-    def is_due(
-        self,
-        seconds: Callable[[int], float | None],
-        share: float,
-        allowed: Sequence[int],
-        remaining: Sequence[int],
-        pass_seconds: float | None,
-    ) -> bool:
-        """`seconds`, `share` and `allowed`: as `AcceptanceModel.choose` would have them afterwards. `remaining`: tokens that
-        the stale requests are expected to emit yet. `pass_seconds`: of the prefill of their texts, if it is known."""
-        pays = pass_seconds is not None and self.pays(seconds, share, allowed, remaining, pass_seconds)
+    def is_due(self, pays: bool) -> bool:
+        """Once a step: whether it pays now and did in enough steps before."""
         self.num_agreeing = self.num_agreeing + 1 if pays else 0
         return self.num_agreeing >= STEPS
 
@@ -47,10 +38,14 @@ class RecomputePolicy:
         share: float,
         allowed: Sequence[int],
         remaining: Sequence[int],
-        pass_seconds: float,
+        pass_seconds: float | None,
     ) -> bool:
+        """`seconds`, `share` and `allowed`: as `AcceptanceModel.choose` would have them afterwards. `remaining`: tokens that
+        the stale requests are expected to emit yet. `pass_seconds`: of the prefill of their texts; None: not known."""
+        if pass_seconds is None or not remaining:
+            return False
         plain, depth = seconds(0), self.acceptance.choose(share, seconds, allowed)
-        if plain is None or not depth or not remaining:
+        if plain is None or not depth:
             return False
         cycle, tokens = seconds(depth), self.acceptance.mean_tokens(depth, share, allowed)
         if cycle is None or plain * tokens < LEAST_GAIN * cycle:

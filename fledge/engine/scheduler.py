@@ -40,10 +40,6 @@ class Scheduler:
         self.running: dict[Request, None] = {}  # in order of admission
         self.num_preemptions = self.num_recomputed = 0
 
-    @property
-    def lookahead(self) -> int:
-        return self.executor.lookahead
-
     def check(self, length: int, max_tokens: int) -> None:
         """Refuses a prompt of `length` tokens that could never be served."""
         longest = self.config.max_model_len
@@ -53,16 +49,16 @@ class Scheduler:
             raise RequestError(
                 f"the prompt has {length} tokens and the context holds {longest}, answer included; shorten the prompt"
             )
-        needed = min(length + max_tokens, longest) + self.lookahead
+        lookahead = self.executor.lookahead
+        needed = min(length + max_tokens, longest) + lookahead
         capacity = self.pool.num_pages * self.pool.page_size
         if self.pool.pages_for(needed) > self.pool.num_pages:
             raise RequestError(
                 f"the request may need {needed} tokens of cache (prompt {length}, answer up to {max_tokens}, "
-                f"draft {self.lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
+                f"draft {lookahead}) and the cache holds {capacity}; lower max_tokens or enlarge the cache"
             )
 
     def add(self, request: Request) -> None:
-        self.check(len(request.prompt), request.params.max_tokens)
         self.waiting.append(request)
 
     def longest(self, request: Request) -> int:
@@ -104,7 +100,7 @@ class Scheduler:
     def _grow(self, plan: Plan, depths: dict[Request, int]) -> bool:
         """Pages for what submitted steps and this one may emit; without enough, the youngest are preempted."""
         unread, preempted = self.executor.max_unread_tokens, False
-        page_size, lookahead = self.pool.page_size, self.lookahead
+        page_size, lookahead = self.pool.page_size, self.executor.lookahead
         for request, depth in depths.items():
             needed = len(request.tokens) + unread + plan.cycles * (depth + 1) + lookahead
             if needed <= len(request.pages) * page_size or request not in self.running:  # preempted for an older one
@@ -146,20 +142,19 @@ class Scheduler:
         if self.pool.num_free < len(running) + len(stale):
             return False
         drafted = [request for request in running if request.speculate and not request.drafter_stale] + stale
-        guard = self.controller.guard
-        allowed = [guard.depth(request) for request in drafted] if guard is not None and guard.counts.shortened else []
         # Where an answer ends is not known: half way is as good a guess as any.
         remaining = [
             min(request.num_answer, self.longest(request) - len(request.prompt) - request.num_answer) for request in stale
         ]
         num_tokens = sum(len(request.tokens) for request in stale)
-        if not policy.is_due(
+        pays = policy.pays(
             lambda depth: executor.costs.seconds(len(running), len(drafted), depth),
             len(drafted) / len(running),
-            allowed,
+            self.controller.allowed(drafted),
             remaining,
             executor.recompute_seconds(num_tokens),
-        ):
+        )
+        if not policy.is_due(pays):
             return False
         policy.done.update(stale)
         self.num_recomputed += len(stale)
@@ -195,7 +190,7 @@ class Scheduler:
                 break
             request.num_computed = self.pool.take(request.pages, found, request.page_keys)
             # One page for each running request stays free: its next growth would preempt the new one again.
-            if not self.pool.grow(request.pages, length + self.lookahead + 1, len(self.running) * size):
+            if not self.pool.grow(request.pages, length + self.executor.lookahead + 1, len(self.running) * size):
                 self.pool.release(request.pages)
                 request.num_computed = 0
                 break

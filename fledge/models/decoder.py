@@ -76,12 +76,11 @@ class Decoder(nn.Module):
         """Makes the rotary embeddings, for texts up to so many tokens (None: as many as the model knows)."""
         config = self.config
         longest = max_positions or config.max_positions
-        made = [Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in config.ropes]
-        self.rotary, self.local_rotary = made[0], made[1] if len(made) > 1 else None
+        self.rotaries = module_list(Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in config.ropes)
 
     @property
-    def rotaries(self) -> list[Rotary]:
-        return [self.rotary] if self.local_rotary is None else [self.rotary, self.local_rotary]
+    def rotary(self) -> Rotary:
+        return self.rotaries[0]
 
     def reserve(self, num_positions: int) -> None:
         """See `Rotary.reserve`."""

@@ -109,9 +109,6 @@ class NetworkModule(Protocol):
     """`models.decoder.Decoder` or `models.drafter.EagleDrafter`."""
 
     @property
-    def rotary(self) -> RotaryModule: ...
-
-    @property
     def rotaries(self) -> Sequence[RotaryModule]:
         """By the number that a layer's attention names."""
         ...

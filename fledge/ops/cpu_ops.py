@@ -8,11 +8,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fledge.errors import UserError
 from fledge.kernels import native
 from fledge.kernels.attention.metadata import AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.native_layers import NativeBatch, NativeDrafter, NativeExperts, NativeLayer, NativeLayers, NativeTarget
-from fledge.ops.base import DrafterModule, ExpertsModule, LayerModule, NetworkModule, NormModule, TargetModule
+from fledge.ops.base import (
+    DrafterModule,
+    ExpertsModule,
+    LayerModule,
+    NetworkModule,
+    NormModule,
+    Ops,
+    TargetModule,
+    device_tables,
+)
+from fledge.ops.cuda_ops import CudaOps
 from fledge.ops.torch_ops import TorchOps
 
 
@@ -130,3 +141,19 @@ class CpuOps(TorchOps):
         for index, (norm, tap) in enumerate(zip(each, taps, strict=True)):
             native.rms_norm(tap.contiguous(), norm.weight, norm.eps, fused[:, index * size : (index + 1) * size])
         return fused
+
+
+def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = False, num_positions: int = 0) -> Ops:
+    """The backend of a network that runs from the host's layouts.
+
+    `deterministic`: a row's numbers must not depend on the others, without a C compiler too, where that costs speed.
+
+    `num_positions`: no token lies at or beyond it; asked for where deterministic.
+    """
+    if CpuOps.serves(network, cache):
+        return CpuOps(network, cache)
+    if cache.keys.dtype == torch.uint8 and deterministic:
+        raise UserError("--kv-cache-dtype q8_0 with --deterministic takes a model that the C kernels run; use float16")
+    if deterministic:
+        return CudaOps(cache, *device_tables(network, num_positions, cache.keys.device))
+    return TorchOps(cache, *network.rotaries)

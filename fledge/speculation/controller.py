@@ -76,7 +76,6 @@ class SpeculationController:
         adaptive: bool = False,
         guard: bool = False,
         coverage: VocabularyCoverage | None = None,
-        costs: StepCosts | None = None,
     ) -> None:
         """`limit`: the deepest that was asked for; 0: speculation is off. `adaptive`: depth follows the load."""
         self.limit, self.adaptive = limit, adaptive
@@ -85,14 +84,14 @@ class SpeculationController:
         self.coverage = coverage or VocabularyCoverage(None)
         self.stats = AcceptanceStats()
         self.pending_tokens: Callable[[Any], int] = lambda request: 0  # tokens of a request that the drafter has yet to process
-        self.use_costs(costs)
+        self.costs: StepCosts | None = None
         self.depth = limit  # chosen for the current step
         self.explorer: Drafted | None = None  # drafted for to the limit, whatever the load
         self.num_steps = 0
         self._kept: tuple[int, int] | None = None  # numbers of running and eligible requests that the choice was made for
         self._shallow_steps = self._drafting_steps = self._observations = 0
 
-    def use_costs(self, costs: StepCosts | None) -> None:
+    def use_costs(self, costs: StepCosts) -> None:
         """The executor's cost model. Learnt costs ask for a larger gain than recorded ones."""
         self.costs = costs
         if isinstance(costs, RowCosts):
@@ -113,7 +112,7 @@ class SpeculationController:
         if not (self.limit and eligible):
             self.depth, self._kept = 0 if running else self.depth, None
         elif not self.adaptive or self.costs is None:
-            self.depth = self.acceptance.choose(1.0, lambda depth: None, self._allowed(eligible))
+            self.depth = self.acceptance.choose(1.0, lambda depth: None, self.allowed(eligible))
         elif isinstance(self.costs, RowCosts):
             self._choose_and_explore(running, eligible, self.costs)
         else:
@@ -135,11 +134,6 @@ class SpeculationController:
         if not self.adaptive or costs is None:
             return self.limit > 0
         return bool(self.acceptance.choose(1.0, lambda depth: costs.seconds(num_requests, num_requests, depth)))
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether what steps cost is known at all; recorded graphs always are."""
-        return not isinstance(self.costs, RowCosts) or self.costs.is_known
 
     def _choose_and_explore(self, running: Sequence[Drafted], eligible: list[Drafted], costs: RowCosts) -> None:
         self.num_steps += 1
@@ -168,9 +162,9 @@ class SpeculationController:
             cost = costs.seconds(num_running, len(eligible), depth)
             return cost if cost is None or not depth else cost + sync
 
-        return self.acceptance.choose(len(eligible) / num_running, seconds, self._allowed(eligible))
+        return self.acceptance.choose(len(eligible) / num_running, seconds, self.allowed(eligible))
 
-    def _allowed(self, requests: Sequence[Drafted]) -> list[int]:
+    def allowed(self, requests: Sequence[Drafted]) -> list[int]:
         """How deep the guard lets each be drafted for; empty: as deep as was asked."""
         guard = self.guard
         return [guard.depth(request) for request in requests] if guard is not None and guard.counts.shortened else []
@@ -202,8 +196,7 @@ class SpeculationController:
                     self.guard.record(output.request, trials, accepted, nameable=nameable, confidences=sure)
         for (offered, nodes, depth, accepted, emitted), times in seen.items():
             self.acceptance.record(offered, accepted, times, depth if isinstance(self.costs, RowCosts) else None)
-            at = [times] * accepted + [0] * (max(depth, accepted) - accepted)
-            self.stats.merge(AcceptanceStats(times, times * nodes, times * accepted, times * emitted, [times] * depth, at))
+            self.stats.add_step(nodes, depth, accepted, emitted, times)
 
     def forget(self, request: Drafted) -> None:
         if self.guard is not None:

@@ -53,6 +53,7 @@ class TreeShape:
         if not (1 <= self.width <= 16 and 1 <= self.nodes <= 63):
             raise UserError("a draft tree has a width of 1 to 16 and 1 to 63 nodes")
 
-    def num_nodes(self, depth: int) -> float:
-        """Draft tokens verified per request in a tree of this depth."""
-        return min(self.nodes, self.width + self.width**2 * (depth - 1))
+    def num_nodes(self, depth: int, vocab_size: int | None = None) -> int:
+        """Draft tokens verified per request: fewer than asked for where a tree of this depth has no more."""
+        width = self.width if vocab_size is None else min(self.width, vocab_size)
+        return min(self.nodes, width + width**2 * (depth - 1))

@@ -17,19 +17,20 @@ class AcceptanceStats:
     drafted_at: list[int] = field(default_factory=list)  # [d]: steps whose draft reached depth d + 1
     accepted_at: list[int] = field(default_factory=list)  # [d]: steps that accepted at depth d + 1
 
-    def add_step(self, nodes: int, depth: int, accepted: int, emitted: int) -> None:
-        self.steps += 1
-        self.drafted += nodes
-        self.accepted += accepted
-        self.emitted += emitted
+    def add_step(self, nodes: int, depth: int, accepted: int, emitted: int, times: int = 1) -> None:
+        """`times`: so many steps that were alike."""
+        self.steps += times
+        self.drafted += times * nodes
+        self.accepted += times * accepted
+        self.emitted += times * emitted
         missing = max(depth, accepted) - len(self.drafted_at)
         if missing > 0:
             self.drafted_at += [0] * missing
             self.accepted_at += [0] * missing
         for position in range(depth):
-            self.drafted_at[position] += 1
+            self.drafted_at[position] += times
         for position in range(accepted):
-            self.accepted_at[position] += 1
+            self.accepted_at[position] += times
 
     def merge(self, other: AcceptanceStats) -> None:
         for name in ("steps", "drafted", "accepted", "emitted"):

@@ -22,8 +22,8 @@ class Draft:
     confidences: list[float] = field(default_factory=list)  # the drafter's own probability for each token
 
     @classmethod
-    def chain(cls, tokens: list[int], confidences: list[float]) -> Draft:
-        return cls(tokens, list(range(-1, len(tokens) - 1)), confidences)
+    def chain(cls, tokens: list[int], confidences: Sequence[float] = ()) -> Draft:
+        return cls(tokens, list(range(-1, len(tokens) - 1)), list(confidences))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -15,7 +15,7 @@ import torch
 from fledge.config import ModelConfig, default_aux_layers
 from fledge.devices import product_rate
 from fledge.engine.config import EngineConfig
-from fledge.engine.fit import memory_left, weight_bytes
+from fledge.engine.memory import memory_left, weight_bytes
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import Prompt, read_prompts

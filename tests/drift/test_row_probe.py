@@ -13,7 +13,7 @@ from fledge.drift.live import NAMES, LiveProbe, RowProbe, watch_drafts
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
-from fledge.engine.executors.launch_ahead import LaunchAhead
+from fledge.engine.executors.output_reader import LaunchAhead
 from fledge.sampling import SamplingParams
 from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
 

@@ -16,7 +16,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.engine import Engine
 from fledge.engine.executors import cuda_graph, device_batch
 from fledge.engine.executors.batch_state import ADJUSTED, SAMPLED, TRUNCATED
-from fledge.engine.executors.launch_ahead import LaunchAhead
+from fledge.engine.executors.output_reader import LaunchAhead
 from fledge.engine.executors.recording import FEW_LONG_ROWS
 from fledge.errors import RequestError, UserError
 from fledge.kernels import compile_ahead
@@ -342,14 +342,15 @@ def test_what_was_not_drafted_for_counts_as_no_draft(cycles):
     assert engine.stats.steps == sum(request.stats.steps for request in requests)
 
 
-def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(monkeypatch, cycles):
+@pytest.mark.parametrize("page_size", [64, 256])  # whole pages hold 192 keys, or one page more than those
+def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(page_size, monkeypatch, cycles):
     decoder = tiny_decoder(3)
     texts = [*prompts(3, seed=5), [number * 7 % 128 for number in range(170)]]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
     def run(few_keys: int) -> tuple[list, list]:
         monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
-        engine, shapes = device_engine(decoder, max_model_len=512, kv_cache_tokens=4096, page_size=64), []
+        engine, shapes = device_engine(decoder, max_model_len=512, kv_cache_tokens=4096, page_size=page_size), []
         step = engine.executor.batch.graphs.run
         monkeypatch.setattr(engine.executor.batch.graphs, "run", lambda *shape: (shapes.append(shape), step(*shape)))
         requests = [engine.add_request(text, params) for text in texts[:3]]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge import devices
 from fledge.checkpoints.hf import kept_bits, load_decoder, save_decoder
 from fledge.checkpoints.quantized import KEPT
 from fledge.config import MoEConfig
-from fledge.engine import build, fit, memory
+from fledge.engine import build, memory
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
@@ -39,7 +40,7 @@ def default_config(model, **changes) -> EngineConfig:
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
-    monkeypatch.setattr(fit, "memory_left", lambda config: int(count))
+    monkeypatch.setattr(memory, "memory_left", lambda config: int(count))
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("8b", 80), ("14b", 80), ("32b", 139 * 1.074)])
@@ -48,8 +49,8 @@ def test_default_settings_fit(shapes, monkeypatch, name: str, gigabytes: float) 
     drafter = shapes.drafter_config(model)
     config = default_config(model)
     with_memory(monkeypatch, gigabytes * 1e9)
-    fit.check_fits(config, model, drafter)
-    needs = fit.Needs.of(config, model, drafter)
+    memory.check_fits(config, model, drafter)
+    needs = memory.Needs.of(config, model, drafter)
     cache = needs.cache_bytes(int(gigabytes * 1e9) - needs.weights - needs.drafter)
     assert cache // needs.cache_per_token >= model.max_positions
 
@@ -58,38 +59,38 @@ def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> N
     model = shapes.SHAPES["32b"]
     with_memory(monkeypatch, 40e9)
     with pytest.raises(UserError, match=r"weights 61\.0 GiB.*37\.3 GiB are free; add --quantization int8 or int4"):
-        fit.check_fits(default_config(model), model)
-    fit.check_fits(default_config(model, quantization="int4", max_model_len=4096), model)
+        memory.check_fits(default_config(model), model)
+    memory.check_fits(default_config(model, quantization="int4", max_model_len=4096), model)
     with pytest.raises(UserError, match="raise --gpu-memory-utilization"):
-        fit.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
+        memory.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
 
 
 def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_does(shapes, monkeypatch) -> None:
     model = shapes.SHAPES["32b"]
     with_memory(monkeypatch, 80e9)
     with pytest.raises(UserError, match=r"lower --max-model-len to (\d+) or less") as refused:
-        fit.check_fits(default_config(model), model)
+        memory.check_fits(default_config(model), model)
     longest = int(str(refused.value).split("--max-model-len to ")[1].split()[0])
-    fit.check_fits(default_config(model, max_model_len=longest), model)
+    memory.check_fits(default_config(model, max_model_len=longest), model)
     with pytest.raises(UserError):
-        fit.check_fits(default_config(model, max_model_len=longest + 1), model)
+        memory.check_fits(default_config(model, max_model_len=longest + 1), model)
     with pytest.raises(UserError, match="lower --kv-cache-tokens"):
-        fit.check_fits(default_config(model, max_model_len=longest, kv_cache_tokens=2 * longest), model)
+        memory.check_fits(default_config(model, max_model_len=longest, kv_cache_tokens=2 * longest), model)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_counted_as_they_are_held(quantization: str, tied: bool) -> None:
     decoder = tiny_decoder(architecture="Qwen2ForCausalLM", tie_embeddings=tied)
-    counted = fit.weight_bytes(decoder.config, torch.float32, quantization)
+    counted = memory.weight_bytes(decoder.config, torch.float32, quantization)
     if quantization != "none":
         quantize_linears(decoder, quantization)
-    assert counted == memory.weight_bytes(decoder, set())
+    assert counted == memory.held_bytes(decoder, set())
 
 
 def test_a_drafter_is_counted_as_it_is_held() -> None:
     config = tiny_drafter_config(fc_norm=True, norm_output=True)
-    assert fit.drafter_bytes(config, torch.float32) == memory.weight_bytes(tiny_drafter(config), set())
+    assert memory.drafter_bytes(config, torch.float32) == memory.held_bytes(tiny_drafter(config), set())
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "ct-fp8", "fp8-block"])
@@ -99,8 +100,8 @@ def test_quantised_checkpoints_are_counted_as_they_are_held(name: str, device: s
     decoder = tiny_decoder(**sizes)
     packed, _ = write_quantised(decoder, tmp_path, name)
     kept = kept_bits(packed, decoder.config, KEPT[device], device)
-    counted = fit.weight_bytes(decoder.config, torch.float32, kept=kept)
-    held = memory.weight_bytes(load_decoder(packed, keep=KEPT[device]), set())
+    counted = memory.weight_bytes(decoder.config, torch.float32, kept=kept)
+    held = memory.held_bytes(load_decoder(packed, keep=KEPT[device]), set())
     assert held <= counted <= 1.06 * held  # scales are counted at most
 
 
@@ -111,11 +112,11 @@ def test_experts_with_act_order_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, 
         packed, _ = write_quantised(decoder, tmp_path / name, name)
         kept = kept_bits(packed, decoder.config, KEPT["cuda"], "cuda")
         assert len(kept) == linears
-    plain, counted = (fit.weight_bytes(decoder.config, torch.bfloat16, kept=bits) for bits in (None, kept))
+    plain, counted = (memory.weight_bytes(decoder.config, torch.bfloat16, kept=bits) for bits in (None, kept))
     assert 0.7 * plain < counted < plain
     with_memory(monkeypatch, counted / 2)
     with pytest.raises(UserError, match=r"does not fit cuda: weights .* are free; use a smaller model$"):
-        fit.check_fits(default_config(decoder.config), decoder.config, kept=kept)
+        memory.check_fits(default_config(decoder.config), decoder.config, kept=kept)
 
 
 def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch) -> None:
@@ -141,8 +142,8 @@ def test_the_share_bounds_the_cache(monkeypatch) -> None:
     config = replace(default_config(tiny_decoder().config), gpu_memory_utilization=0.5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 << 30, 100 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 << 30)
-    assert fit.memory_left(config) == 30 << 30
-    assert fit.memory_left(replace(config, gpu_memory_utilization=0.0)) == 90 << 30
+    assert memory.memory_left(config) == 30 << 30
+    assert memory.memory_left(replace(config, gpu_memory_utilization=0.0)) == 90 << 30
 
 
 LOADING = """
@@ -198,5 +199,15 @@ def test_a_cpu_packs_each_linear_as_it_is_read(kind: str, tmp_path: Path) -> Non
     quantization = kind if kind == "int8" else "none"
     done = subprocess.run([sys.executable, "-c", LOADING, folder, quantization], capture_output=True, text=True, check=True)
     config = EngineConfig(device="cpu", quantization=quantization).resolve(decoder.config)
-    needs = fit.Needs.of(config, decoder.config, kept=kept_bits(folder, decoder.config, KEPT["cpu"], "cpu"))
+    needs = memory.Needs.of(config, decoder.config, kept=kept_bits(folder, decoder.config, KEPT["cpu"], "cpu"))
     assert needs.weights / 2 < int(done.stdout) < needs.weights + needs.loading + (48 << 20)
+
+
+def test_pages_that_the_attention_kernels_cannot_read_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
+    model = tiny_decoder().config
+    with pytest.raises(UserError, match=r"--block-size 48 .* power of two"):
+        EngineConfig(page_size=48).resolve(model)
+    assert EngineConfig(page_size=64).resolve(model).page_size == 64
+    monkeypatch.undo()
+    assert EngineConfig(device="cpu", page_size=48).resolve(model).page_size == 48

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fledge.engine.executors.launch_ahead import CALM_LAUNCHES, MAX_CYCLES, TOO_OFTEN, LaunchAhead
+from fledge.engine.executors.output_reader import CALM_LAUNCHES, MAX_CYCLES, TOO_OFTEN, LaunchAhead
 
 
 def test_one_at_a_time_while_the_host_keeps_up():

@@ -146,6 +146,17 @@ def test_mistakes_are_named_before_anything_runs(generator):
         generator.generate([[1]], max_tokens=4, top_p=0.0)
 
 
+def test_a_request_that_fails_is_no_answer():
+    """It would be learnt from as an empty one."""
+    decoder = tiny_decoder()
+    with torch.no_grad():
+        decoder.lm_head.weight.fill_(torch.nan)
+    generator = by_engine(decoder)
+    with pytest.raises(RuntimeError, match="not numbers"):
+        list(generator.generate([[1, 2], [3]], max_tokens=4))
+    assert not generator.engine.has_unfinished()
+
+
 def test_on_cpu_the_engine_answers():
     generator = answer_generator(tiny_decoder(11), device="cpu", dtype="float32", max_model_len=64)
     found = collected(generator.generate(prompts(5), max_tokens=6, stop_ids=STOPS))

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from fledge.engine.resident import MAPPINGS
+from fledge.engine.memory import MAPPINGS
 
 SCRIPT = """
 import torch
-from fledge.engine.resident import give_back_code, give_back_heap
+from fledge.engine.memory import give_back_code, give_back_heap
 
 def resident():
     return int(next(line for line in open("/proc/self/status") if line.startswith("RssFile")).split()[1])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
-from fledge.engine.build import Speculation
+from fledge.engine.build import Speculation, build_engine
 from fledge.models.decoder import causal_attend
 from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from fledge.speculation.distribution import adjust
-from tests.oracle import CPU, engine_with, probabilities
+from tests.oracle import CPU, engine_with, probabilities, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 SHAPE = {"vocab_size": 12, "num_layers": 2, "hidden_size": 16}
@@ -79,3 +81,30 @@ def test_a_seed_repeats_an_answer_whatever_runs_beside_it():
         crowd.step()
     assert again.answer == request.answer
     assert len({tuple(other.answer) for other in others}) > 1
+
+
+@pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
+@pytest.mark.parametrize("huge", [2**32 + 1, 10**30])
+def test_numbers_past_a_devices_int32_mean_all(huge, capture):
+    usual = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    for params, alike in (
+        (replace(usual, top_k=huge), usual),
+        (replace(usual, max_tokens=huge, min_tokens=huge), replace(usual, max_tokens=1000, min_tokens=1000)),
+    ):
+        engines = [
+            build_engine(tiny_decoder(), Speculation(None), replace(CPU, max_model_len=32), capture=capture) for _ in range(2)
+        ]
+        answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, alike), strict=True)]
+        assert answers[0] == answers[1]
+        assert answers[0][0]
+
+
+def test_any_number_of_stop_ids_ends_an_answer():
+    """A device's row has place for 16; more are set beside it."""
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, stop_token_ids=range(0, 128, 5), ignore_eos=True)
+    texts = [[number, 7] for number in range(6)]
+    answers = [
+        run(build_engine(tiny_decoder(), Speculation(None), CPU, capture=capture), texts, params) for capture in (None, False)
+    ]
+    assert answers[0] == answers[1]
+    assert all(answer[-1] % 5 == 0 and len(answer) < 60 for answer in answers[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fledge.kernels.accept import RowState
 from fledge.kernels.adjustments import Adjustments, RowOptions, clear_rows, reset_rows
-from fledge.kernels.bits import KEEP, num_words, pack_bits, set_bits_
+from fledge.kernels.bits import num_words, pack_bits, set_bits_
 from fledge.kernels.sample import SamplingState
 from fledge.kernels.truncation import TruncationParams
 
@@ -22,7 +22,7 @@ from fledge.kernels.truncation import TruncationParams
 # TRUNCATED: sampled within top-k, min-p or top-p. ADJUSTED: logits are materialised, for penalties, bias, bans, grammar
 # masks and log-probabilities.
 GREEDY, SAMPLED, TRUNCATED, ADJUSTED = range(4)
-MAX_STOP_IDS = 16  # among the int_params of `NewRows`; `BatchState.set_stop_ids` takes any number
+MAX_STOP_IDS = 16  # among the int_params of `NewRows`; `BatchState.prepare_rows` takes any number
 NUM_INT_PARAMS = 9  # before the stop ids
 
 
@@ -52,13 +52,9 @@ class RowInit:
     def mode(self) -> int:
         if self.options is not None or self.mask is not None or self.wants_logprobs or self.min_answer:
             return ADJUSTED
-        return sampling_mode(self.temperature, self.top_p, self.top_k, self.min_p)
-
-
-def sampling_mode(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> int:
-    if temperature <= 0:
-        return GREEDY
-    return TRUNCATED if top_p < 1 or top_k > 0 or min_p > 0 else SAMPLED
+        if self.temperature <= 0:
+            return GREEDY
+        return TRUNCATED if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 else SAMPLED
 
 
 @dataclass
@@ -136,7 +132,8 @@ class BatchState:
             if keeps_text or (init.options is not None and init.options.bad_words):
                 texts[init.row, : len(init.text)].copy_(self.upload(np.array(init.text, dtype=np.int32)))
             if len(init.stop_ids) > MAX_STOP_IDS:
-                self.set_stop_ids(init.row, init.stop_ids)
+                bits = self.rows.stop_bits[init.row]
+                bits.copy_(self.upload(pack_bits(init.stop_ids, len(bits))))  # `init_rows` then finds KEEP
         if self.adjustments is None and any(init.mode == ADJUSTED for init in inits):
             self.make_adjustments()
         if self.adjustments is not None:
@@ -158,16 +155,6 @@ class BatchState:
         stacked = self.upload(np.stack(list(masks.values())))
         adjustments.mask_RTW[:, : stacked.shape[1]].index_copy_(0, rows, stacked)
         adjustments.has_mask_R.index_fill_(0, rows, 1)
-
-    def set_stop_ids(self, row: int, stop_ids: Sequence[int]) -> None:
-        """Any number of stop ids, before `init_rows` with KEEP as the first."""
-        self.rows.stop_bits[row].copy_(self.upload(pack_bits(stop_ids, self.rows.stop_bits.shape[1])))
-
-    @staticmethod
-    def stop_params(stop_ids: Sequence[int]) -> list[int]:
-        """Stop ids as `NewRows` has them; KEEP: they were set before."""
-        given = [KEEP] if len(stop_ids) > MAX_STOP_IDS else list(stop_ids)
-        return [*given, *[-1] * (MAX_STOP_IDS - len(given))]
 
     def init_rows(self, new: NewRows) -> None:
         """Puts requests into rows; their text is in the cache and their next token is yet to be chosen. Capturable."""

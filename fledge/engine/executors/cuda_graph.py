@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.base import Chunk, Output, Plan
+from fledge.engine.executors.base import Chunk, Executor, Output, Plan
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, RowInit
 from fledge.engine.executors.device_batch import CHOICE, LOGPROBS, VERIFY, DeviceBatch
 from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.engine.executors.launch_ahead import MAX_CYCLES, LaunchAhead
-from fledge.engine.executors.output_reader import OutputReader
+from fledge.engine.executors.output_reader import MAX_CYCLES, LaunchAhead, OutputReader
 from fledge.engine.executors.recording import UsualGraphs
 from fledge.engine.kv_pool import PageKeys, PagePool
 from fledge.engine.request import Request
@@ -59,8 +58,9 @@ class _Halted(NamedTuple):
     event: torch.cuda.Event | None
 
 
-class CudaGraphExecutor:
+class CudaGraphExecutor(Executor):
     is_ragged = False
+    costs: GraphCosts
 
     def __init__(
         self,
@@ -73,8 +73,7 @@ class CudaGraphExecutor:
         *,
         capture: bool = True,
     ) -> None:
-        self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
-        self.controller, self.drafter = controller, drafter
+        super().__init__(decoder, config, pool, cache, controller, drafter)
         self.lookahead = 0 if drafter is None else drafter.lookahead
         limit = controller.limit
         self.batch = DeviceBatch(decoder, config, cache, max_depth=limit, lookahead=self.lookahead, capture=capture)
@@ -204,8 +203,8 @@ class CudaGraphExecutor:
             self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(followed))), 0)
             for request in followed.values():
                 request.drafter_stale = True
-        if not depth and self.batch.states is not None:
-            self.batch.states.drop(plan.decodes, self.row_of)
+        if not depth and self.states is not None:
+            self.states.drop(plan.decodes, self.row_of)
         if depth and self.before_drafts is not None:
             self.before_drafts(drafted, depth)
         shape = (size, depth, mode, *bucket)
@@ -252,20 +251,19 @@ class CudaGraphExecutor:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> int:
         """Enqueues prefills; returns how many passes give first tokens."""
-        whole: list[RowInit] = []
+        whole: dict[Request, RowInit] = {}
         num_passes = 0
         for chunk in chunks:
             request = chunk.request
             if request not in self.row_of:
                 self.row_of[request] = heapq.heappop(self.free_rows)
             if chunk.completes and request not in self.prefilling:
-                whole.append(self._row_init(request, chunk.start))
+                whole[request] = self._row_init(request, chunk.start)
             elif request not in self.prefilling:
                 self.prefilling[request] = self._row_init(request, chunk.start)
         if whole:
-            self.batch.prefill(whole)
-            rows = {init.row for init in whole}
-            self._prefilled({row: request for request, row in self.row_of.items() if row in rows})
+            self.batch.prefill(list(whole.values()))
+            self._prefilled({init.row: request for request, init in whole.items()})
             num_passes += 1
         for chunk in chunks:
             if (init := self.prefilling.get(chunk.request)) is not None:
@@ -289,39 +287,31 @@ class CudaGraphExecutor:
         params, row = request.params, self.row_of[request]
         if self.method is not None and not self.method.adjusts_drafts and params.adjusts_logits:
             self.undrafted.add(request)
-        if self.batch.states is not None:
-            self.batch.states.begin(request, row, num_cached)
+        if self.states is not None:
+            self.states.begin(request, row, num_cached)
         options = None
         if params.has_row_options:
-            options = RowOptions(
-                row,
-                request.prompt,
-                request.answer,
-                params.repetition_penalty,
-                params.presence_penalty,
-                params.frequency_penalty,
-                params.logit_bias or {},
-                params.bad_word_ids,
-            )
+            penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            options = RowOptions(row, request.prompt, request.answer, *penalties, params.logit_bias or {}, params.bad_word_ids)
         masks = self._masks(request, []) if params.token_masks else None
         init = RowInit(
-            row,
-            list(request.tokens),
-            request.pages,
-            min(params.max_tokens, self.config.max_model_len - len(request.prompt)),
-            request.seed,
-            0.0 if params.greedy else params.temperature,
-            max(params.top_p, LEAST_TOP_P),
-            sorted(request.end_token_ids),
-            self.controller.limit if request.speculate and request not in self.undrafted else 0,
-            num_cached,
-            request.num_answer,
-            max(params.top_k, 0),
-            params.min_p,
-            params.min_tokens,
-            options,
-            None if masks is None else masks[0],
-            params.logprobs is not None,
+            row=row,
+            text=list(request.tokens),
+            pages=request.pages,
+            limit=min(params.max_tokens, self.config.max_model_len - len(request.prompt)),
+            seed=request.seed,
+            temperature=0.0 if params.greedy else params.temperature,
+            top_p=max(params.top_p, LEAST_TOP_P),
+            stop_ids=sorted(request.end_token_ids),
+            depth_limit=self.controller.limit if request.speculate and request not in self.undrafted else 0,
+            num_cached=num_cached,
+            num_answered=request.num_answer,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            min_answer=params.min_tokens,
+            options=options,
+            mask=None if masks is None else masks[0],
+            wants_logprobs=params.logprobs is not None,
         )
         self.mode_of[request] = init.mode
         if init.mask is not None:
@@ -338,9 +328,9 @@ class CudaGraphExecutor:
         if not leaving:
             return
         self.batch.state.stop(self.batch.state.upload(np.array([self.row_of[request] for request in leaving])))
-        if (states := self.batch.states) is not None:
-            states.detach([self.row_of[request] for request in leaving])
-            states.drop([request for request in leaving if request.finish_reason not in ("stop", "length")], {})
+        if self.states is not None:
+            self.states.detach([self.row_of[request] for request in leaving])
+            self.states.drop([request for request in leaving if request.finish_reason not in ("stop", "length")])
         for request in leaving:
             is_prefilled = request.num_answer and request not in self.prefilling
             if is_prefilled and (not self._has_own_cache or (request.speculate and not request.drafter_stale)):
@@ -418,24 +408,20 @@ class CudaGraphExecutor:
     def idle(self) -> bool:
         return self.usual_graphs is not None and self.usual_graphs.idle()
 
+    @property
+    def states(self) -> DeviceStates | None:
+        return self.batch.states
+
     def collect_states(self, *, limit: int) -> None:
         if not limit:
-            if self.batch.states is not None:
-                self.batch.states.stop()
+            if self.states is not None:
+                self.states.stop()
             return
         if self.method is None or not self.method.taps:
             return
-        shape = self.decoder.config
-        sizes = [shape.hidden_size] * (len(self.method.taps) + 1)
-        dtype, device = self.decoder.dtype, self.batch.device
-        self.batch.keep_states(DeviceStates(limit, len(self.batch.state.seed), sizes, dtype, device))
-
-    def take_states(self, request: Request) -> tuple[int, list[torch.Tensor]] | None:
-        return self.batch.states.take(request) if self.batch.states is not None else None
-
-    def drop_states(self, requests: Collection[Request]) -> None:
-        if self.batch.states is not None:
-            self.batch.states.drop(requests, {})
+        num_rows, num_layers = len(self.batch.state.seed), len(self.method.taps) + 1
+        size, dtype = self.decoder.config.hidden_size, self.decoder.dtype
+        self.batch.keep_states(DeviceStates(limit, num_rows, num_layers, size, dtype, self.batch.device))
 
     def interrupted(self) -> None:
         self.reader.mark()

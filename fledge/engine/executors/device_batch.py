@@ -26,6 +26,7 @@ from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import (
     ADJUSTED,
     GREEDY,
+    MAX_STOP_IDS,
     NUM_INT_PARAMS,
     SAMPLED,
     TRUNCATED,
@@ -33,7 +34,7 @@ from fledge.engine.executors.batch_state import (
     NewRows,
     RowInit,
 )
-from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkBatch, ChunkedPrefill
+from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.engine.executors.prefill import PrefillBatch, PrefillGraphs
@@ -44,6 +45,7 @@ from fledge.kernels.adjustments import count_tokens
 from fledge.kernels.attention.launch_config import FEW_KEYS
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
+from fledge.kernels.bits import KEEP
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.logprobs import MAX_LOGPROBS, pack_logprobs, token_logprobs
 from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked_or_none
@@ -111,7 +113,6 @@ class DeviceBatch:
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
         self.states: DeviceStates | None = None  # kept to learn from
-        self.capture = capture
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
         # What the graphs of an ADJUSTED cycle leave to the next ones, by size, depth and KV length bucket.
@@ -122,32 +123,30 @@ class DeviceBatch:
         width = 1 + 2 * min(MAX_LOGPROBS, decoder.config.vocab_size)
         first_logprobs = torch.zeros(len(self.state.seed), width, device=self.device)
         self.logprobs: dict[tuple[int, ...], Tensor] = {(): first_logprobs}
-        self._make_prefill()
+        self.prefills, self.chunks = PrefillGraphs(self), ChunkedPrefill(self)
+        self.samples_truncated = False  # until the graphs of SAMPLED batches are recorded
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs the drafting method reads."""
+        return self.method.taps if self.method is not None else ()
 
     def use(self, method: CapturedMethod) -> None:
         """Drafts by this method from now on."""
         self.method, self.state.method_state = method, list(method.row_state)
-        self._make_prefill()
 
     def keep_states(self, states: DeviceStates) -> None:
         """Passes with auxiliary states store them from now on; before anything is recorded."""
         assert not self.graphs.graphs, "recorded without it"
         self.states = states
         self.state.method_state.append(states.slot_R)
-        self._make_prefill()
-
-    def _make_prefill(self) -> None:
-        parts = (self.decoder, self.ops, self.method, self.state, self.choose_first, self.states)
-        self.samples_truncated = False  # until the graphs of SAMPLED batches are recorded
-        self.prefills = PrefillGraphs(*parts, max_pages=self.max_pages, capture=self.capture)
-        self.chunks = ChunkedPrefill(*parts, max_pages=self.max_pages, capture=self.capture)
 
     # The cycle
 
     @torch.inference_mode()
     def step(self, size: int, depth: int, mode: int, kv_bucket: int | None = None) -> None:
         """One cycle for the first `size` rows, or a stage of it. `kv_bucket`: no row has more keys; see `kv_bucket`."""
-        pages = self.state.page_table[:size, : None if kv_bucket is None else kv_bucket // self.config.page_size]
+        pages = self.state.page_table[:size, : None if kv_bucket is None else -(-kv_bucket // self.config.page_size)]
         key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
         if mode == LOGPROBS:
             tokens, logits = self.accepted[key]
@@ -182,14 +181,11 @@ class DeviceBatch:
     def verify(self, pending: Pending, pages: Tensor, depth: int) -> Verified:
         """Runs the target over the pending tokens and the drafts."""
         x, starts, counts, tree = pending
-        aux_layers = self.method.taps if depth and self.method is not None else ()
         if tree is None:
             meta = AttentionMetadata.decode(pages, starts, counts)
         else:
-            at = verify_attention(tree, starts, counts, pages, self.config.page_size)
-            where = (at.kv_lens_B, at.positions_BT.flatten(), at.slots_BT.flatten(), at.tail_bits_BT, at.tail)
-            meta = AttentionMetadata.tree(pages, *where)
-        x, aux = self.decoder.run(x, meta, self.ops, aux_layers)
+            meta = verify_attention(tree, starts, counts, pages, self.config.page_size)
+        x, aux = self.decoder.run(x, meta, self.ops, self.aux_layers if depth else ())
         return Verified(x, aux, starts, counts, tree)
 
     def choose(self, verified: Verified, depth: int, mode: int) -> PartialArgmax:
@@ -315,11 +311,10 @@ class DeviceBatch:
             self.start_rows([init])
         int_params, float_params, table = self.new_rows([init])
         positions = np.arange(start, end)
-        tokens = np.asarray(init.text[start:end], dtype=np.int64)
-        following = np.asarray([*init.text[start + 1 : end + 1], *([0] if end == length else [])], dtype=np.int64)
-        slots = self.cache_slots(table, positions)
-        chunk = ChunkBatch(tokens, positions, slots, following, int_params, float_params, table)
-        self.chunks.run(chunk, self.recorded_mode(init.mode) if end == length else MIDDLE)
+        following = [*init.text[start + 1 : end + 1], *([0] if end == length else [])]
+        tokens = np.array([init.text[start:end], positions, self.cache_slots(table, positions), following], dtype=np.int64)
+        mode = self.recorded_mode(init.mode) if end == length else MIDDLE
+        self.chunks.submit((len(positions), mode), [tokens, int_params, float_params, table, positions[-1:] + 1])
         return end
 
     @property
@@ -348,16 +343,14 @@ class DeviceBatch:
 
     def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `NewRows` has them."""
-        numbers = [
-            (i.row, 1, len(i.text), i.num_answered, i.limit, i.min_answer, i.depth_limit, i.seed, i.top_k) for i in inits
-        ]
-        stops = [self.state.stop_params(init.stop_ids) for init in inits]
-        table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
-        for index, init in enumerate(inits):
-            table[index, : len(init.pages)] = init.pages
+        int_params = np.full((len(inits), NUM_INT_PARAMS + MAX_STOP_IDS), -1, dtype=np.int64)
         float_params = np.array([[init.temperature, init.top_p, init.min_p] for init in inits], dtype=np.float64)
-        int_params = np.concatenate([np.array(numbers, dtype=np.int64), np.array(stops, dtype=np.int64)], 1)
-        assert int_params.shape[1] == NUM_INT_PARAMS + len(stops[0])
+        table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
+        for index, i in enumerate(inits):
+            stop_ids = i.stop_ids if len(i.stop_ids) <= MAX_STOP_IDS else [KEEP]  # `prepare_rows` has set them
+            numbers = (i.row, 1, len(i.text), i.num_answered, i.limit, i.min_answer, i.depth_limit, i.seed, i.top_k, *stop_ids)
+            int_params[index, : len(numbers)] = numbers
+            table[index, : len(i.pages)] = i.pages
         return int_params, float_params, table
 
     def cache_slots(self, tables: np.ndarray, positions: np.ndarray) -> np.ndarray:

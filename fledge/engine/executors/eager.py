@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from fledge.engine.config import EngineConfig
-from fledge.engine.executors.base import Chunk, Output, Plan, not_numbers
+from fledge.engine.executors.base import Chunk, Executor, Output, Plan, not_numbers
 from fledge.engine.executors.hidden_states import HostStates
 from fledge.engine.executors.sync_queue import SyncQueue
 from fledge.engine.kv_pool import PageKeys, PagePool
@@ -26,8 +26,7 @@ from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
 from fledge.kernels.native import best_of
 from fledge.models.decoder import Decoder
-from fledge.ops.eager import eager_ops
-from fledge.sampling import SamplingParams
+from fledge.ops.cpu_ops import eager_ops
 from fledge.speculation.controller import SpeculationController
 from fledge.speculation.costs import RowCosts
 from fledge.speculation.depth import TreeShape
@@ -68,10 +67,10 @@ class TargetPass:
     x_ND: Tensor  # the residual stream before the final norm
 
 
-class EagerExecutor:
+class EagerExecutor(Executor):
     is_ragged = True
-    max_unread_tokens = 0
-    prefill_seconds = 0.0
+    costs: RowCosts
+    states: HostStates | None = None  # kept to learn from
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class EagerExecutor:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.decoder, self.config, self.pool, self.cache = decoder, config, pool, cache
-        self.controller, self.drafter, self.clock = controller, drafter, clock
+        super().__init__(decoder, config, pool, cache, controller, drafter)
+        self.clock = clock
         self.device = cache.keys.device
         self.lookahead = drafter.lookahead if drafter is not None else 1
         self.taps = drafter.taps if drafter is not None else ()
@@ -99,15 +98,8 @@ class EagerExecutor:
         self.spans: list[AcceptedSpan] = []  # of the last pass, and
         self.aux_hidden_states: Sequence[Tensor] = []  # its states: not seen by the drafter yet
         self.outputs: list[Output] = []
-        self.states: HostStates | None = None  # kept to learn from
-
-    def check(self, params: SamplingParams) -> None:
-        """Every option is served."""
 
     # A step
-
-    def prepare(self, decoding: Sequence[Request], *, expects_requests: bool) -> None:
-        """Costs depend on the number of rows alone."""
 
     def submit(self, plan: Plan) -> None:
         if plan.is_empty:
@@ -127,9 +119,6 @@ class EagerExecutor:
     def collect(self) -> list[Output]:
         outputs, self.outputs = self.outputs, []
         return outputs
-
-    def resume(self) -> None:
-        """Nothing is left to do: a step is complete when it was submitted."""
 
     def _draft(self, plan: Plan) -> tuple[dict[Request, Draft], int]:
         """Drafts for the plan's requests, and how many tokens the drafter had to process for them."""
@@ -171,7 +160,7 @@ class EagerExecutor:
     def _may_postpone(self, request: Request) -> bool:
         """Whether the drafter may process a prompt later. Others who find its pages rely on the drafter's part of them."""
         is_private = request.page_keys is None or not request.page_keys.drafted
-        return is_private and not self.controller.depth and self.controller.is_measured
+        return is_private and not self.controller.depth and self.costs.is_known
 
     def run_target(self, batch: Sequence[Rows]) -> TargetPass:
         tokens: list[int] = []
@@ -337,15 +326,6 @@ class EagerExecutor:
     def prefill_budget(self, num_decode_rows: int) -> int:
         return self.config.max_batched_tokens - num_decode_rows
 
-    def least_reuse(self, num_tokens: int) -> int:
-        return 0
-
-    def recompute_seconds(self, num_tokens: int) -> float | None:
-        return None
-
-    def cycles_ahead(self, *, expects_requests: bool) -> int:
-        return 1
-
     def _record_costs(self, plan: Plan, batch: Sequence[Rows], num_synced: int, drafting: float, verifying: float) -> None:
         """Steps that prefill, sync a backlog or explore do not count as ordinary ones."""
         num_rows = sum(item.num_rows for item in batch)
@@ -358,27 +338,8 @@ class EagerExecutor:
         if num_drafted and is_ordinary and depth in self.costs.draft:
             self.costs.draft[depth].record(num_drafted, drafting)
 
-    def warm_up(self) -> list[str]:
-        return []
-
-    def compile_kernels(self) -> None:
-        """There are none to compile."""
-
-    def idle(self) -> bool:
-        return False
-
     def collect_states(self, *, limit: int) -> None:
         self.states = HostStates(limit) if limit else None
-
-    def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
-        return self.states.take(request) if self.states is not None else None
-
-    def drop_states(self, requests: Collection[Request]) -> None:
-        if self.states is not None:
-            self.states.drop(requests)
-
-    def interrupted(self) -> None:
-        """Steps are timed one by one."""
 
     def check_integrity(self, running: Sequence[Request]) -> None:
         assert {span.request for span in self.spans} <= set(running), "hidden states are kept for a request that left"

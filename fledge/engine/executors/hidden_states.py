@@ -72,10 +72,12 @@ class HostStates:
 class DeviceStates:
     """Of the captured executor: one buffer a layer. A row stores to its slot's part, or to the last place if it has none."""
 
-    def __init__(self, limit: int, num_rows: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        """`sizes`: of the layers' states."""
+    def __init__(
+        self, limit: int, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.limit, self.device = limit, device
-        self.layers = [torch.zeros(MAX_REQUESTS * limit + 1, size, dtype=dtype, device=device) for size in sizes]
+        places = MAX_REQUESTS * limit + 1
+        self.layers = [torch.zeros(places, hidden_size, dtype=dtype, device=device) for _ in range(num_layers)]
         self.slot_R = torch.full((num_rows,), MAX_REQUESTS, dtype=torch.int64, device=device)  # moves with the rows
         self.slot_of: dict[Request, int] = {}
         self.start_of: dict[Request, int] = {}
@@ -116,11 +118,11 @@ class DeviceStates:
             self.start_of[request] = start
         self._set([row], MAX_REQUESTS if slot is None else slot)
 
-    def drop(self, requests: Collection[Request], row_of: Mapping[Request, int]) -> None:
-        """Their states have a gap from now on, or they leave unfinished."""
+    def drop(self, requests: Collection[Request], row_of: Mapping[Request, int] | None = None) -> None:
+        """Their states have a gap from now on, or they leave unfinished. `row_of`: of those that go on."""
         leaving = [request for request in self.slot_of if request in requests]
         if leaving:
-            self._set([row_of[request] for request in leaving if request in row_of], MAX_REQUESTS)
+            self._set([row_of[request] for request in leaving if request in row_of] if row_of else [], MAX_REQUESTS)
             for request in leaving:
                 self._free(request)
 

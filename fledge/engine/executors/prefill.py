@@ -14,23 +14,22 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, BatchState, NewRows
+from fledge.engine.executors.batch_state import MAX_STOP_IDS, NUM_INT_PARAMS, NewRows
 from fledge.engine.executors.graphs import StepGraphs, size_for
-from fledge.engine.executors.hidden_states import DeviceStates
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.linear.cublas import background_trials
-from fledge.models.decoder import Decoder
-from fledge.ops.cuda_ops import CudaOps
-from fledge.speculation.methods.base import CapturedMethod
+
+if TYPE_CHECKING:
+    from fledge.engine.executors.device_batch import DeviceBatch
 
 log = logging.getLogger("fledge.engine")
 
@@ -79,33 +78,22 @@ class PrefillBatch:
             return pass_sizes(num_tokens, num_texts)
         return -(-num_tokens // MORE_TOKENS) * MORE_TOKENS, -(-num_texts // PROMPTS[-1]) * PROMPTS[-1]
 
-    def padded(self, num_tokens: int, num_texts: int, dummy_row: int) -> Self:
-        """The same, with as many tokens and texts as asked for; what is added is stored nowhere and initialises `dummy_row`."""
+    def arrays(self, sizes: tuple[int, int] | None, dummy_row: int) -> list[np.ndarray]:
+        """What the pass reads, in its order: of these sizes, or of just what there is. Padding is stored nowhere and
+        initialises `dummy_row`."""
+        num_tokens, num_texts = sizes or (len(self.tokens), len(self.lengths))
+        lengths, starts = (lengthened(np.array(x, dtype=np.int64), num_texts, 0) for x in (self.lengths, self.starts))
+        offsets = np.concatenate([[0], lengths.cumsum()])
+        ends = np.where(lengths > 0, offsets[1:] - 1, num_tokens - 1)
+        tokens = [lengthened(x, num_tokens, fill) for x, fill in ((self.tokens, 0), (self.positions, 0), (self.slots, -1))]
         int_params = lengthened(self.int_params, num_texts, 0)
         int_params[len(self.lengths) :, 0] = dummy_row
-        return replace(
-            self,
-            tokens=lengthened(self.tokens, num_tokens, 0),
-            positions=lengthened(self.positions, num_tokens, 0),
-            slots=lengthened(self.slots, num_tokens, -1),
-            lengths=self.lengths + [0] * (num_texts - len(self.lengths)),
-            starts=self.starts + [0] * (num_texts - len(self.starts)),
-            int_params=int_params,
-            float_params=lengthened(self.float_params, num_texts, 1.0),
-            tables=lengthened(self.tables, num_texts, 0),
-        )
-
-    def arrays(self) -> list[np.ndarray]:
-        """What the pass reads, in its order."""
-        lengths = np.array(self.lengths, dtype=np.int64)
-        offsets = np.concatenate([[0], lengths.cumsum()])
-        ends = np.where(lengths > 0, offsets[1:] - 1, len(self.tokens) - 1)
-        tokens = np.stack([self.tokens, self.positions, self.slots])
-        return [tokens, offsets, np.array(self.starts, dtype=np.int64), ends, self.int_params, self.float_params, self.tables]
+        float_params, tables = lengthened(self.float_params, num_texts, 1.0), lengthened(self.tables, num_texts, 0)
+        return [np.stack(tokens), offsets, starts, ends, int_params, float_params, tables]
 
 
 class Buffer:
-    """What a recorded pass reads, always in the same place: arrays of eight-byte numbers, one after the other."""
+    """What a pass reads, always in the same place: arrays of eight-byte numbers, one after the other."""
 
     def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         self.whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int64, device=device)
@@ -116,6 +104,7 @@ class Buffer:
             part = part.view(torch.float64) if array.dtype == np.float64 else part
             self.parts.append(part.view(array.shape))
             first += array.size
+        self.fill(arrays)
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
         whole = torch.from_numpy(np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays]))
@@ -123,33 +112,28 @@ class Buffer:
 
 
 class CapturedPrefill(ABC):
-    """What prefill of whole texts and of chunks have in common."""
+    """Passes over arrays, by shape: their sizes and, last, the sampling mode. For whole texts and for chunks."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        ops: CudaOps,
-        method: CapturedMethod | None,
-        state: BatchState,
-        choose_first: Callable[[NewRows, Tensor, int], Tensor],
-        states: DeviceStates | None = None,
-        *,
-        max_pages: int,
-        capture: bool,
-    ) -> None:
-        """`choose_first(new, states, mode)`: initialises rows and gives their first tokens. `max_pages`: of one page table."""
-        self.decoder, self.ops, self.method = decoder, ops, method
-        self.state, self.choose_first, self.states = state, choose_first, states
-        self.device, self.max_pages = state.device, max_pages
-        self.aux_layers = method.taps if method is not None else ()
+    def __init__(self, batch: DeviceBatch) -> None:
+        self.batch = batch
         # Run again on the same buffer a pass does the same again, so warming up needs no care.
-        self.graphs = StepGraphs(self._run, self.device, capture=capture, idle=nullcontext)
+        self.graphs = StepGraphs(self._run, batch.device, capture=batch.graphs.capture, idle=nullcontext)
+        self.buffers: dict[tuple[int, ...], Buffer] = {}  # of recorded passes, by their sizes
         self.uses: Counter[tuple] = Counter()
-        self.waits_for_quiet = False  # what comes again is noted:
-        self.wanted: set[tuple] = set()
-        self.too_large: set[tuple] = set()  # to be recorded
+        self.waits_for_quiet = False  # what comes again is noted
+        self.wanted: set[tuple] = set()  # to be recorded when it is quiet
+        self.too_large: set[tuple] = set()  # there was no memory to record them
 
-    def _is_replayed(self, shape: tuple) -> bool:
+    def submit(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray], *, may_record: bool = True) -> None:
+        """Enqueues a pass: replayed, if its graph is there or is to be recorded now."""
+        if may_record and self._is_replayed(shape):
+            self._fill(shape, arrays)
+            self.graphs.run(*shape)
+        else:
+            with background_trials():
+                self._pass(Buffer(arrays, self.batch.device), shape[-1])
+
+    def _is_replayed(self, shape: tuple[int, ...]) -> bool:
         """Whether this use of a pass is a replay, if need be of a graph that is recorded now."""
         self.uses[shape] += 1
         if shape in self.graphs.graphs:
@@ -175,34 +159,44 @@ class CapturedPrefill(ABC):
             log.warning("no memory is left to record a prefill of %s: it runs without a graph", shape)
         return True
 
-    @abstractmethod
-    def record(self, shapes: Iterable[tuple]) -> None:
+    @torch.inference_mode()
+    def record(self, shapes: Iterable[tuple[int, ...]]) -> None:
         """Ahead of use."""
+        for shape in shapes if self.graphs.capture else ():
+            if shape not in self.graphs.graphs:
+                self._fill(shape, self._empty(*shape[:-1]))
+                self.graphs.record([shape])
+
+    def _fill(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray]) -> None:
+        if (buffer := self.buffers.get(shape[:-1])) is not None:
+            buffer.fill(arrays)
+        else:
+            self.buffers[shape[:-1]] = Buffer(arrays, self.batch.device)
+
+    def _run(self, *shape: int) -> None:
+        self._pass(self.buffers[shape[:-1]], shape[-1])
 
     @abstractmethod
-    def _run(self, *shape: int) -> None:
-        """The pass of this shape over what its buffer holds."""
+    def _empty(self, *sizes: int) -> list[np.ndarray]:
+        """Arrays of these sizes that store nothing and initialise the dummy row."""
+
+    @abstractmethod
+    def _pass(self, buffer: Buffer, mode: int) -> None:
+        """The pass over what the buffer holds."""
 
 
 class PrefillGraphs(CapturedPrefill):
-    def __init__(self, *parts: Any, max_pages: int, capture: bool) -> None:
-        super().__init__(*parts, max_pages=max_pages, capture=capture)
-        self.buffers: dict[tuple[int, int], Buffer] = {}
-        self.pads = capture
+    """Of whole texts. Sizes: tokens and texts."""
 
-    def run(self, batch: PrefillBatch, mode: int) -> None:
-        if self.pads:
-            shape = batch.shape
-            batch = batch.padded(*shape, self.state.dummy_row)
-            if shape[0] <= TOKENS[-1] and shape[1] <= PROMPTS[-1] and self._is_replayed((*shape, mode)):
-                self._fill(shape, batch)
-                self.graphs.run(*shape, mode)
-                return
-        arrays = batch.arrays()
-        buffer = Buffer(arrays, self.device)
-        buffer.fill(arrays)
-        with background_trials():
-            self._pass(buffer, mode)
+    def __init__(self, batch: DeviceBatch) -> None:
+        super().__init__(batch)
+        self.pads = self.graphs.capture
+
+    def run(self, prompts: PrefillBatch, mode: int) -> None:
+        num_tokens, num_texts = shape = prompts.shape
+        arrays = prompts.arrays(shape if self.pads else None, self.batch.state.dummy_row)
+        may_record = self.pads and num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1]
+        self.submit((*shape, mode), arrays, may_record=may_record)
 
     @property
     def least_seconds(self) -> float:
@@ -213,38 +207,24 @@ class PrefillGraphs(CapturedPrefill):
         """Of the smallest recorded pass that holds so many tokens, if there is one; recorded with nothing to read."""
         return min((seconds for shape, seconds in self.graphs.seconds.items() if shape[0] > num_tokens), default=None)
 
-    @torch.inference_mode()
-    def record(self, shapes: Iterable[tuple[int, int, int]]) -> None:
-        """Ahead of use: tokens, texts and the sampling mode."""
-        nothing, tables = np.zeros(0, dtype=np.int64), np.zeros((0, self.max_pages), dtype=np.int64)
+    def _empty(self, *sizes: int) -> list[np.ndarray]:
+        nothing, tables = np.zeros(0, dtype=np.int64), np.zeros((0, self.batch.max_pages), dtype=np.int64)
         int_params = np.zeros((0, NUM_INT_PARAMS + MAX_STOP_IDS), dtype=np.int64)
         empty = PrefillBatch(nothing, nothing, nothing, [], [], int_params, np.zeros((0, 3)), tables)
-        for num_tokens, num_texts, mode in shapes if self.graphs.capture else ():
-            if (num_tokens, num_texts, mode) not in self.graphs.graphs:
-                self._fill((num_tokens, num_texts), empty.padded(num_tokens, num_texts, self.state.dummy_row))
-                self.graphs.record([(num_tokens, num_texts, mode)])
-
-    def _fill(self, shape: tuple[int, int], batch: PrefillBatch) -> None:
-        arrays = batch.arrays()
-        if shape not in self.buffers:
-            self.buffers[shape] = Buffer(arrays, self.device)
-        self.buffers[shape].fill(arrays)
-
-    def _run(self, *shape: int) -> None:
-        num_tokens, num_texts, mode = shape
-        self._pass(self.buffers[num_tokens, num_texts], mode)
+        num_tokens, num_texts = sizes
+        return empty.arrays((num_tokens, num_texts), self.batch.state.dummy_row)
 
     def _pass(self, buffer: Buffer, mode: int) -> None:
         (tokens, positions, slots), offsets, starts, ends, int_params, float_params, tables = buffer.parts
-        new = NewRows(int_params, float_params, tables)
+        batch, new = self.batch, NewRows(int_params, float_params, tables)
         meta = AttentionMetadata.packed(positions, slots, tables.int(), starts.int(), offsets.int())
-        x, aux = self.decoder.run(self.decoder.embed(tokens), meta, self.ops, self.aux_layers)
-        if self.states is not None and aux:
-            text_of = torch.searchsorted(offsets[1:], torch.arange(len(tokens), device=self.device), right=True)
+        x, aux = batch.decoder.run(batch.decoder.embed(tokens), meta, batch.ops, batch.aux_layers)
+        if batch.states is not None and aux:
+            text_of = torch.searchsorted(offsets[1:], torch.arange(len(tokens), device=batch.device), right=True)
             rows = new.rows[text_of.clamp(max=len(new.rows) - 1)]
-            self.states.store_prefill([*aux, x], rows, positions, slots)
-        first_tokens = self.choose_first(new, x[ends], mode)
-        if self.method is not None:
+            batch.states.store_prefill([*aux, x], rows, positions, slots)
+        first_tokens = batch.choose_first(new, x[ends], mode)
+        if batch.method is not None:
             # The token after each one; after a text's last, the one just chosen.
             following = tokens.roll(-1).index_copy_(0, ends, first_tokens)
-            self.method.prefill(aux, following, meta, new.rows, ends)
+            batch.method.prefill(aux, following, meta, new.rows, ends)

@@ -1,4 +1,7 @@
-"""The EAGLE drafter on lists of requests: synchronise, then draft a chain or a tree. In captured cycles: `captured_eagle`.
+"""The EAGLE drafter: synchronises with the target, then drafts a chain or a tree.
+
+    EagleSpeculator               the eager executor's, on lists of requests
+    CapturedEagle, CapturedTree   in captured cycles, which must equal it: all state lies on the device
 
 Worked example. The target has settled x0 … x4 and its pass covered x2 x3 x4 (positions 2, 3, 4), after which it chose x5:
     pairs (x3, g2) (x4, g3) (x5, g4)  at positions 2 3 4      `sync`: the drafter's cache is rebuilt from the target's states
@@ -11,24 +14,28 @@ import logging
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fledge.errors import UserError
-from fledge.kernels.attention.metadata import MAX_CHAIN, AttentionMetadata
+from fledge.kernels.accept import Accepted
+from fledge.kernels.attention.metadata import MAX_CHAIN, AttentionMetadata, given
 from fledge.kernels.attention.paged import PagedKV, SequenceLayout, paired
+from fledge.kernels.draft_inputs import DraftInputs, keep_last
 from fledge.kernels.native import best_of
 from fledge.kernels.row_copy import take
-from fledge.kernels.sample import SamplingState, choose, picked
+from fledge.kernels.sample import PartialArgmax, SamplingState, choose, picked
 from fledge.models.drafter import EagleDrafter
-from fledge.ops.cpu_ops import CpuOps
-from fledge.ops.eager import eager_ops
+from fledge.ops.base import Ops
+from fledge.ops.cpu_ops import CpuOps, eager_ops
+from fledge.ops.cuda_ops import CudaOps
 from fledge.speculation.coverage import VocabularyCoverage
 from fledge.speculation.depth import DepthPolicy, TreeShape
 from fledge.speculation.distribution import sampling_tensors
-from fledge.speculation.methods.base import AcceptedSpan, DraftedRequest, Drafter, DraftObserver, Rows
-from fledge.speculation.methods.captured_eagle import CapturedEagle, CapturedTree
+from fledge.speculation.methods.base import AcceptedSpan, Drafted, DraftedRequest, Drafter, DraftObserver, Rows
+from fledge.speculation.methods.tree import Frontier, GrowingTree, check_shape, grow_tree, tree_attention
 from fledge.speculation.verification import Draft
 
 log = logging.getLogger("fledge.speculation")
@@ -218,7 +225,7 @@ class EagleSpeculator:
         shape = self.tree
         assert shape is not None
         width = min(shape.width, logits.shape[-1])
-        trees = [_GrowingTree(item, width, math.log(self.coverage.covered)) for item in items]
+        trees = [GrowingTree(item, width, math.log(self.coverage.covered)) for item in items]
         active = trees
         parents_h = h
         fan_out = [1] * len(active)
@@ -253,65 +260,118 @@ class EagleSpeculator:
             logits = self.network.logits(hidden)
 
 
-class _GrowingTree:
-    def __init__(self, item: AcceptedSpan, width: int, log_covered: float) -> None:
-        self.item, self.width, self.log_covered = item, width, log_covered
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.scores: list[float] = []  # joint log-probability
-        self.frontier: list[int] = []  # nodes of the last level that are expanded next
-        self.visible: dict[int, list[int]] = {}  # node -> cache slots (from the settled text's end) of its path
-        self.num_slots = 0
-
-    def add_level(self, log_probs: list[list[float]], tokens: list[list[int]]) -> list[int]:
-        """Children of every frontier node; returns, for each node of the new frontier, the row of its parent."""
-        expanded = self.frontier or [-1]
-        first = len(self.tokens)
-        rows = []
-        for row, parent in enumerate(expanded):
-            base = (self.scores[parent] if parent >= 0 else 0.0) + self.log_covered
-            for log_prob, token in zip(log_probs[row], tokens[row], strict=True):
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.scores.append(base + log_prob)
-                rows.append(row)
-        level = sorted(range(first, len(self.tokens)), key=lambda node: -self.scores[node])
-        self.frontier = level[: self.width]
-        return [rows[node - first] for node in self.frontier]
-
-    @property
-    def best_of_frontier(self) -> float:
-        return self.scores[self.frontier[0]]
-
-    def expand_frontier(self, depth: int) -> tuple[list[int], list[int], SequenceLayout]:
-        """Tokens, positions and layout of the pass that gives the frontier's children; its nodes take the next slots."""
-        settled = self.item.start + len(self.item.rows)
-        for node in self.frontier:
-            self.visible[node] = [*self.visible.get(self.parents[node], []), self.num_slots]
-            self.num_slots += 1
-        mask = torch.zeros(len(self.frontier), self.num_slots, dtype=torch.bool)
-        for row, node in enumerate(self.frontier):
-            mask[row, self.visible[node]] = True
-        layout = SequenceLayout(self.item.request.pages, len(self.frontier), settled + self.num_slots, mask)
-        return [self.tokens[node] for node in self.frontier], [settled + depth - 1] * len(self.frontier), layout
-
-    def draft(self, num_nodes: int) -> Draft:
-        # A child's score is never above its parent's and the sort is stable, so every kept node's parent is kept too.
-        best = sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:num_nodes]
-        best.sort()
-        place = {node: index for index, node in enumerate(best)} | {-1: -1}
-        return Draft(
-            tokens=[self.tokens[node] for node in best],
-            parents=[place[self.parents[node]] for node in best],
-            confidences=[
-                math.exp(self.scores[node] - (self.scores[self.parents[node]] if self.parents[node] >= 0 else 0.0))
-                for node in best
-            ],
-        )
-
-
 def lookahead(depth: DepthPolicy, tree: TreeShape | None) -> int:
     """Slots past the settled text: the pass that verifies holds the pending token and the draft, drafting holds its nodes."""
     if tree is None:
         return depth.limit + 1
     return max(tree.nodes + 1, tree.width * (depth.limit - 1))
+
+
+class CapturedEagle:
+    """A chain of drafted tokens."""
+
+    follows_plain_cycles = False
+    reads_text = False
+    adjusts_drafts = True
+
+    def __init__(self, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int) -> None:
+        """The cache shares the target's pages: the pair at position t lies in slot t."""
+        config, device = network.config, cache.keys.device
+        if config.hidden_size != config.target_hidden_size and not config.own_embedding:
+            raise UserError("the drafter's hidden size differs from the target's embedding: it needs one of its own")
+        self.network, self.cache, self.batch = network, cache, batch
+        self.taps = config.aux_layer_ids
+        self.ops = CudaOps(cache, network.rotary.device_table(max_positions, device))
+        # The drafter's output for the last accepted pair, before its final norm. An inactive row's must be finite.
+        self.states_RD = torch.zeros(len(batch.seed), config.hidden_size, dtype=network.norm.weight.dtype, device=device)
+        self.row_state = [self.states_RD]
+        self.target_ids = None
+        if bool(network.d2t.any()):
+            self.target_ids = network.target_ids(torch.arange(config.draft_vocab_size, device=device)).contiguous()
+
+    def num_drafted(self, depth: int) -> int:
+        return depth
+
+    def prefill(
+        self, aux: Sequence[Tensor], following_N: Tensor, meta: AttentionMetadata, rows_S: Tensor, last_S: Tensor
+    ) -> None:
+        self.states_RD.index_copy_(0, rows_S, self.pair(aux, following_N, meta)[last_S])
+
+    def sync(self, aux: Sequence[Tensor], accepted: Accepted, pages_BP: Tensor) -> None:
+        """Rebuilds the cache for the accepted tokens from the target's hidden states, and keeps each row's new state."""
+        starts, counts = accepted.starts_B, accepted.counts_B
+        states = self.pair(aux, accepted.tokens_BT.flatten(), AttentionMetadata.decode(pages_BP, starts, counts))
+        keep_last(states, counts, self.states_RD)
+
+    def pair(self, aux: Sequence[Tensor], tokens_N: Tensor, meta: AttentionMetadata) -> Tensor:
+        """The states of all positions: each token with the hidden states of the position before it."""
+        return self.run(self.inputs(self.network.fuse(aux, self.ops), tokens_N), meta)
+
+    def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
+        """Writes all drafted tokens but the last to the batch's `drafts`; the last stays a partial argmax."""
+        batch, state, size = self.batch, self.batch.rows, len(pages_BP)
+        draws = batch.draws(slice(size), truncated=False) if sampled else None
+        h = self.states_RD[:size]
+        choice = self.choose(h, draws, 0)
+        rows = {"drafts_RD": batch.drafts, "length_R": state.length, "active_R": state.active}
+        for step in range(1, depth):
+            inputs = self.inputs(h, choice, step, **rows)
+            h = self.run(inputs, AttentionMetadata.decode(pages_BP, given(inputs.starts_B), given(inputs.counts_B)))
+            choice = self.choose(h, draws, step)
+        return Drafted(last=choice)
+
+    def choose(self, h: Tensor, draws: SamplingState | None, ahead: int) -> PartialArgmax:
+        network = self.network
+        return self.ops.head(h, network.norm, network.head, draws, ahead=ahead, ids_V=self.target_ids)
+
+    def inputs(self, h: Tensor, tokens: Tensor | PartialArgmax, step: int = 0, **rows: Any) -> DraftInputs:
+        network = self.network
+        output_norm = network.norm if step and network.config.norm_output else None
+        return network.inputs(tokens, h, self.ops, output_norm=output_norm, step=step, **rows)
+
+    def run(self, inputs: DraftInputs, meta: AttentionMetadata, ops: Ops | None = None) -> Tensor:
+        """The states before the final norm. `ops`: None: its own; a probe has others."""
+        return self.network.run(inputs, meta, ops or self.ops)
+
+
+class CapturedTree(CapturedEagle):
+    """EAGLE-2's dynamic tree, always to the full depth: a graph has one shape."""
+
+    adjusts_drafts = False  # counts and grammars would have to fork at every node
+
+    def __init__(
+        self,
+        shape: TreeShape,
+        network: EagleDrafter,
+        cache: PagedKV,
+        batch: Rows,
+        max_positions: int,
+        max_depth: int,
+        covered: float = 1.0,
+    ) -> None:
+        """`covered`: share of the target's tokens that the draft vocabulary can name, when the graphs are recorded."""
+        super().__init__(network, cache, batch, max_positions)
+        check_shape(shape, max_depth)
+        self.shape, self.log_covered = shape, math.log(covered)
+
+    def num_drafted(self, depth: int) -> int:
+        return self.shape.num_nodes(depth, self.network.config.draft_vocab_size)
+
+    def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
+        state, size = self.batch.rows, len(pages_BP)
+        starts, active = state.length[:size] - 1, state.active[:size]
+
+        def step(frontier: Frontier) -> tuple[Tensor, Tensor]:
+            where = (frontier.offset, frontier.tail_bits_BW, frontier.tail, pages_BP, self.cache.page_size)
+            inputs = self.network.inputs(frontier.tokens_BW.flatten(), frontier.h_BWD.flatten(0, 1), self.ops)
+            logits, h = self.output(self.run(inputs, tree_attention(starts, active, *where)))
+            return logits.unflatten(0, frontier.tokens_BW.shape), h.unflatten(0, frontier.tokens_BW.shape)
+
+        logits, h = self.output(self.states_RD[:size])
+        tree = grow_tree(logits, h, step, self.shape, depth, target_ids_V=self.target_ids, log_covered=self.log_covered)
+        return Drafted(tree=tree)
+
+    def output(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and the state that is fed back, from the states before the final norm."""
+        post = self.ops.norm(self.network.norm, x_ND)
+        return self.ops.linear(self.network.head, post), post if self.network.config.norm_output else x_ND

@@ -38,9 +38,8 @@ class NgramSpeculator:
             draft = Draft()
             if span.max_draft_tokens > 0:
                 index = self.indexes.setdefault(id(span.request), _NgramIndex(self.longest, self.shortest))
-                tokens = index.lookup(span.request.tokens, min(span.max_draft_tokens, self.depth.limit))
-                # A look-up has no probability to offer: the drafts count as sure, so that `auto` depth drafts to the limit.
-                draft = Draft.chain(tokens, [1.0] * len(tokens))
+                # Always to the limit: a look-up has no probability to stop at.
+                draft = Draft.chain(index.lookup(span.request.tokens, min(span.max_draft_tokens, self.depth.limit)))
             drafts.append(draft)
         return drafts
 

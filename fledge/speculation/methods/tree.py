@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic draft tree in fixed shapes, for a captured cycle; the same trees as `methods.eagle` grows.
+"""EAGLE-2's dynamic draft tree: in fixed shapes for a captured cycle, and on the host (`GrowingTree`), where they grow alike.
 
 B rows, W nodes expanded a level, N nodes verified, T = 1 + N rows of a verification pass (the pending token's first).
 
@@ -12,20 +12,27 @@ The text of a row is settled up to `starts` = its length - 1; the pending token 
     target's cache    | settled | pending | node 0 | … | node N - 1 |
     drafter's cache   | settled | W nodes of level 1 | W nodes of level 2 | …       only nodes that are expanded
 
-Nothing here waits for the device or looks at a value.
+Nothing but `GrowingTree` waits for the device or looks at a value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fledge.errors import UserError
 from fledge.kernels.attention.decode_attention import MAX_TAIL
+from fledge.kernels.attention.metadata import AttentionMetadata
+from fledge.kernels.attention.paged import SequenceLayout
 from fledge.speculation.depth import TreeShape
+from fledge.speculation.verification import Draft
+
+if TYPE_CHECKING:
+    from fledge.speculation.methods.base import AcceptedSpan
 
 
 class TreeDraft(NamedTuple):
@@ -51,25 +58,9 @@ class Frontier(NamedTuple):
 DraftStep = Callable[[Frontier], tuple[Tensor, Tensor]]
 
 
-class TreeAttention(NamedTuple):
-    """Where new tokens of a tree lie and what they see, in the target's or the drafter's cache."""
-
-    positions_BT: Tensor  # int64
-    slots_BT: Tensor  # int64; -1: not stored
-    kv_lens_B: Tensor  # int32; 0: the row is empty
-    tail_bits_BT: Tensor
-    tail: int
-
-
 class TreePath(NamedTuple):
     rows_BT: Tensor  # int64 [B, depth + 1], of the verification pass: 0, then 1 + node; after the end the last again
     counts_B: Tensor  # int32: nodes on the path; 0 where the row is empty
-
-
-def num_nodes(shape: TreeShape, depth: int, vocab_size: int) -> int:
-    """Nodes of a tree that are verified: fewer than asked for where a shallow tree has no more."""
-    width = min(shape.width, vocab_size)
-    return min(shape.nodes, width + (depth - 1) * width * width)
 
 
 def check_shape(shape: TreeShape, max_depth: int) -> None:
@@ -163,8 +154,9 @@ def tree_attention(
     tail: int,
     page_table_BP: Tensor,
     page_size: int,
-) -> TreeAttention:
-    """Places for T new tokens a row: the last T of the `tail` behind `starts`. `offsets_BT`: their positions from `starts`."""
+) -> AttentionMetadata:
+    """Where T new tokens a row lie and what they see, in the target's or the drafter's cache: the last T of the `tail` behind
+    `starts`. `offsets_BT`: their positions from `starts`. An empty row has no keys and stores none."""
     is_active_B1, starts_B1 = active_B[:, None] != 0, starts_B[:, None].long()
     num_new = tail_bits_BT.shape[1]
     places_BT = starts_B1 + torch.arange(tail - num_new, tail, device=starts_B.device)
@@ -173,12 +165,12 @@ def tree_attention(
     slots_BT = torch.where(is_active_B1, pages_BT * page_size + places_BT % page_size, -1)
     positions_BT = torch.where(is_active_B1, starts_B1 + offsets_BT, 0).expand(-1, num_new).contiguous()
     kv_lens_B = torch.where(active_B != 0, starts_B + tail, 0).int()
-    return TreeAttention(positions_BT, slots_BT, kv_lens_B, tail_bits_BT, tail)
+    return AttentionMetadata.tree(page_table_BP, kv_lens_B, positions_BT.flatten(), slots_BT.flatten(), tail_bits_BT, tail)
 
 
 def verify_attention(
     tree: TreeDraft, starts_B: Tensor, active_B: Tensor, page_table_BP: Tensor, page_size: int
-) -> TreeAttention:
+) -> AttentionMetadata:
     """Of the target's pass over the pending token and the tree."""
     bits_BT = tree.tail_bits_BT
     return tree_attention(starts_B, active_B, row_depths(tree), bits_BT, bits_BT.shape[1], page_table_BP, page_size)
@@ -232,3 +224,62 @@ def _take(x_BND: Tensor, index_BM: Tensor) -> Tensor:
 
 def _bit(place: Tensor) -> Tensor:
     return torch.ones_like(place) << place
+
+
+class GrowingTree:
+    """One request's tree on the host, a level at a time: the eager executor's."""
+
+    def __init__(self, item: AcceptedSpan, width: int, log_covered: float) -> None:
+        self.item, self.width, self.log_covered = item, width, log_covered
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []  # joint log-probability
+        self.frontier: list[int] = []  # nodes of the last level that are expanded next
+        self.visible: dict[int, list[int]] = {}  # node -> cache slots (from the settled text's end) of its path
+        self.num_slots = 0
+
+    def add_level(self, log_probs: list[list[float]], tokens: list[list[int]]) -> list[int]:
+        """Children of every frontier node; returns, for each node of the new frontier, the row of its parent."""
+        expanded = self.frontier or [-1]
+        first = len(self.tokens)
+        rows = []
+        for row, parent in enumerate(expanded):
+            base = (self.scores[parent] if parent >= 0 else 0.0) + self.log_covered
+            for log_prob, token in zip(log_probs[row], tokens[row], strict=True):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.scores.append(base + log_prob)
+                rows.append(row)
+        level = sorted(range(first, len(self.tokens)), key=lambda node: -self.scores[node])
+        self.frontier = level[: self.width]
+        return [rows[node - first] for node in self.frontier]
+
+    @property
+    def best_of_frontier(self) -> float:
+        return self.scores[self.frontier[0]]
+
+    def expand_frontier(self, depth: int) -> tuple[list[int], list[int], SequenceLayout]:
+        """Tokens, positions and layout of the pass that gives the frontier's children; its nodes take the next slots."""
+        settled = self.item.start + len(self.item.rows)
+        for node in self.frontier:
+            self.visible[node] = [*self.visible.get(self.parents[node], []), self.num_slots]
+            self.num_slots += 1
+        mask = torch.zeros(len(self.frontier), self.num_slots, dtype=torch.bool)
+        for row, node in enumerate(self.frontier):
+            mask[row, self.visible[node]] = True
+        layout = SequenceLayout(self.item.request.pages, len(self.frontier), settled + self.num_slots, mask)
+        return [self.tokens[node] for node in self.frontier], [settled + depth - 1] * len(self.frontier), layout
+
+    def draft(self, num_nodes: int) -> Draft:
+        # A child's score is never above its parent's and the sort is stable, so every kept node's parent is kept too.
+        best = sorted(range(len(self.tokens)), key=lambda node: -self.scores[node])[:num_nodes]
+        best.sort()
+        place = {node: index for index, node in enumerate(best)} | {-1: -1}
+        return Draft(
+            tokens=[self.tokens[node] for node in best],
+            parents=[place[self.parents[node]] for node in best],
+            confidences=[
+                math.exp(self.scores[node] - (self.scores[self.parents[node]] if self.parents[node] >= 0 else 0.0))
+                for node in best
+            ],
+        )

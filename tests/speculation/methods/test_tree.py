@@ -15,6 +15,7 @@ from fledge.config import MLAConfig
 from fledge.errors import UserError
 from fledge.kernels.accept import RowState, accept
 from fledge.kernels.attention.decode_attention import decode_attention
+from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.kernels.attention.paged import PagedKV
 from fledge.kernels.compact_path import compact_path
 from fledge.kernels.ngram import ngram_drafts, ngram_drafts_reference
@@ -29,14 +30,12 @@ from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.methods.tree import (
     DraftStep,
     Frontier,
-    TreeAttention,
     TreeDraft,
     accept_tree,
     along_path,
     check_shape,
     collapse,
     grow_tree,
-    num_nodes,
     row_depths,
     tail_bits,
     tree_attention,
@@ -49,24 +48,24 @@ PAGE = 4
 LENGTHS = [1, 6, 11, 4]  # settled pairs of each sequence
 
 
-def attend_over(cache: PagedKV, page_table_BP: Tensor, meta: TreeAttention) -> Attend:
+def attend_over(cache: PagedKV, page_table_BP: Tensor, meta: AttentionMetadata) -> Attend:
     """Stores the new keys and values, then attends, as `rope_cache` and `decode_attention` do on a GPU."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        slots = meta.slots_BT.flatten()
+        slots, batch = meta.slots_N, len(meta.lengths_B)
         stored = slots >= 0
         for storage, new in ((cache.keys, k), (cache.values, v)):
             storage[layer][:, slots[stored]] = new[stored].transpose(0, 1)
         return decode_attention(
-            q.view(len(meta.kv_lens_B), -1, *q.shape[1:]),
+            q.view(batch, -1, *q.shape[1:]),
             cache.keys[layer],
             cache.values[layer],
             page_table_BP,
-            meta.kv_lens_B,
+            meta.lengths_B,
             cache.page_size,
             tail_bits_BT=meta.tail_bits_BT,
             tail=meta.tail,
-            positions_BT=meta.positions_BT,
+            positions_BT=meta.positions_N.view(batch, -1),
             window=window,
         ).flatten(0, 1)
 
@@ -77,7 +76,7 @@ def draft_step(network: EagleDrafter, cache: PagedKV, page_table_BP: Tensor, sta
     def step(frontier: Frontier) -> tuple[Tensor, Tensor]:
         where = (frontier.offset, frontier.tail_bits_BW, frontier.tail, page_table_BP, cache.page_size)
         meta = tree_attention(starts_B, active_B, *where)
-        inputs = (frontier.tokens_BW.flatten(), frontier.h_BWD.flatten(0, 1), meta.positions_BT.flatten())
+        inputs = (frontier.tokens_BW.flatten(), frontier.h_BWD.flatten(0, 1), meta.positions_N)
         hidden, h = network(*inputs, attend_over(cache, page_table_BP, meta))
         return tuple(x.unflatten(0, frontier.tokens_BW.shape) for x in (network.logits(hidden), h))
 
@@ -141,7 +140,7 @@ def test_trees_are_those_of_the_host(width, nodes, depth, settings):
         step = draft_step(host.network, cache, tables, starts, torch.ones(len(starts), dtype=torch.int32))
         covered = math.log(host.coverage.covered)
         tree = grow_tree(logits, h, step, shape, depth, target_ids_V=host.target_ids, log_covered=covered)
-        assert tree.tokens_BN.shape[1] == num_nodes(shape, depth, logits.shape[-1])
+        assert tree.tokens_BN.shape[1] == shape.num_nodes(depth, logits.shape[-1])
         for row, draft in enumerate(expected):
             assert tree.tokens_BN[row].tolist() == draft.tokens
             assert tree.parents_BN[row].tolist() == draft.parents
@@ -235,9 +234,9 @@ def test_empty_rows_are_stored_nowhere_and_see_nothing():
     tables = torch.tensor([[4, 2], [0, 0], [1, 3]])
     bits = torch.tensor([[0b01, 0b11]] * 3)
     meta = tree_attention(torch.tensor([3, 99, -1]), torch.tensor([1, 0, 0]), torch.tensor([0, 1]), bits, 2, tables, PAGE)
-    assert meta.slots_BT.tolist() == [[19, 8], [-1, -1], [-1, -1]]
-    assert meta.positions_BT.tolist() == [[3, 4], [0, 0], [0, 0]]
-    assert meta.kv_lens_B.tolist() == [5, 0, 0]
+    assert meta.slots_N.tolist() == [19, 8, -1, -1, -1, -1]
+    assert meta.positions_N.tolist() == [3, 4, 0, 0, 0, 0]
+    assert meta.lengths_B.tolist() == [5, 0, 0]
 
 
 def test_trees_too_wide_for_the_mask_are_refused():
@@ -259,12 +258,13 @@ def test_nothing_depends_on_values():
 
         def step(frontier):
             where = (frontier.offset, frontier.tail_bits_BW, frontier.tail, pages, PAGE)
-            assert tree_attention(starts, active, *where).slots_BT.shape == (batch, width)
+            assert tree_attention(starts, active, *where).slots_N.shape == (batch * width,)
             return torch.empty(batch, width, 50), frontier.h_BWD
 
         ids = torch.empty(50, dtype=torch.int64)
         tree = grow_tree(torch.empty(batch, 50), torch.empty(batch, size), step, shape, depth, target_ids_V=ids)
-        assert verify_attention(tree, starts, active, pages, PAGE).positions_BT.shape == row_depths(tree).shape == (batch, 11)
+        assert row_depths(tree).shape == (batch, 11)
+        assert verify_attention(tree, starts, active, pages, PAGE).positions_N.shape == (batch * 11,)
         chosen = torch.empty(batch, 11, dtype=torch.int64)
         path = accept_tree(chosen, tree, depth, active)
         assert [x.shape for x in collapse(chosen, tree, path)] == [(batch, depth + 1), (batch, depth)]
@@ -277,7 +277,8 @@ def test_nothing_depends_on_values():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_recorded_graph_gives_what_eager_calls_give():
     batch, width, depth, vocab, size = 3, 4, 3, 50, 8
-    shape, count = TreeShape(width, 10), num_nodes(TreeShape(width, 10), depth, vocab)
+    shape = TreeShape(width, 10)
+    count = shape.num_nodes(depth, vocab)
     generator = torch.Generator("cuda").manual_seed(1)
     logits, h, head = (
         torch.randn(*x, device="cuda", generator=generator) for x in ((batch, vocab), (batch, size), (size, vocab))
@@ -300,7 +301,18 @@ def test_a_recorded_graph_gives_what_eager_calls_give():
         chain, drafts = collapse(chosen, tree, path)
         moved = [keys.clone(), values.clone()]
         compact_path(*moved, pages, PAGE, starts, path.rows_BT, path.counts_B)
-        return [*tree, *meta[:4], *path, chain, drafts, *moved, ngram_drafts(texts, starts, active, batch, depth)]
+        return [
+            *tree,
+            meta.lengths_B,
+            meta.positions_N,
+            meta.slots_N,
+            meta.tail_bits_BT,
+            *path,
+            chain,
+            drafts,
+            *moved,
+            ngram_drafts(texts, starts, active, batch, depth),
+        ]
 
     run()
     torch.cuda.synchronize()
