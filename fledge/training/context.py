@@ -239,8 +239,8 @@ def start_drafter(
     """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
     head, embedding = target.head, target.embedding
     sample = [int(token) for token in tokens]
-    states = HeldOut.of(target, [sample], [1], head.weight.device).states
-    taps = [x[: len(sample)].float().cpu() for x in states.taps]
+    (text,) = HeldOut.of(target, [sample], [1], head.weight.device).texts
+    taps = [tap.float().cpu() for tap in text.taps]
     if recipe.drafter.init_from:
         source = source or load_drafter(recipe.drafter.init_from)
         with torch.no_grad():
