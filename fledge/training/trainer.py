@@ -277,7 +277,7 @@ class Trainer:
                 arm.backward(batch, states, counts, measure)
             except Exception as error:
                 reason = compiler_error(error)
-                if not (arm.objective.settings.compile and reason and self.step < 2):
+                if not (arm.objective.is_compiled and reason and self.step < 2):
                     raise
                 arm.journal.log(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
                 self.target.without_compiler()
