@@ -19,15 +19,9 @@ from torch import Tensor
 from fledge import progress
 from fledge.errors import UserError
 from fledge.training.arm import Arm, OutOfMemory, Recent
-from fledge.training.checkpoint import (
-    check_settings,
-    earlier_settings,
-    latest_checkpoints,
-    remove_leftovers,
-    restore_random_state,
-)
+from fledge.training.checkpoint import check_settings, earlier_settings, latest_checkpoints, remove_leftovers
 from fledge.training.context import TrainingContext, build_contexts, held_out_texts, resolve
-from fledge.training.data.loading import DataError
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.prefetch import Prefetcher, StepInput
 from fledge.training.distributed import AgreedOutOfMemory, DistributedContext
@@ -324,7 +318,6 @@ class Trainer:
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = self.agreed_seconds = state["seconds"]
         self.step_seconds = self.agreed_step_seconds = state["step_seconds"]
-        restore_random_state(state["random"])
 
 
 def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContext | None = None) -> Result:

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from fledge.errors import UserError
 from fledge.progress import Task
-from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
+from fledge.training.data.chat_files import DataError, read_conversations
+from fledge.training.data.loading import tokenize_conversation
+from fledge.training.data.rendering import ChatFormat
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenizer, system, user
@@ -135,7 +137,7 @@ def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
     # The prompts are those that serving would make, and one conversation is one sample with three answers.
     assert done["a"]["turns_ids"][2]["prompt_ids"] == tokenizer.apply_chat_template(done["a"]["messages"][:5])
     conversation = next(c for c in read_conversations(out) if len(c.turns) == 3)
-    sample = tokenize_conversation(conversation, tokenizer)
+    sample = tokenize_conversation(conversation, ChatFormat(tokenizer))
     spans = [sample.tokens[start:stop].tolist() for start, stop in sample.answers()]
     assert spans == [turn["answer_ids"] for turn in done["a"]["turns_ids"]]
     assert all(span[-1] == tokenizer.eos_token_ids[0] for span in spans)
@@ -350,7 +352,7 @@ def test_after_a_tools_result_the_last_message_is_answered(tmp_path):
     assert [len(written[name]["turns_ids"]) for name in "ab"] == [1, 1]
     assert [message["role"] for message in written["a"]["messages"]] == ["user", "assistant", "tool", "assistant"]
     for conversation in read_conversations(out):
-        sample = tokenize_conversation(conversation, tokenizer)
+        sample = tokenize_conversation(conversation, ChatFormat(tokenizer))
         (turn,) = conversation.turns
         assert sample.tokens.tolist() == [*turn.prompt_ids, *turn.answer_ids]
         assert sample.loss_mask.sum() == len(turn.answer_ids)

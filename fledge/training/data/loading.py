@@ -24,10 +24,7 @@ from fledge.training.data.chat_files import (
     Decontamination,
     TokenTurn,
     conversations_of,
-    parse_messages,
     read_blocks,
-    read_conversations,
-    read_lines,
 )
 from fledge.training.data.rendering import (
     THOUGHT,
@@ -41,11 +38,6 @@ from fledge.training.data.rendering import (
 from fledge.training.data.samples import Sample, SampleSet, key_of
 from fledge.training.data.templates import Augmentation, Choice
 from fledge.training.data.workers import Processes, num_cores
-
-__all__ = [
-    "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",
-    "read_conversations", "read_lines", "tokenize_conversation", "tokenizer_hash",
-]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
 _CACHE_VERSION = 6
@@ -103,14 +95,11 @@ class DataReport:
 # --- tokenising -----------------------------------------------------------------------------------------------------
 
 
-def tokenize_conversation(
-    conversation: Conversation, tokenizer: Tokenizer | ChatFormat, chat_template: str | None = None
-) -> Sample:
+def tokenize_conversation(conversation: Conversation, chat: ChatFormat) -> Sample:
     """Token ids, with a loss on exactly what the assistant wrote, its end-of-turn token included.
 
-    Without another `chat_template`, the ids that the target itself saw and produced are used where they are known.
+    Without another chat template, the ids that the target itself saw and produced are used where they are known.
     """
-    chat = tokenizer if isinstance(tokenizer, ChatFormat) else ChatFormat(tokenizer, chat_template)
     if conversation.turns and (chat.chat_template is None or not conversation.messages):
         return _exact(conversation.turns)
     return _rendered(conversation, chat, Choice())
