@@ -24,7 +24,7 @@ from fledge.training.evaluate import HeldOut, Judged, describe_lengths, evaluate
 from fledge.training.journal import Journal, describe_not_finite
 from fledge.training.objective import Objective, StepMetrics
 from fledge.training.recipe import OptimizerRecipe
-from fledge.training.targets.target import TargetStates
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 Recent = deque[tuple[int, StepInput]]
@@ -58,20 +58,24 @@ class Arm:
     journal: Journal  # set by the trainer when the run starts
 
     def __init__(self, context: TrainingContext, dist: DistributedContext) -> None:
-        self.context, self.dist, self.recipe, self.drafter = context, dist, context.recipe, context.drafter
-        self.target, self.device = context.target, context.device
+        self.dist, self.recipe, self.drafter, self.device = dist, context.recipe, context.drafter, context.device
+        self.provenance = context.provenance
         self.folder, self.dtype = Path(self.recipe.output), getattr(torch, self.recipe.run.compute_dtype)
         self.best, self.stale = 0.0, 0
         self.evaluations: list[dict[str, Any]] = []  # of this process's part of the run
         dist.broadcast_parameters(self.drafter)
-        self.objective = self._objective(compile=self.recipe.run.compile == "yes")
+        self.objective = self._objective(context.target, compile=self.recipe.run.compile == "yes")
         self.optimizer = build_optimizers(self.drafter, self.recipe.optimizer)
 
-    def _objective(self, compile: bool) -> Objective:
+    @property
+    def target(self) -> Target:
+        return self.objective.target
+
+    def _objective(self, target: Target, compile: bool) -> Objective:
         data = self.recipe.data
         return Objective(
             self.drafter,
-            self.target,
+            target,
             self.recipe.objective,
             num_positions=data.sequence_length + data.position_offset_max,
             batch_tokens=data.sequence_length * data.micro_batch_size,
@@ -80,7 +84,7 @@ class Arm:
         )
 
     def without_compiler(self) -> None:
-        self.objective = self._objective(compile=False)
+        self.objective = self._objective(self.target, compile=False)
         self.optimizer.zero_grad()
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Arm:
         if length > self.best:
             self.best, self.stale = length, 0
             if self.dist.is_first:
-                record = {"step": step, "tokens": tokens, "evaluation": figures, **self.context.provenance}
+                record = {"step": step, "tokens": tokens, "evaluation": figures, **self.provenance}
                 export(self.drafter, self.folder / "best", self.dtype, {**record, "recipe": self.recipe.to_dict()})
         else:
             self.stale += 1
@@ -194,7 +198,7 @@ class Arm:
         state = {
             "recipe": self.recipe.to_dict(),
             "config": config_to_hf(self.drafter.config, self.dtype),
-            "provenance": self.context.provenance,
+            "provenance": self.provenance,
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "best": self.best,

@@ -26,7 +26,7 @@ from fledge.tokenizer import Tokenizer
 from fledge.training.data.packing import pack, pack_texts, places
 from fledge.training.distributed import DistributedContext
 from fledge.training.recipe import Recipe
-from fledge.training.targets.loading import find_target, greedy_answers, load_target
+from fledge.training.targets.loading import find_target, load_target
 from fledge.training.targets.target import Target
 from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
@@ -176,7 +176,7 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
         if not prompts or prompts == usual:  # the last: the target's own template has another name
             continue
         usual = usual or prompts
-        answers = greedy_answers(target, prompts, recipe.evaluation.max_new_tokens, stop_ids)
+        answers = target.continuations(prompts, recipe.evaluation.max_new_tokens, stop_ids)
         whole = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         held_out = HeldOut.of(target, whole, [len(prompt) for prompt in prompts], device)
         figures = evaluate(drafter, held_out, [ROBUSTNESS_DEPTH])

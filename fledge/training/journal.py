@@ -34,7 +34,6 @@ class Journal:
         self._label = f"{label}: " if label else ""
         self.active, self.folder, self.total_steps, self.max_seconds = active, folder, total_steps, max_seconds
         self.path = folder / "log.jsonl"
-        self._task: progress.Task | None = None
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,11 +48,6 @@ class Journal:
             return
         kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         write_atomically(self.path, lambda file: file.write("".join(line + "\n" for line in kept).encode()))
-
-    @staticmethod
-    def log_early(text: str) -> None:
-        """Before there is a journal."""
-        progress.say(text)
 
     def log(self, text: str) -> None:
         if self.active:
@@ -71,7 +65,7 @@ class Journal:
 
     def progress(self, step: int, seconds: float, text: str) -> None:
         """Time remains until the first of the run's limits: its steps, or the seconds that it may train."""
-        if self._task is None:
+        if not self.active:
             return
         share, share_of_time = step / (self.total_steps or float("inf")), seconds / (self.max_seconds or float("inf"))
         by_time = share_of_time > share
@@ -87,8 +81,7 @@ class Journal:
     def close(self) -> None:
         if not self.active:
             return
-        if self._task is not None:
-            self._task.__exit__()
+        self._task.__exit__()
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -129,7 +122,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        Journal.log_early(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
+        progress.say(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -323,7 +323,7 @@ def test_split_is_disjoint_and_repeatable():
     train, held_out = samples.split(5, seed=3)
     assert sorted([*train.tokens[::2], *held_out.tokens[::2]]) == list(range(20))
     assert held_out.tokens.tolist() == samples.split(5, seed=3)[1].tokens.tolist()
-    assert held_out.prompt(0) == [held_out.tokens[0]]
+    assert held_out[0].prompt.tolist() == [held_out.tokens[0]]
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -348,7 +348,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(tmp_path, processes):
     train, held_out = samples.split(8, seed=1)
 
     def asked(part: SampleSet) -> set[str]:
-        texts = [tokenizer.decode(part.prompt(i)) for i in range(len(part))]
+        texts = [tokenizer.decode(sample.prompt) for sample in part]
         return {name for name in names for text in texts if f"is {name}?" in text}
 
     assert len(asked(held_out)) == held_out.num_prompts == len(held_out.first_of_each_prompt()) == 8

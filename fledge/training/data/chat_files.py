@@ -267,11 +267,9 @@ class Decontamination:
     @classmethod
     def of_files(cls, paths: Sequence[str | Path]) -> Decontamination | None:
         """The users' turns of JSON lines with "turns", "messages" or "prompt"; None: no files."""
-        return (
-            cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
-            if paths
-            else None
-        )
+        if not paths:
+            return None
+        return cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
 
     def has(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts shares a run of words, or of characters, with those that are kept out."""

@@ -107,10 +107,6 @@ class SampleSet(Sequence[Sample]):
         """Every token with a loss, of all samples, in order."""
         return self.tokens[self.loss_mask]
 
-    def prompt(self, index: int) -> list[int]:
-        """One to evaluate on."""
-        return self[index].prompt.tolist()
-
     @property
     def num_prompts(self) -> int:
         return len(np.unique(self.prompt_keys))

@@ -96,19 +96,17 @@ class EndpointTarget(Target):
 
     def _asked(self, document: Document) -> Future[Tensor]:
         with self._lock:
-            waiting = self._ahead.pop(document.key, [])
+            waiting = self._ahead[document.key]
+            asked = waiting.pop(0) if waiting else self._pool.submit(self._fetch, document.tokens)
             if not waiting:
-                return self._pool.submit(self._fetch, document.tokens)
-            first, *others = waiting
-            if others:
-                self._ahead[document.key] = others
-            return first
+                del self._ahead[document.key]
+            return asked
 
     def _fetch(self, tokens: np.ndarray) -> Tensor:
         return self.client.states(tokens.tolist()).states_TLD.to(self.dtype)
 
-    def continuations(self, prompts: Sequence[Sequence[int]], most: int, stop_ids: Sequence[int]) -> list[list[int]]:
-        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, most, stop_ids)[0], prompts))
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, max_new_tokens, stop_ids)[0], prompts))
 
 
 class EndpointAnswers:

@@ -21,6 +21,7 @@ from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.ops.base import LayerModule
 from fledge.ops.torch_ops import AttendOps
 from fledge.training.distributed import DistributedContext
+from fledge.training.targets.continuations import continuations, until_stop
 from fledge.training.ttt import Mask, TrainBatch, packed_attend, packed_mask
 
 
@@ -62,6 +63,10 @@ class Target:
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
+        raise NotImplementedError
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        """What it writes after each prompt, greedily, its stop token included."""
         raise NotImplementedError
 
     def reserve(self, num_positions: int) -> None:
@@ -147,6 +152,9 @@ class DecoderTarget(Target):
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
         return TargetStates(taps, decoder.norm(x))
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        return continuations(self.decoder, prompts, max_new_tokens, stop_ids)
 
     def reserve(self, num_positions: int) -> None:
         self.decoder.reserve(num_positions)
@@ -262,6 +270,23 @@ class TransformersTarget(Target):
                 buffer[index[real]] = out.hidden_states[layer][real]
             hidden[index[real]] = out.last_hidden_state[real]
         return TargetStates(taps, hidden)
+
+    @torch.no_grad()
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        """One prompt at a time."""
+        answers = []
+        for prompt in prompts:
+            tokens = torch.tensor([list(prompt)], device=self.device)
+            out = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(stop_ids) or None,
+                pad_token_id=0,
+            )
+            answers.append(until_stop(out[0, len(prompt) :].tolist(), stop_ids))
+        return answers
 
 
 def _padded(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
