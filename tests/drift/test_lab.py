@@ -238,6 +238,11 @@ def test_answers_at_every_length_begin_alike(folders):
     assert sum("Is it late?" in text for text in texts) == 2
 
 
+def test_no_room_for_prompts_is_said(folders):
+    with pytest.raises(UserError, match=r"48 tokens of context less 12 for the answer leave 36; raise --max-model-len"):
+        run_lab(str(folders / "model"), [str(folders / "three")], settings=SETTINGS, dtype="float32", max_model_len=48)
+
+
 def test_new_templates_are_new_to_every_drafter():
     """Training's augmentation renders the marked ones the same way, but for a preamble or white space; no other."""
     messages = [{"role": "user", "content": "QUESTION"}]
