@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 from fledge.bench.provenance import write_json
-from fledge.drift.prompts import trained_on
+from fledge.drift.prompts import NONE_GIVEN, trained_on
 from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table, verdicts
 from fledge.files import write_atomically
 
@@ -240,7 +240,7 @@ def suite_notes(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
         return _known_templates(suite, figures)
     if suite["name"] == "system prompts":
         return [
-            f"“{suite['baseline']}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
+            f"“{NONE_GIVEN}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
             "None of these prompts is used in Fledge's training."
         ]
     if suite["name"] == "context length":

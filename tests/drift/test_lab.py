@@ -27,7 +27,7 @@ from fledge.drift.metrics import (
 )
 from fledge.drift.prompts import Document, load_documents
 from fledge.drift.results import verdict_table, verdicts
-from fledge.drift.suites import OPENING, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.suites import OPENING, Condition, Suite, chat_templates, chosen, lengths, multi_turn, within
 from fledge.drift.texts import load_subjects
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -241,6 +241,13 @@ def test_answers_at_every_length_begin_alike(folders):
 def test_no_room_for_prompts_is_said(folders):
     with pytest.raises(UserError, match=r"48 tokens of context less 12 for the answer leave 36; raise --max-model-len"):
         run_lab(str(folders / "model"), [str(folders / "three")], settings=SETTINGS, dtype="float32", max_model_len=48)
+
+
+def test_a_baseline_that_does_not_fit_is_none():
+    conditions = [Condition("own", {"a": (1,) * 9}), Condition("no template", {"a": (1,) * 4})]
+    suite = Suite("templates", "", conditions, "own")
+    assert within(suite, 9).baseline == "own"
+    assert (within(suite, 5).baseline, [one.name for one in within(suite, 5).conditions]) == (None, ["no template"])
 
 
 def test_new_templates_are_new_to_every_drafter():
