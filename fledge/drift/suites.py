@@ -214,7 +214,11 @@ def lengths(
             for name, (number, question) in pairs.items()
         }
 
-    shortest = prompts(fitting[0], {})
+    # A template's own text (a default system prompt) may leave a short context no room for the question.
+    while not all((shortest := prompts(fitting[0], {})).values()):
+        del fitting[0]
+        if not fitting:
+            return Suite("context length", explanation)
     answers = answer(list(shortest.values()))
     openings = {name: tokens[: min(OPENING, len(tokens) // 4)] for name, tokens in zip(shortest, answers, strict=True)}
     conditions = [Condition(f"{size} tokens", prompts(size, openings)) for size in fitting]
