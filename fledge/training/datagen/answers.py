@@ -242,10 +242,11 @@ def num_lines(path: Path) -> int:
 
 
 def split(parts: Sequence[Sequence[Path]], folder: Path) -> None:
-    """Holds out a tenth of the prompts of the first part, at most 64. The choice depends on their ids alone.
+    """Holds out a tenth of the prompts of the first part with answers, at most 64. The choice depends on their ids alone.
 
     Two files of a part may have answered the same prompt: the first answer is taken.
     """
+    parts = [files for files in parts if any(path.stat().st_size for path in files)]
     ids = sorted(set(map(_id_of, _lines(parts[0]))), key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ids[: min(64, max(2, len(ids) // 10))])
 
