@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from statistics import linear_regression
 
 import torch
 from torch import Tensor
@@ -86,10 +87,7 @@ def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
 def slope(values: Sequence[float | None]) -> float:
     """Change a step of the straight line through the values of steps 1, 2, … (least squares). None: no row got so far."""
     points = [(step, value) for step, value in enumerate(values) if value is not None]
-    if len(points) < 2:
-        return 0.0
-    middle = sum(step for step, _ in points) / len(points)
-    return sum((step - middle) * value for step, value in points) / sum((step - middle) ** 2 for step, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope if len(points) >= 2 else 0.0
 
 
 # The sink: found from the target's own attention, not assumed.
@@ -169,8 +167,7 @@ def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: in
 
 # --- attention of drafting rows whose probabilities are not needed --------------------------------------------------------
 #
-# Attention of drafting rows whose probabilities are not needed: the text's part by a fused kernel that never holds them,
-# the rows' own few keys beside it, and the two joined by their sums.
+# The text's part by a fused kernel that never holds them, the rows' own few keys beside it, and the two joined by their sums.
 #
 # Shapes: B texts, T columns, R rows of a text, M rows of all texts, J own keys, K key/value heads, G query heads to each.
 

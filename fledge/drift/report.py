@@ -286,9 +286,6 @@ def _write(path: Path, content: bytes) -> None:
 
 # --- plots, as PNG bytes ------------------------------------------------------------------------------------------------
 
-matplotlib.use("Agg")
-
-
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a", "#d98cb3", "#63b7af", "#8c6239", "#a3a3ff")
 BY_STEP = (
     ("rms", "RMS of the fed-back state", True),

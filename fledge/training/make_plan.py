@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from fledge.config import ModelConfig, default_aux_layers
@@ -344,11 +345,8 @@ def thinking_mode(tokenizer: Tokenizer) -> Thinking:
 
 def expected_acceptance(tokens: float) -> float:
     """Between what was seen, by the logarithm of the tokens; the ends are kept beyond it."""
-    (first, low), (last, high) = EXPERIENCE[0], EXPERIENCE[-1]
-    if tokens <= first or tokens >= last:
-        return low if tokens <= first else high
-    (x0, y0), (x1, y1) = next(pair for pair in pairwise(EXPERIENCE) if tokens <= pair[1][0])
-    return y0 + (y1 - y0) * math.log(tokens / x0) / math.log(x1 / x0)
+    seen, lengths = zip(*EXPERIENCE, strict=True)
+    return float(np.interp(math.log(max(tokens, 1.0)), np.log(seen), lengths))
 
 
 def _sequence_length(prompts: Iterable[Prompt], tokenizer: Tokenizer, max_answer_tokens: int, max_positions: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,35 +133,32 @@ class DraftLoss:
 
         `measure`: also work out accuracy and acceptance, which need the target's whole head.
         """
-        sums: list[Tensor] = []
-        loss = _ChunkedLoss.apply(
-            self, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure, sums, draft_weight, *hidden
-        )
-        loss_K, acceptance_K, hits_K = sums
-        return loss, StepMetrics(loss_K, acceptance_K, hits_K, measured=measure)
+        sums = [torch.zeros(len(hidden), device=scored_R.device) for _ in range(3)]
+        run = partial(self._run, sums, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure)
+        loss = _ChunkedLoss.apply(run, draft_weight, *hidden)
+        return loss, StepMetrics(*sums, measured=measure)
 
-    def run(
+    def _run(
         self,
-        hidden: Sequence[Tensor],
-        draft_weight: Tensor,
+        sums: list[Tensor],
         target_hidden_ND: Tensor,
         scored_R: Tensor,
         valid_KR: Tensor,
         step_weight_K: Tensor,
         measure: bool,
+        hidden: Sequence[Tensor],
+        draft_weight: Tensor,
         needs_hidden: bool,
         needs_weight: bool,
-    ) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
-        """Loops over chunks; returns ([loss_K, acceptance_K, hits_K], d_hidden per step, d_weight)."""
-        steps, device = len(hidden), scored_R.device
+    ) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
+        """Loops over chunks and adds to `sums`: loss_K, acceptance_K, hits_K. Returns (loss, d_hidden per step, d_weight)."""
         num_rows, size = hidden[0].shape
         weight = draft_weight.to(hidden[0].dtype)
-        sums = [torch.zeros(steps, device=device) for _ in range(3)]
         # One row more than there are: rows without a loss write there.
         d_hidden = [x.new_zeros(num_rows + 1, size) for x in hidden] if needs_hidden else None
         d_weight = torch.zeros_like(draft_weight, dtype=torch.float32) if needs_weight else None
-        before = 1 + torch.arange(steps, device=device)[:, None]
-        ones = torch.ones(self.chunk_rows, device=device)
+        before = 1 + torch.arange(len(hidden), device=scored_R.device)[:, None]
+        ones = torch.ones(self.chunk_rows, device=scored_R.device)
         for start in range(0, len(scored_R), self.chunk_rows):
             scored = scored_R[start : start + self.chunk_rows]
             valid = valid_KR[:, start : start + self.chunk_rows]
@@ -187,47 +185,25 @@ class DraftLoss:
             if d_weight is not None:
                 assert d_chunk_weight is not None
                 d_weight += d_chunk_weight
-        return sums, [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
+        return sums[0].sum(), [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        owner: DraftLoss,
-        target_hidden: Tensor,
-        scored: Tensor,
-        valid: Tensor,
-        step_weight: Tensor,
-        measure: bool,
-        sums: list[Tensor],
-        draft_weight: Tensor,
-        *hidden: Tensor,
-    ) -> Tensor:
-        needs_hidden, needs_weight = any(ctx.needs_input_grad[8:]), ctx.needs_input_grad[7]
-        results, d_hidden, d_weight = owner.run(
-            hidden,
-            draft_weight,
-            target_hidden,
-            scored,
-            valid,
-            step_weight,
-            measure,
-            needs_hidden or needs_weight,
-            needs_weight,
-        )
-        sums.extend(results)
-        if d_hidden is not None:
-            ctx.save_for_backward(*([d_weight] if needs_weight else []), *d_hidden)
-        ctx.needs_weight = needs_weight
+    def forward(ctx: Any, run: Callable[..., Any], draft_weight: Tensor, *hidden: Tensor) -> Tensor:
+        """`run`: of `DraftLoss`."""
+        _, ctx.needs_weight, *needs_hidden = ctx.needs_input_grad
         ctx.weight_dtype = draft_weight.dtype
-        return results[0].sum()
+        loss, d_hidden, d_weight = run(hidden, draft_weight, any(needs_hidden) or ctx.needs_weight, ctx.needs_weight)
+        if d_hidden is not None:
+            ctx.save_for_backward(*([d_weight] if ctx.needs_weight else []), *d_hidden)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         d_weight = (saved.pop(0) * d_loss).to(ctx.weight_dtype) if ctx.needs_weight else None
-        return (*(None,) * 7, d_weight, *(x * d_loss.to(x.dtype) for x in saved))
+        return (None, d_weight, *(x * d_loss.to(x.dtype) for x in saved))
 
 
 def auto_chunk_rows(steps: int, draft_vocab_size: int) -> int:

@@ -43,12 +43,7 @@ class Sample:
 
     def answers(self) -> Iterator[tuple[int, int]]:
         """Start and end of every stretch the assistant wrote."""
-        mask = self.loss_mask
-        edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
-        if len(mask) and mask[0]:
-            edges.insert(0, 0)
-        if len(mask) and mask[-1]:
-            edges.append(len(mask))
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False)).tolist()
         yield from zip(edges[0::2], edges[1::2], strict=True)
 
 
