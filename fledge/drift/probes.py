@@ -14,7 +14,7 @@ Columns between are never a row's own: what a row may not see carries no attenti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import linear_regression
 
 import torch
@@ -26,27 +26,10 @@ from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.layers import Attend
 from fledge.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class AttentionFigures:
-    """Where the attention goes, per row and head. sink + prompt + answer + own = 1; drafted is part of own."""
-
-    sink_MH: Tensor
-    prompt_MH: Tensor  # the prompt without the sink
-    answer_MH: Tensor  # settled answer before the row
-    own_MH: Tensor  # the pair the row drafts from, and what it drafted since (the paper's "recent")
-    drafted_MH: Tensor  # only what it drafted since
-    entropy_MH: Tensor  # in nats
-
-    @classmethod
-    def cat(cls, parts: list[AttentionFigures], dim: int = 0) -> AttentionFigures:
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts], dim) for f in fields(cls)))
-
-    def unflatten(self, shape: tuple[int, int]) -> AttentionFigures:
-        return AttentionFigures(*(getattr(self, f.name).unflatten(0, shape) for f in fields(self)))
-
-    def where(self, wanted: Tensor) -> AttentionFigures:
-        return AttentionFigures(*(getattr(self, f.name)[wanted] for f in fields(self)))
+# Where the attention of a row and head goes: sink + prompt + answer + own = 1, and drafted is part of own.
+# prompt: without the sink; answer: settled, before the row; own: the pair the row drafts from, and what it drafted since (the
+# paper's "recent"); drafted: only what it drafted since; entropy: in nats.
+ATTENTION = ("sink", "prompt", "answer", "own", "drafted", "entropy")
 
 
 def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
@@ -56,10 +39,9 @@ def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum(pattern, grouped, keys.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
 
 
-def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> AttentionFigures:
-    """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt.
-
-    `sink` and `prompt_length` may be one for all rows or one for each.
+def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> Tensor:
+    """[M, H, ATTENTION]. `pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to
+    the prompt. `sink` and `prompt_length` may be one for all rows or one for each.
     """
     column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
     pivot = pivot_M[:, None]
@@ -71,8 +53,7 @@ def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt
     parts = torch.stack([is_sink, rest & in_prompt, rest & ~in_prompt, is_own, column > pivot], -1)
     # One product sums every part: several times faster than masking the probabilities for each.
     shares = torch.bmm(p_MHS, parts.to(p_MHS.dtype))
-    to_sink, to_prompt, to_answer, to_own, to_drafted = shares.unbind(-1)
-    return AttentionFigures(to_sink, to_prompt, to_answer, to_own, to_drafted, torch.special.entr(p_MHS).sum(-1))
+    return torch.cat([shares, torch.special.entr(p_MHS).sum(-1, keepdim=True)], -1)
 
 
 def rms(states_ND: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class StepMetrics:
     loss_K: Tensor  # weighted as in the objective
     acceptance_K: Tensor  # Σ_v min(p, q), the probability that sampling accepts
     hits_K: Tensor  # the drafter's greedy token is the target's, over the target's whole vocabulary
-    measured: bool  # False: acceptance and hits were not worked out
 
 
 class DraftLoss:
@@ -136,7 +135,7 @@ class DraftLoss:
         sums = [torch.zeros(len(hidden), device=scored_R.device) for _ in range(3)]
         run = partial(self._run, sums, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure)
         loss = _ChunkedLoss.apply(run, draft_weight, *hidden)
-        return loss, StepMetrics(*sums, measured=measure)
+        return loss, StepMetrics(*sums)
 
     def _run(
         self,
