@@ -32,11 +32,10 @@ from fledge.tokenizer import Tokenizer
 ATTENTION = ("sink", "prompt", "answer", "own", "drafted", "entropy")
 
 
-def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
-    """Scaled scores [M, H, S] in fp32. `keys`: [S, K, E], the same for all rows, or [M, S, K, E], each row's own."""
-    grouped = q_MHE.unflatten(1, (keys.shape[-2], -1)).float()
-    pattern = "mkge,mske->mkgs" if keys.dim() == 4 else "mkge,ske->mkgs"
-    return torch.einsum(pattern, grouped, keys.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
+def attention_scores(q_MHE: Tensor, keys_SKE: Tensor) -> Tensor:
+    """Scaled scores [M, H, S] in fp32, of all rows over the same keys."""
+    grouped = q_MHE.unflatten(1, (keys_SKE.shape[1], -1)).float()
+    return torch.einsum("mkge,ske->mkgs", grouped, keys_SKE.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
 
 
 def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> Tensor:

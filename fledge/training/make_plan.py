@@ -16,7 +16,7 @@ import torch
 from fledge.config import ModelConfig, default_aux_layers
 from fledge.devices import product_rate
 from fledge.engine.config import EngineConfig
-from fledge.engine.fit import memory_left, weight_bytes
+from fledge.engine.fit import gib, memory_left, weight_bytes
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import Prompt, read_prompts
@@ -239,9 +239,9 @@ class MakePlan:
             "run.shard_target: docs/scaling.md)"
         )
         raise UserError(
-            f"{self.model} does not fit {self.device}: the target's weights {_gib(self.weight_bytes)}, the drafter's training "
-            f"{_gib(fixed - self.weight_bytes)}, one row of {length:,} tokens {_gib(self._activations(length, True))}, and "
-            f"{_gib(self.free_bytes)} are free; {elsewhere}"
+            f"{self.model} does not fit {self.device}: the target's weights {gib(self.weight_bytes)}, the drafter's training "
+            f"{gib(fixed - self.weight_bytes)}, one row of {length:,} tokens {gib(self._activations(length, True))}, and "
+            f"{gib(self.free_bytes)} are free; {elsewhere}"
         )
 
     def _activations(self, tokens: int, recompute: bool) -> int:
@@ -274,8 +274,8 @@ class MakePlan:
             f"{self.train_tokens_per_s:,.0f} tokens/s, {_count(seen)} tokens seen; ends early when it no longer improves",
             "batch": f"{batch.rows} rows of {self.sequence_length:,} tokens a step, {batch.micro_batch_size} at a time on each "
             f"device{recompute}; fewer or shorter ones where there are few answers",
-            "memory": f"about {_gib(batch.peak_bytes)} of {_gib(self.free_bytes)} free: the target's weights "
-            f"{_gib(self.weight_bytes)}, the rest for training",
+            "memory": f"about {gib(batch.peak_bytes)} of {gib(self.free_bytes)} free: the target's weights "
+            f"{gib(self.weight_bytes)}, the rest for training",
             "expected": f"acceptance length about {expected_acceptance(seen):.1f} at depth 5 (a rough guide, from trainings "
             "for SmolLM2-135M)",
             "checks": ("" if self.endpoint else "doctor")
@@ -392,7 +392,3 @@ def _count(number: float) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
