@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fledge.errors import UserError
-from fledge.training.data.chat_files import Conversation, DataError, TokenTurn, read_conversations
+from fledge.training.data.chat_files import Conversation, DataError, Decontamination, TokenTurn, read_conversations
 from fledge.training.data.loading import SampleWork, load_samples, tokenize_conversation
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.rendering import ChatFormat
@@ -136,7 +136,7 @@ def test_augmented_thoughts_are_whole_or_left_as_they_are(template, choice):
     if not opened:
         conversations["off"] = written(tokenizer, "Hello!", thinks=False)
     for name, one in conversations.items():
-        work = SampleWork(tokenizer, None, None, "truncate", Augmentation(**choice), False, None)
+        work = SampleWork(tokenizer, None, None, "truncate", Augmentation(**choice), False, None, Decontamination(()))
         samples, report = work.samples([one])
         (turn,) = one.turns
         assert learnt(samples[0], tokenizer) == [tokenizer.decode(turn.answer_ids, skip_special_tokens=False)], name

@@ -191,7 +191,7 @@ class SampleWork:
     augmentation: Augmentation
     remove_loops: bool
     limit: int | None
-    decontaminate: Decontamination | None = None
+    decontamination: Decontamination
 
     def __post_init__(self) -> None:
         self._chat = ChatFormat(self.tokenizer, self.chat_template)
@@ -228,7 +228,7 @@ class SampleWork:
         for index, conversation in enumerate(conversations, first_index):
             report.conversations += 1
             report.without_text += self.chat_template is not None and not conversation.messages
-            if self.decontaminate is not None and self.decontaminate.has(self._asked(conversation)):
+            if self.decontamination.has(self._asked(conversation)):
                 report.contaminated += 1
                 continue
             choice = self.augmentation.choose(index) if varied else as_it_is
@@ -259,10 +259,10 @@ class SampleWork:
                 sample = cut
             yield replace(sample, prompt_key=_prompt_key(conversation))
 
-    def _asked(self, conversation: Conversation) -> list[str]:
+    def _asked(self, conversation: Conversation) -> Iterator[str]:
         if not conversation.messages:
-            return [self.tokenizer.decode(turn.prompt_ids) for turn in conversation.turns]
-        return [message["content"] for message in conversation.messages if message["role"] == "user"]
+            return (self.tokenizer.decode(turn.prompt_ids) for turn in conversation.turns)
+        return (message["content"] for message in conversation.messages if message["role"] == "user")
 
 
 def load_samples(

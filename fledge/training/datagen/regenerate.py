@@ -148,7 +148,7 @@ class _Run:
     sampling: dict[str, Any]
     seed: int
     stop_ids: Sequence[int]
-    decontamination: Decontamination | None
+    decontamination: Decontamination
     template_options: Sequence[Options]
     started: float
     deadline: float  # no prompt is begun after it
@@ -199,7 +199,7 @@ class _Run:
         for prompt in prompts:
             if prompt.id not in self.seen:
                 self.seen.add(prompt.id)
-                if self.decontamination is not None and self.decontamination.has(prompt.turns):
+                if self.decontamination.has(prompt.turns):
                     self.report.contaminated += 1
                 else:
                     yield self._with_options(prompt)
@@ -220,7 +220,7 @@ class _Run:
             prompts: list[Prompt] = []
             for text in self._written_turns(asked):
                 name = "self-" + prompt_id([" ".join((text or "").casefold().split())])
-                if not text or name in self.seen or (self.decontamination is not None and self.decontamination.has([text])):
+                if not text or name in self.seen or self.decontamination.has([text]):
                     self.report.self_rejected += 1
                 elif len(prompts) < missing:
                     self.seen.add(name)
