@@ -142,8 +142,8 @@ def multi_turn(
 
 
 def within(suite: Suite, longest: int) -> Suite:
-    """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes, and so
-    does a baseline."""
+    """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes. If that was
+    the baseline, there is none."""
     kept = []
     for condition in suite.conditions:
         prompts = {key: prompt for key, prompt in condition.prompts.items() if 0 < len(prompt) <= longest}

@@ -234,17 +234,15 @@ def start_drafter(
     weights: dict[str, Any],
     tokens: Sequence[int],
     log: Log,
-    source: EagleDrafter | None = None,
+    source: EagleDrafter | None,
 ) -> None:
-    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
+    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`."""
     head, embedding = target.head, target.embedding
     sample = [int(token) for token in tokens]
     (text,) = HeldOut.of(target, [sample], [1], head.weight.device).texts
     taps = [tap.float().cpu() for tap in text.taps]
-    if recipe.drafter.init_from:
-        source = source or load_drafter(recipe.drafter.init_from)
-        with torch.no_grad():
-            start_random(drafter, head, embedding, recipe.seed)
+    if source is not None:
+        start_random(drafter, head, embedding, recipe.seed)
         new = start_from_drafter(drafter, source, head, embedding, taps)
         log(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
     elif recipe.drafter.init == "target":

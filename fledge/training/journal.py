@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -167,10 +166,8 @@ def draw_curves(log: Path, picture: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
+    write_atomically(picture, lambda file: figure.savefig(file, format="png", dpi=110))
     plt.close(figure)
-    write_atomically(picture, lambda file: file.write(content.getvalue()))
 
 
 def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:
