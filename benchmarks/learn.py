@@ -53,6 +53,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 from fledge.training.arm import learning_rate_factor
+from fledge.training.recipe import OptimizerRecipe
 from fledge.training.targets import toy
 
 MODEL = "smollm2-135m"
@@ -285,7 +286,7 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
     for number, batch in enumerate(batches):
         for _ in learner._read_missing(batch):
             pass
-        candidate.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), "cosine", 0.02)
+        candidate.learning_rate = args.offline_rate * learning_rate_factor((number + 1) / len(batches), OptimizerRecipe())
         for _ in candidate.train([one for one in batch if one.text is not None]):
             pass
         if is_too_much:

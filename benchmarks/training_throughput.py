@@ -24,11 +24,12 @@ from fledge.checkpoints.hf import load_decoder
 from fledge.config import DrafterConfig, ModelConfig, default_aux_layers
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
-from fledge.training.arm import build_optimizers, clip_gradients
+from fledge.training.arm import build_optimizers
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.drafter import last_layer, start_from_target
-from fledge.training.objective import LossSettings, Objective, ObjectiveSettings
+from fledge.training.objective import Objective
+from fledge.training.recipe import ObjectiveRecipe, OptimizerRecipe
 from fledge.training.targets.target import DecoderTarget
 
 # SmolLM2-135M's shape: the figures do not depend on what the weights say.
@@ -106,18 +107,14 @@ def main() -> None:
     taps = [torch.randn(64, decoder.config.hidden_size) for _ in drafter.config.aux_layer_ids]
     start_from_target(drafter, last_layer(decoder), target.head, target.embedding, taps)
     drafter.to(device)
-    settings = ObjectiveSettings(
-        steps=args.ttt,
-        loss=LossSettings(args.loss),
-        compute_dtype=dtype if on_gpu else None,
-        chunk_rows=args.chunk_rows,
-    )
-    objective = Objective(drafter, target, settings, args.sequence, args.sequence * args.rows)
+    settings = ObjectiveRecipe(ttt_steps=args.ttt, loss=args.loss, chunk_rows=args.chunk_rows)
+    compute_dtype = dtype if on_gpu else None
+    objective = Objective(drafter, target, settings, args.sequence, args.sequence * args.rows, compute_dtype=compute_dtype)
     if "unroll" in parts:
         objective.unroll = torch.compile(objective.unroll, dynamic=False)
     if "loss" in parts:
         objective.loss.compile()
-    optimizer = build_optimizers(drafter, "adamw", 1e-3)
+    optimizer = build_optimizers(drafter, OptimizerRecipe(learning_rate=1e-3))
     if args.data:
         from fledge.tokenizer import Tokenizer
         from fledge.training.data.loading import load_samples
@@ -139,7 +136,7 @@ def main() -> None:
         loss, _ = objective(batch, objective.step_weights(batch.num_valid_K), measure=index % 10 == 0)
         optimizer.zero_grad()
         loss.backward()
-        clip_gradients(drafter.parameters(), 0.5)
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 0.5)
         optimizer.step()
         return loss.detach()
 

@@ -46,7 +46,7 @@ def regenerate(
     from fledge.engine.build import Speculation
     from fledge.engine.offline import answer_generator, is_gpu
     from fledge.tokenizer import Tokenizer
-    from fledge.training.data.loading import DataError
+    from fledge.training.data.chat_files import DataError
     from fledge.training.datagen.regenerate import regenerate as run
 
     if prompts is None and not self_prompted:

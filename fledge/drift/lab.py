@@ -86,7 +86,13 @@ class Lab:
         self.answer([prompt for condition in made[-1].conditions for prompt in condition.prompts.values()])
         ends = self.decoder.config.eos_token_ids
         made.append(suites.multi_turn(tokenizer, items, settings.conversations, self.answer, self.longest, ends))
-        return [suite for suite in made if suite.conditions]
+        made = [suite for suite in made if suite.conditions]
+        if not made:
+            raise UserError(
+                f"no prompt fits: {self.config.max_model_len} tokens of context less {settings.max_tokens} for the answer "
+                f"leave {self.longest}; raise --max-model-len or lower --max-tokens"
+            )
+        return made
 
     def run(self, plan: Sequence[Suite]) -> dict[str, Any]:
         probed = {prompt: name for condition in plan[0].conditions for name, prompt in condition.prompts.items()}

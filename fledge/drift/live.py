@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.drift.probes import attention_figures, attention_scores, find_own_sink, rms
+from fledge.drift.probes import ATTENTION, attention_figures, attention_scores, find_own_sink, rms
 from fledge.engine.engine import Engine
 from fledge.engine.executors.cuda_graph import CudaGraphExecutor
 from fledge.engine.request import Request
@@ -117,11 +117,12 @@ class LiveProbe:
         tensors = torch.tensor([tokens, positions], device=speculator.device)
         meta = AttentionMetadata.from_layouts(layouts, tensors[1], speculator.cache.page_size, max(positions))
         output = speculator.network.step(tensors[0], h, meta, ops)
-        figures = {"rms": rms(output.feedback_ND[rows[chosen]]).flatten().tolist(), **ops.means()}
-        places = [self.place_of[id(layouts[index].pages)] for index in chosen]
-        for name, values in figures.items():
-            for place, value in zip(places, values, strict=True):
-                self.figures[place][name].append(value)
+        sizes = rms(output.feedback_ND[rows[chosen]])
+        seen = torch.cat([sizes[:, None], torch.stack(ops.by_layer).mean(0)], 1)
+        for index, values in zip(chosen, seen.tolist(), strict=True):
+            figures = self.figures[self.place_of[id(layouts[index].pages)]]
+            for name, value in zip(NAMES, values, strict=True):
+                figures[name].append(value)
         self.step_index += 1
         return output
 
@@ -132,21 +133,13 @@ class _ProbedDraftOps(TorchOps):
     def __init__(self, speculator: EagleSpeculator, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
         super().__init__(speculator.cache, speculator.network.rotary)
         self.rows, self.chosen, self.step, self.sink = rows.tolist(), chosen, step, sink
-        self.by_layer: dict[str, list[list[float]]] = {name: [] for name in NAMES[1:]}
-
-    def means(self) -> dict[str, list[float]]:
-        """Over the layers, for each chosen sequence."""
-        return {
-            name: [sum(values) / len(layers) for values in zip(*layers, strict=True)] for name, layers in self.by_layer.items()
-        }
+        self.by_layer: list[Tensor] = []  # [chosen, NAMES but the first]
 
     def attend(self, module: AttentionModule, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata | None) -> Tensor:
         out = super().attend(module, q, k, v, meta)
         keys, window = self.cache.keys[module.layer], module.window
-        for values in self.by_layer.values():
-            values.append([])
         assert meta is not None
-        host = given(meta.host)
+        host, seen = given(meta.host), []
         for index in self.chosen:
             length = host.sequences[index].kv_len
             row, known = self.rows[index], keys[:, host.regions[index]].transpose(0, 1)
@@ -154,14 +147,15 @@ class _ProbedDraftOps(TorchOps):
             if window is not None:
                 scores[..., : max(0, length - window)] = -torch.inf
             pivot = torch.tensor([length - 1 - self.step], device=q.device)
-            figures = attention_figures(scores.softmax(-1), pivot, self.sink, prompt_length=0)
-            for name, value in (
-                ("sink_share", figures.sink_MH),
-                ("own_share", figures.own_MH),
-                ("entropy", figures.entropy_MH),
-            ):
-                self.by_layer[name][-1].append(float(value.mean()))
+            seen.append(_seen(scores.softmax(-1), pivot, self.sink))
+        self.by_layer.append(torch.cat(seen))
         return out
+
+
+def _seen(p_MHS: Tensor, pivot_M: Tensor, sink: int) -> Tensor:
+    """[M, NAMES but the first], mean over the heads."""
+    figures = attention_figures(p_MHS, pivot_M, sink, prompt_length=0).mean(1)
+    return torch.stack([figures[:, ATTENTION.index(name)] for name in ("sink", "own", "entropy")], -1)
 
 
 # Launches to a probe sample, unless asked otherwise: one takes the host about a millisecond, and the device half a cycle.
@@ -268,8 +262,7 @@ class _ProbedRowOps(CudaOps):
         if module.window is not None:
             unseen |= self.column <= self.position - module.window
         shares = scores.masked_fill(unseen, -torch.inf).softmax(-1)
-        figures = attention_figures(shares, self.position - self.step, self.sink, prompt_length=0)
-        self.by_layer.append(torch.stack([figures.sink_MH, figures.own_MH, figures.entropy_MH], -1).mean(1))
+        self.by_layer.append(_seen(shares, self.position - self.step, self.sink))
 
 
 def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = None) -> LiveProbe | None:

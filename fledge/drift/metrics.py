@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.drift.probes import rms, slope
+from fledge.drift.probes import ATTENTION, rms, slope
 from fledge.drift.rollout import Rollout
 from fledge.drift.texts import TargetText
 from fledge.models.drafter import EagleDrafter
@@ -51,15 +51,15 @@ def counted(matched: Sequence[int], depth: int) -> Count:
     return Count(accepted, steps)
 
 
-def expected_walk(stands: Sequence[Sequence[float]], depth: int) -> Count:
-    """`stands[i][j]`: probability that draft j of row i stands once those before it do. Exact, by following every path:
+def expected_walk(accept_prob: Sequence[Sequence[float]], depth: int) -> Count:
+    """`accept_prob[i][j]`: that draft j of row i is accepted once those before it are. Exact, by following every path:
 
-    a step that starts at row i ends at row i + a + 1, where a drafts stood.
+    a step that starts at row i ends at row i + a + 1, where a drafts are accepted.
     """
-    starts = [0.0] * (len(stands) + depth + 2)  # probability that a step starts at each row
+    starts = [0.0] * (len(accept_prob) + depth + 2)  # probability that a step starts at each row
     starts[0] = 1.0
     accepted = steps = 0.0
-    for row, chances in enumerate(stands):
+    for row, chances in enumerate(accept_prob):
         here = starts[row]
         if not here:
             continue
@@ -122,9 +122,6 @@ def standard_error(influence: Sequence[float]) -> float | None:
     return (count / (count - 1) * sum(one * one for one in influence)) ** 0.5
 
 
-SHARES = {"sink": "sink_MH", "prompt": "prompt_MH", "answer": "answer_MH", "own": "own_MH", "drafted": "drafted_MH"}
-
-
 @dataclass(frozen=True)
 class TextFigures:
     """What one rollout says about one text."""
@@ -145,8 +142,7 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
     if rollout.cosine_hidden_MJ is not None:
         values["cosine_hidden"] = (rollout.cosine_hidden_MJ, on_path)
     if rollout.attention:
-        for name, attribute in {**SHARES, "entropy": "entropy_MH"}.items():
-            by_head = torch.stack([getattr(figures, attribute) for figures in rollout.attention], 1)  # [M, J, H]
+        for name, by_head in zip(ATTENTION, torch.stack(rollout.attention, 1).unbind(-1), strict=True):  # [M, J, H]
             values[f"{name}_by_head"] = (by_head, None)
     sums = {name: _summed(*pair, rollout.text_M, num_texts) for name, pair in values.items()}
     rows_of_text = torch.bincount(rollout.text_M, minlength=num_texts).tolist()
@@ -238,7 +234,7 @@ class MetricAccumulator:
         if found := self.total("joint_acceptance", non_looping):
             figures["joint_acceptance_not_looping"] = self.means("joint_acceptance", non_looping)
             figures["rows_inside_not_looping"] = [int(count) for count in found[1]]
-        for name in (*SHARES, "entropy"):
+        for name in ATTENTION:
             if by_head := self.means(f"{name}_by_head"):
                 key = name if name == "entropy" else f"{name}_share"
                 figures[key] = [None if heads is None else sum(heads) / len(heads) for heads in by_head]

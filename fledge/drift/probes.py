@@ -14,7 +14,8 @@ Columns between are never a row's own: what a row may not see carries no attenti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from statistics import linear_regression
 
 import torch
 from torch import Tensor
@@ -25,40 +26,21 @@ from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.layers import Attend
 from fledge.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class AttentionFigures:
-    """Where the attention goes, per row and head. sink + prompt + answer + own = 1; drafted is part of own."""
-
-    sink_MH: Tensor
-    prompt_MH: Tensor  # the prompt without the sink
-    answer_MH: Tensor  # settled answer before the row
-    own_MH: Tensor  # the pair the row drafts from, and what it drafted since (the paper's "recent")
-    drafted_MH: Tensor  # only what it drafted since
-    entropy_MH: Tensor  # in nats
-
-    @classmethod
-    def cat(cls, parts: list[AttentionFigures], dim: int = 0) -> AttentionFigures:
-        return cls(*(torch.cat([getattr(part, f.name) for part in parts], dim) for f in fields(cls)))
-
-    def unflatten(self, shape: tuple[int, int]) -> AttentionFigures:
-        return AttentionFigures(*(getattr(self, f.name).unflatten(0, shape) for f in fields(self)))
-
-    def where(self, wanted: Tensor) -> AttentionFigures:
-        return AttentionFigures(*(getattr(self, f.name)[wanted] for f in fields(self)))
+# Where the attention of a row and head goes: sink + prompt + answer + own = 1, and drafted is part of own.
+# prompt: without the sink; answer: settled, before the row; own: the pair the row drafts from, and what it drafted since (the
+# paper's "recent"); drafted: only what it drafted since; entropy: in nats.
+ATTENTION = ("sink", "prompt", "answer", "own", "drafted", "entropy")
 
 
-def attention_scores(q_MHE: Tensor, keys: Tensor) -> Tensor:
-    """Scaled scores [M, H, S] in fp32. `keys`: [S, K, E], the same for all rows, or [M, S, K, E], each row's own."""
-    grouped = q_MHE.unflatten(1, (keys.shape[-2], -1)).float()
-    pattern = "mkge,mske->mkgs" if keys.dim() == 4 else "mkge,ske->mkgs"
-    return torch.einsum(pattern, grouped, keys.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
+def attention_scores(q_MHE: Tensor, keys_SKE: Tensor) -> Tensor:
+    """Scaled scores [M, H, S] in fp32, of all rows over the same keys."""
+    grouped = q_MHE.unflatten(1, (keys_SKE.shape[1], -1)).float()
+    return torch.einsum("mkge,ske->mkgs", grouped, keys_SKE.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
 
 
-def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> AttentionFigures:
-    """`pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to the prompt.
-
-    `sink` and `prompt_length` may be one for all rows or one for each.
+def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> Tensor:
+    """[M, H, ATTENTION]. `pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to
+    the prompt. `sink` and `prompt_length` may be one for all rows or one for each.
     """
     column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
     pivot = pivot_M[:, None]
@@ -70,8 +52,7 @@ def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt
     parts = torch.stack([is_sink, rest & in_prompt, rest & ~in_prompt, is_own, column > pivot], -1)
     # One product sums every part: several times faster than masking the probabilities for each.
     shares = torch.bmm(p_MHS, parts.to(p_MHS.dtype))
-    to_sink, to_prompt, to_answer, to_own, to_drafted = shares.unbind(-1)
-    return AttentionFigures(to_sink, to_prompt, to_answer, to_own, to_drafted, torch.special.entr(p_MHS).sum(-1))
+    return torch.cat([shares, torch.special.entr(p_MHS).sum(-1, keepdim=True)], -1)
 
 
 def rms(states_ND: Tensor) -> Tensor:
@@ -86,10 +67,7 @@ def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
 def slope(values: Sequence[float | None]) -> float:
     """Change a step of the straight line through the values of steps 1, 2, … (least squares). None: no row got so far."""
     points = [(step, value) for step, value in enumerate(values) if value is not None]
-    if len(points) < 2:
-        return 0.0
-    middle = sum(step for step, _ in points) / len(points)
-    return sum((step - middle) * value for step, value in points) / sum((step - middle) ** 2 for step, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope if len(points) >= 2 else 0.0
 
 
 # The sink: found from the target's own attention, not assumed.
@@ -169,8 +147,7 @@ def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: in
 
 # --- attention of drafting rows whose probabilities are not needed --------------------------------------------------------
 #
-# Attention of drafting rows whose probabilities are not needed: the text's part by a fused kernel that never holds them,
-# the rows' own few keys beside it, and the two joined by their sums.
+# The text's part by a fused kernel that never holds them, the rows' own few keys beside it, and the two joined by their sums.
 #
 # Shapes: B texts, T columns, R rows of a text, M rows of all texts, J own keys, K key/value heads, G query heads to each.
 

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 
 from fledge.bench.provenance import write_json
-from fledge.drift.prompts import trained_on
+from fledge.drift.prompts import NONE_GIVEN, trained_on
 from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table, verdicts
 from fledge.files import write_atomically
 
@@ -108,37 +108,24 @@ far.</li>
 
 
 def _drafters(figures: dict[str, Any]) -> str:
+    step = next(iter(figures["probes"].values())).get("drift_step", 8)
     rows = []
     for one in figures["drafters"]:
         config, probes = one["config"], figures["probes"][one["name"]]
-        window = config["window"] or "none"
-        taps = ", ".join(map(str, config["aux_layer_ids"]))
         rows.append(
-            [
-                one["name"],
-                f"EAGLE {one['version']}",
-                f"{one['parameters'] / 1e6:.1f} M",
-                f"{config['draft_vocab_size']:,}",
-                taps,
-                str(window),
-                _number(probes.get("rms_ratio"), "×"),
-                _number(probes.get("sink_share_slope"), digits=4),
-                _number(probes.get("own_share_slope"), digits=4),
-            ]
+            {
+                "drafter": one["name"],
+                "kind": f"EAGLE {one['version']}",
+                "parameters": f"{one['parameters'] / 1e6:.1f} M",
+                "vocabulary": f"{config['draft_vocab_size']:,}",
+                "taps": ", ".join(map(str, config["aux_layer_ids"])),
+                "window": str(config["window"] or "none"),
+                f"RMS step {step} / 1": _number(probes.get("rms_ratio"), "×"),
+                "sink share a step": _number(probes.get("sink_share_slope"), digits=4),
+                "own share a step": _number(probes.get("own_share_slope"), digits=4),
+            }
         )
-    step = next(iter(figures["probes"].values())).get("drift_step", 8)
-    head = [
-        "drafter",
-        "kind",
-        "parameters",
-        "vocabulary",
-        "taps",
-        "window",
-        f"RMS step {step} / 1",
-        "sink share a step",
-        "own share a step",
-    ]
-    return _table(head, rows)
+    return _table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _sink(sink: dict[str, Any]) -> str:
@@ -160,46 +147,33 @@ def _target_states(figures: dict[str, Any]) -> str:
 
 
 def _suite_table(suite: dict[str, Any], name: str) -> str:
-    depths = suite["depths"]
-    shown = shown_depth(suite["depths"])
-    head = [
-        f"{name}: acceptance length at depth",
-        *map(str, depths),
-        f"± at {shown}",
-        f"kept at {shown}",
-        "kept without loops",
-        "steps",
-        "answers",
-        "looping",
-        "tokens of the prompt",
-    ]
+    depths, shown = suite["depths"], shown_depth(suite["depths"])
     rows, classes = [], []
     for condition in suite["conditions"]:
         one = condition["drafters"][name]
         without = one.get("acceptance_length_not_looping") if one.get("looping_texts") else None
-        cells = []
+        lengths = {}
         for depth in depths:
             length = f"{one['acceptance_length'][depth]:.2f}"
-            cells.append(f"{length} ({without[depth]:.2f})" if without else length)
+            lengths[str(depth)] = f"{length} ({without[depth]:.2f})" if without else length
         left = retention(condition, name, shown)
         colour = "good" if left.all.value >= GOOD else ("low" if left.all.value < LOW else "")
         note = f" ({condition['note']})" if condition["note"] else ""
-        share = f"<span class='{colour}'>{left.all}</span>"
         rows.append(
-            [
-                condition["name"] + note,
-                *cells,
-                _number(one["standard_error"][shown]),
-                share,
-                left.without_loops,
-                f"{one['steps'][shown]:.0f}",
-                str(one["texts"]),
-                str(one["looping_texts"]),
-                _number(condition.get("prompt_tokens"), digits=0),
-            ]
+            {
+                f"{name}: acceptance length at depth": condition["name"] + note,
+                **lengths,
+                f"± at {shown}": _number(one["standard_error"][shown]),
+                f"kept at {shown}": f"<span class='{colour}'>{left.all}</span>",
+                "kept without loops": left.without_loops,
+                "steps": f"{one['steps'][shown]:.0f}",
+                "answers": str(one["texts"]),
+                "looping": str(one["looping_texts"]),
+                "tokens of the prompt": _number(condition.get("prompt_tokens"), digits=0),
+            }
         )
         classes.append("base" if condition["name"] == suite["baseline"] else "")
-    return _table(head, rows, classes)
+    return _table(list(rows[0]), [list(row.values()) for row in rows], classes)
 
 
 def _ratios(suite: dict[str, Any], names: list[str]) -> str:
@@ -240,7 +214,7 @@ def suite_notes(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
         return _known_templates(suite, figures)
     if suite["name"] == "system prompts":
         return [
-            f"“{suite['baseline']}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
+            f"“{NONE_GIVEN}”: no system prompt is given, and a template that has a default puts it in (SmolLM2's does). "
             "None of these prompts is used in Fledge's training."
         ]
     if suite["name"] == "context length":
@@ -285,9 +259,6 @@ def _write(path: Path, content: bytes) -> None:
 
 
 # --- plots, as PNG bytes ------------------------------------------------------------------------------------------------
-
-matplotlib.use("Agg")
-
 
 COLOURS = ("#c2541b", "#1f6f8b", "#5b8c2a", "#7a4e9e", "#b08900", "#4a4a4a", "#d98cb3", "#63b7af", "#8c6239", "#a3a3ff")
 BY_STEP = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,18 +41,18 @@ def suite_result(
     described = []
     for condition in conditions:
         drafters = {}
+        first = next(iter(condition.accumulators.values()))
         for drafter, accumulator in condition.accumulators.items():
-            first = next(iter(condition.accumulators.values()))
             figures = without_heads(accumulator.to_dict())
             figures |= (
                 _shares(accumulator, base.accumulators[drafter], depths)
                 if base
                 else _of_mean(drafter, condition, conditions, depths)
             )
-            figures["counts"] = {
-                name: list(accumulator.texts[name][shown]) for name in accumulator.texts
-            }  # accepted, steps at depth 5
-            figures["against_first"] = _plain({depth: _ratio(accumulator, first, depth) for depth in depths})
+            # Accepted, steps at the depth shown.
+            figures["counts"] = {text: list(counts[shown]) for text, counts in accumulator.texts.items()}
+            common = [text for text in accumulator.texts if text in first.texts]
+            figures["against_first"] = _ratios(accumulator, first, depths, common)
             drafters[drafter] = figures
         described.append({**condition.facts, "drafters": drafters})
     return {
@@ -67,17 +67,15 @@ def suite_result(
 
 def _shares(accumulator: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int]) -> dict[str, Any]:
     """Acceptance length as a share of the baseline's, over the questions that both have; and over those where neither loops."""
-    looping = accumulator.looping | base.looping
-    found = {
-        "retention": _plain({depth: _ratio(accumulator, base, depth) for depth in depths}),
-        "retention_not_looping": _plain({depth: _ratio(accumulator, base, depth, without=looping) for depth in depths}),
-    }
+    common = [name for name in accumulator.texts if name in base.texts]
+    non_looping = [name for name in common if name not in accumulator.looping | base.looping]
+    kept = _ratios(accumulator, base, depths, common)
     return {
-        "retention": {depth: one["value"] for depth, one in found["retention"].items()},
-        "retention_error": {depth: one["error"] for depth, one in found["retention"].items()},
-        "retention_not_looping": found["retention_not_looping"],
-        "pairs": len(_common(accumulator, base)),
-        "pairs_not_looping": len([name for name in _common(accumulator, base) if name not in looping]),
+        "retention": {depth: one["value"] for depth, one in kept.items()},
+        "retention_error": {depth: one["error"] for depth, one in kept.items()},
+        "retention_not_looping": _ratios(accumulator, base, depths, non_looping),
+        "pairs": len(common),
+        "pairs_not_looping": len(non_looping),
     }
 
 
@@ -102,25 +100,18 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
                 pooled([{text: counts[depth] for text, counts in one.accumulators[who].texts.items()} for one in conditions])
                 for who in (name, names[0])
             )
-            ratios[depth] = length_ratio(list(mine.values()), [theirs[text] for text in mine])
-        result[name] = _plain(ratios)
+            ratios[depth] = length_ratio(list(mine.values()), [theirs[text] for text in mine])._asdict()
+        result[name] = ratios
     return result
 
 
-def _ratio(
-    accumulator: MetricAccumulator, base: MetricAccumulator, depth: int, without: Set[str] = frozenset()
-) -> Estimate | None:
-    common = [name for name in _common(accumulator, base) if name not in without]
-    return length_ratio(accumulator.counts(depth, common), base.counts(depth, common)) if common else None
-
-
-def _common(accumulator: MetricAccumulator, base: MetricAccumulator) -> list[str]:
-    return [name for name in accumulator.texts if name in base.texts]
-
-
-def _plain(estimates: Mapping[int, Estimate | None]) -> dict[int, dict[str, float | None]]:
-    nothing = Estimate(1.0, None)
-    return {depth: (one or nothing)._asdict() for depth, one in estimates.items()}
+def _ratios(
+    accumulator: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int], texts: Sequence[str]
+) -> dict[int, dict[str, float | None]]:
+    """Of the acceptance lengths over these texts, by depth; 1 where there are none."""
+    if not texts:
+        return {depth: Estimate(1.0, None)._asdict() for depth in depths}
+    return {depth: length_ratio(accumulator.counts(depth, texts), base.counts(depth, texts))._asdict() for depth in depths}
 
 
 def without_heads(figures: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.drift.probes import AttentionFigures, attend_rows, attention_figures, can_attend_rows, cosine, rms
+from fledge.drift.probes import attend_rows, attention_figures, can_attend_rows, cosine, rms
 from fledge.drift.texts import PaddedBatch, TargetText
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
@@ -39,14 +39,13 @@ class Rollout:
 
     text_M: Tensor  # the text of each row
     drafted_MJ: Tensor  # target ids
-    accept_prob_MJ: (
-        Tensor  # probability that a draft is accepted once those before it were; greedy: 1 where it is the target's token
-    )
+    # Probability that a draft is accepted once those before it were; greedy: 1 where it is the target's token.
+    accept_prob_MJ: Tensor
     inside_MJ: Tensor  # the text reaches that far; nothing is accepted past its end
     rms_MJ: Tensor  # size of the state that each step gives to the next
     cosine_MJ: Tensor  # of that state with the fused target state it stands in for
     cosine_hidden_MJ: Tensor | None  # of what the drafter's head reads with what the target's reads there
-    attention: list[AttentionFigures] | None  # per step, mean over layers
+    attention: list[Tensor] | None  # per step, mean over layers: [M, H, ATTENTION]
 
     @property
     def on_path_MJ(self) -> Tensor:
@@ -69,7 +68,7 @@ class RolloutAttention:
         self.column = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
         self.context: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys and values [B, T, K, E]
         self.own: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys and values [B, R, steps, K, E]
-        self.figures: list[list[AttentionFigures]] = []  # per step, one per layer
+        self.figures: list[list[Tensor]] = []  # per step, one per layer
 
     def at(self, step: int) -> Attend:
         self.figures.append([])
@@ -126,15 +125,13 @@ class RolloutAttention:
                 out += torch.einsum("bmkgj,bmjke->bmkge", p[..., len(self.column) :], own[1][:, part].float())
                 outputs.append(out.flatten(2, 3).to(q_BRHE.dtype))
         if self.probe:
-            self.figures[step].append(AttentionFigures.cat(figures, 1).where(self.batch.is_row_BR))
+            self.figures[step].append(torch.cat(figures, 1)[self.batch.is_row_BR])
         return torch.cat(outputs, 1) if outputs else q_BRHE
 
-    def _probed(self, p_BRHS: Tensor, part: slice) -> AttentionFigures:
-        num_texts, num_rows = p_BRHS.shape[:2]
+    def _probed(self, p_BRHS: Tensor, part: slice) -> Tensor:
         pivot = self.batch.row_BR[:, part]
         sink, prompt = (x[:, None].expand_as(pivot).flatten() for x in (self.sink_B, self.batch.prompt_length_B))
-        found = attention_figures(p_BRHS.flatten(0, 1), pivot.flatten(), sink, prompt)
-        return found.unflatten((num_texts, num_rows))
+        return attention_figures(p_BRHS.flatten(0, 1), pivot.flatten(), sink, prompt).unflatten(0, p_BRHS.shape[:2])
 
     def _seen(self, part: slice, step: int, window: int | None) -> Tensor:
         """Which keys each row sees, the text's and then its own: [B, R, T + step]."""
@@ -219,7 +216,7 @@ def roll_out(
     return Rollout(
         text_M=torch.arange(len(is_row), device=device)[:, None].expand_as(is_row)[is_row],
         cosine_hidden_MJ=stacked.pop("cosine_hidden_MJ", None),
-        attention=[_mean_over_layers(layers) for layers in attention.figures] if probe else None,
+        attention=[torch.stack(layers).mean(0) for layers in attention.figures] if probe else None,
         **stacked,
     )
 
@@ -240,13 +237,6 @@ def _drafts(drafter: EagleDrafter, hidden_MD: Tensor, wanted_M: Tensor, temperat
             q = (logits.float() / temperature).softmax(-1).gather(1, draft_id.clamp_min(0)[:, None])[:, 0]
             probabilities.append(q * (draft_id >= 0))
     return torch.cat(best), torch.cat(probabilities) if temperature else None
-
-
-def _mean_over_layers(layers: list[AttentionFigures]) -> AttentionFigures:
-    if len(layers) == 1:
-        return layers[0]
-    names = AttentionFigures.__dataclass_fields__
-    return AttentionFigures(*(torch.stack([getattr(one, name) for one in layers]).mean(0) for name in names))
 
 
 @torch.no_grad()

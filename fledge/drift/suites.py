@@ -142,7 +142,8 @@ def multi_turn(
 
 
 def within(suite: Suite, longest: int) -> Suite:
-    """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes."""
+    """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes. If that was
+    the baseline, there is none."""
     kept = []
     for condition in suite.conditions:
         prompts = {key: prompt for key, prompt in condition.prompts.items() if 0 < len(prompt) <= longest}
@@ -150,7 +151,8 @@ def within(suite: Suite, longest: int) -> Suite:
         note = f"{dropped} prompts too long for the model" if dropped else condition.note
         if prompts:
             kept.append(replace(condition, prompts=prompts, note=note))
-    return replace(suite, conditions=kept)
+    baseline = suite.baseline if any(condition.name == suite.baseline for condition in kept) else None
+    return replace(suite, conditions=kept, baseline=baseline)
 
 
 def _own(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> TokenIds:
@@ -212,7 +214,11 @@ def lengths(
             for name, (number, question) in pairs.items()
         }
 
-    shortest = prompts(fitting[0], {})
+    # A template's own text (a default system prompt) may leave a short context no room for the question.
+    while not all((shortest := prompts(fitting[0], {})).values()):
+        del fitting[0]
+        if not fitting:
+            return Suite("context length", explanation)
     answers = answer(list(shortest.values()))
     openings = {name: tokens[: min(OPENING, len(tokens) // 4)] for name, tokens in zip(shortest, answers, strict=True)}
     conditions = [Condition(f"{size} tokens", prompts(size, openings)) for size in fitting]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge.learning.config import LearnConfig
 from fledge.learning.memory import loss_rows
@@ -18,9 +18,10 @@ from fledge.learning.micro_steps import Kind
 from fledge.learning.samples import Sample
 from fledge.learning.target import ServedTarget, training_dtype
 from fledge.models.drafter import EagleDrafter
-from fledge.training.arm import build_optimizers, clip_gradients
+from fledge.training.arm import build_optimizers
 from fledge.training.data.packing import PackedBatch
-from fledge.training.objective import LossSettings, Objective, ObjectiveSettings
+from fledge.training.objective import Objective
+from fledge.training.recipe import ObjectiveRecipe, OptimizerRecipe
 from fledge.training.targets.target import TargetStates
 from fledge.training.ttt import TrainBatch, step_masks
 
@@ -49,20 +50,22 @@ class Candidate:
         """Compiled on a GPU: launched one by one, operations took 65 ms for 4,096 tokens on an H200, while a training run,
         compiled, takes 38 ms for 32,768."""
         config, dtype = self.config, training_dtype(self.device)
-        settings = ObjectiveSettings(
-            steps=config.ttt_steps,
-            loss=LossSettings(),
+        chunk_rows = loss_rows(self.master.config, config, is_cpu=self.is_cpu)
+        return Objective(
+            self.master,
+            self.target,
+            ObjectiveRecipe(ttt_steps=config.ttt_steps, chunk_rows=chunk_rows),
+            self.num_positions,
+            config.batch_tokens,
             compute_dtype=None if dtype == torch.float32 else dtype,
-            chunk_rows=loss_rows(self.master.config, config, is_cpu=self.is_cpu),
             compile=compiled,
         )
-        return Objective(self.master, self.target, settings, self.num_positions, config.batch_tokens)
 
     def start_over(self, weights: dict[str, Tensor], learning_rate: float) -> None:
         """Trains on from these weights, with fresh moments."""
         self.load(weights)
         self.learning_rate = learning_rate
-        self.optimizer = build_optimizers(self.master, "adamw", self.config.learning_rate)
+        self.optimizer = build_optimizers(self.master, OptimizerRecipe(learning_rate=self.config.learning_rate))
         self.optimizer.zero_grad()  # of a step that was left undone
         self.steps_since_start = 0
         self.average = [parameter.detach().clone() for parameter in self.parameters]
@@ -98,7 +101,7 @@ class Candidate:
             loss = loss + (yield from self._accumulate(batch, weights, states))
         if self.is_cpu:
             yield Kind.UPDATE
-        norm = clip_gradients(self.parameters, self.config.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         if not bool(torch.isfinite(loss + norm)):
             self.optimizer.zero_grad()
             return False
@@ -117,7 +120,7 @@ class Candidate:
     def _accumulate(self, batch: TrainBatch, weights_K: Tensor, states: TargetStates) -> Generator[Kind, None, Tensor]:
         """Adds a micro-batch's gradients to the parameters'; its loss."""
         objective = self.objective
-        if objective.settings.compute_dtype is None:
+        if objective.compute_dtype is None:
             states = TargetStates([tap.float() for tap in states.taps], states.hidden_ND.float())
         masks = step_masks(batch.start_BT, self.config.ttt_steps, self.master.config.window, flex=self.device.type == "cuda")
         hidden = objective.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)

@@ -22,8 +22,9 @@ from fledge.training.data.prefetch import StepInput
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import HeldOut, Judged, describe_lengths, evaluate
 from fledge.training.journal import Journal, describe_not_finite
-from fledge.training.objective import LossSettings, Objective, ObjectiveSettings, StepMetrics
-from fledge.training.targets.target import TargetStates
+from fledge.training.objective import Objective, StepMetrics
+from fledge.training.recipe import OptimizerRecipe
+from fledge.training.targets.target import Target, TargetStates
 from fledge.training.ttt import TrainBatch
 
 Recent = deque[tuple[int, StepInput]]
@@ -57,49 +58,40 @@ class Arm:
     journal: Journal  # set by the trainer when the run starts
 
     def __init__(self, context: TrainingContext, dist: DistributedContext) -> None:
-        self.context, self.dist, self.recipe, self.drafter = context, dist, context.recipe, context.drafter
-        self.target, self.device = context.target, context.device
+        self.dist, self.recipe, self.drafter, self.device = dist, context.recipe, context.drafter, context.device
+        self.provenance = context.provenance
         self.folder, self.dtype = Path(self.recipe.output), getattr(torch, self.recipe.run.compute_dtype)
         self.best, self.stale = 0.0, 0
         self.evaluations: list[dict[str, Any]] = []  # of this process's part of the run
         dist.broadcast_parameters(self.drafter)
-        self.objective = self._objective(compile=self.recipe.run.compile == "yes")
-        asked = self.recipe.optimizer
-        self.optimizer = build_optimizers(
-            self.drafter,
-            asked.kind,
-            asked.learning_rate,
-            weight_decay=asked.weight_decay,
-            betas=asked.betas,
-            muon_learning_rate=asked.muon_learning_rate,
-        )
+        self.objective = self._objective(context.target, compile=self.recipe.run.compile == "yes")
+        self.optimizer = build_optimizers(self.drafter, self.recipe.optimizer)
 
-    def _objective(self, compile: bool) -> Objective:
-        asked, data = self.recipe.objective, self.recipe.data
-        settings = ObjectiveSettings(
-            steps=asked.ttt_steps,
-            decay=asked.decay,
-            loss=LossSettings(asked.loss, asked.lk_weight),
+    @property
+    def target(self) -> Target:
+        return self.objective.target
+
+    def _objective(self, target: Target, compile: bool) -> Objective:
+        data = self.recipe.data
+        return Objective(
+            self.drafter,
+            target,
+            self.recipe.objective,
+            num_positions=data.sequence_length + data.position_offset_max,
+            batch_tokens=data.sequence_length * data.micro_batch_size,
             compute_dtype=None if self.dtype == torch.float32 else self.dtype,
-            chunk_rows=asked.chunk_rows,
-            mask_outside=asked.outside_vocabulary == "mask",
-            recompute=asked.recompute,
             compile=compile,
         )
-        num_positions = data.sequence_length + data.position_offset_max
-        batch_tokens = data.sequence_length * data.micro_batch_size
-        return Objective(self.drafter, self.target, settings, num_positions, batch_tokens)
 
     def without_compiler(self) -> None:
-        self.objective = self._objective(compile=False)
+        self.objective = self._objective(self.target, compile=False)
         self.optimizer.zero_grad()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, share: float) -> None:
         """`share`: how much of the run is over."""
-        asked = self.recipe.optimizer
-        self.optimizer.set_factor(learning_rate_factor(share, asked.schedule, asked.warmup, asked.decay, asked.floor))
+        self.optimizer.set_factor(learning_rate_factor(share, self.recipe.optimizer))
         self.optimizer.zero_grad()
         self._metrics: list[StepMetrics] = []
 
@@ -114,7 +106,7 @@ class Arm:
 
     def end_step(self, step: int) -> None:
         """Updates the weights by the gradients, which are summed over all processes by now."""
-        norm = clip_gradients(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm or math.inf)
         self.optimizer.step()
         window = self._window
         window.grad_norm += norm
@@ -190,7 +182,7 @@ class Arm:
         if length > self.best:
             self.best, self.stale = length, 0
             if self.dist.is_first:
-                record = {"step": step, "tokens": tokens, "evaluation": figures, **self.context.provenance}
+                record = {"step": step, "tokens": tokens, "evaluation": figures, **self.provenance}
                 export(self.drafter, self.folder / "best", self.dtype, {**record, "recipe": self.recipe.to_dict()})
         else:
             self.stale += 1
@@ -206,7 +198,7 @@ class Arm:
         state = {
             "recipe": self.recipe.to_dict(),
             "config": config_to_hf(self.drafter.config, self.dtype),
-            "provenance": self.context.provenance,
+            "provenance": self.provenance,
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "best": self.best,
@@ -266,53 +258,38 @@ class Optimizers:
             part.load_state_dict(state)
 
 
-def build_optimizers(
-    drafter: nn.Module,
-    kind: str,
-    learning_rate: float,
-    *,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-    muon_learning_rate: float | None = None,
-) -> Optimizers:
+def build_optimizers(drafter: nn.Module, settings: OptimizerRecipe) -> Optimizers:
     """Norms and biases never decay. Muon takes the layers' matrices and fc; the head and embedding stay with AdamW.
 
-    Muon's update is scaled to AdamW's size, so that learning rates of the two compare; `muon_learning_rate` None: the same.
+    Muon's update is scaled to AdamW's size, so that learning rates of the two compare.
     """
     named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if kind == "muon" and p.ndim == 2 and not name.startswith(("lm_head", "embed"))]
+    use_muon, rate = settings.kind == "muon", settings.learning_rate
+    matrices = [p for name, p in named if use_muon and p.ndim == 2 and not name.startswith(("lm_head", "embed"))]
     taken = {id(p) for p in matrices}
     others = [p for _, p in named if id(p) not in taken]
-    fused = others[0].is_cuda
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)
+        torch.optim.AdamW([g for g in groups if g["params"]], lr=rate, betas=settings.betas, fused=others[0].is_cuda)
     ]
     if matrices:
         parts.append(
             torch.optim.Muon(
                 matrices,
-                lr=muon_learning_rate or learning_rate,
-                weight_decay=weight_decay,
+                lr=settings.muon_learning_rate or rate,
+                weight_decay=settings.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             )
         )
     return Optimizers(parts)
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """The norm before clipping, on the device."""
-    return nn.utils.clip_grad_norm_(list(parameters), max_norm if max_norm else float("inf"))
-
-
-def learning_rate_factor(progress: float, kind: str, warmup: float, decay: float = 0.2, floor: float = 0.0) -> float:
-    """Share of the peak learning rate when `progress` (0…1) of the run is done.
-
-    `warmup` and, for wsd (warm-up, stable, decay), `decay` are shares of the run; `floor` is where it ends.
-    """
+def learning_rate_factor(progress: float, settings: OptimizerRecipe) -> float:
+    """Share of the peak learning rate when `progress` (0…1) of the run is done."""
+    kind, warmup = settings.schedule, settings.warmup
     if progress < warmup:
         return min(1.0, max(progress, 1e-4) / warmup)  # the first step learns something too, and none more than the peak
     if kind == "constant":
@@ -323,5 +300,5 @@ def learning_rate_factor(progress: float, kind: str, warmup: float, decay: float
     elif kind == "linear":
         shape = 1.0 - done
     else:
-        shape = min(1.0, max(0.0, 1.0 - progress) / decay)
-    return floor + (1.0 - floor) * shape
+        shape = min(1.0, max(0.0, 1.0 - progress) / settings.decay)
+    return settings.floor + (1.0 - settings.floor) * shape

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fledge import __version__
@@ -28,7 +26,7 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     path = folder / f"step-{step:08d}.pt"
-    write_atomically(path, lambda file: torch.save(state | {"step": step, "random": random_state()}, file))
+    write_atomically(path, lambda file: torch.save(state | {"step": step}, file))
     for old in checkpoints(folder)[:-keep]:
         old.unlink()
     return path
@@ -67,25 +65,6 @@ def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
         ) from None
 
 
-def random_state() -> dict[str, Any]:
-    numpy_state = np.random.get_state(legacy=True)
-    assert isinstance(numpy_state, tuple)
-    kind, keys, *rest = numpy_state
-    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
 # How long, how often told and evaluated, where things lie, and what gives the same numbers in less memory.
 _FREE = {
     *("output", "evaluation"),
@@ -93,13 +72,8 @@ _FREE = {
     *("run.save_seconds", "run.evaluate_seconds"),
     *("run.keep", "run.device", "run.compile", "run.shard_target", "run.hidden_states", "run.hidden_states_folder"),
     *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
-    *(
-        "data.train",
-        "data.held_out",
-        "data.decontaminate",
-        "data.cache",
-        "data.vocabulary",
-    ),  # their contents are compared, elsewhere
+    # Their contents are compared, elsewhere.
+    *("data.train", "data.held_out", "data.decontaminate", "data.cache", "data.vocabulary"),
     "data.micro_batch_size",
     *("objective.chunk_rows", "objective.recompute"),
 }

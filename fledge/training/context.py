@@ -28,7 +28,7 @@ from fledge.training.drafter import drafter_config, start_from_drafter, start_fr
 from fledge.training.evaluate import HeldOut
 from fledge.training.recipe import DataRecipe, Recipe, RecipeError
 from fledge.training.targets import toy
-from fledge.training.targets.loading import find_target, greedy_answers, load_target
+from fledge.training.targets.loading import find_target, load_target
 from fledge.training.targets.target import DecoderTarget, Target
 
 Log = Callable[[str], None]
@@ -189,7 +189,7 @@ def _data(
         asked = held_out.first_of_each_prompt()
         log(f"held out: {len(asked):,} prompts, with all {len(held_out):,} conversations that begin with them")
     limit = recipe.evaluation.max_prompt_tokens
-    prompts = [asked.prompt(i) for i in range(len(asked))]
+    prompts = [sample.prompt.tolist() for sample in asked]
     short = [p for p in prompts if 1 < len(p) <= limit]
     if not short:
         raise UserError(f"no held-out prompt has at most {limit} tokens (evaluation.max_prompt_tokens)")
@@ -234,17 +234,15 @@ def start_drafter(
     weights: dict[str, Any],
     tokens: Sequence[int],
     log: Log,
-    source: EagleDrafter | None = None,
+    source: EagleDrafter | None,
 ) -> None:
-    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`, if loaded."""
+    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`."""
     head, embedding = target.head, target.embedding
     sample = [int(token) for token in tokens]
-    states = HeldOut.of(target, [sample], [1], head.weight.device).states
-    taps = [x[: len(sample)].float().cpu() for x in states.taps]
-    if recipe.drafter.init_from:
-        source = source or load_drafter(recipe.drafter.init_from)
-        with torch.no_grad():
-            start_random(drafter, head, embedding, recipe.seed)
+    (text,) = HeldOut.of(target, [sample], [1], head.weight.device).texts
+    taps = [tap.float().cpu() for tap in text.taps]
+    if source is not None:
+        start_random(drafter, head, embedding, recipe.seed)
         new = start_from_drafter(drafter, source, head, embedding, taps)
         log(f"starting from {recipe.drafter.init_from}" + (f"; new: {', '.join(new)}" if new else ""))
     elif recipe.drafter.init == "target":
@@ -259,7 +257,7 @@ def start_drafter(
 def held_out_texts(context: TrainingContext) -> HeldOut:
     """The target's greedy answers to the held-out prompts, and its states over them."""
     target = context.target
-    answers = greedy_answers(target, context.prompts, context.recipe.evaluation.max_new_tokens, context.stop_ids)
+    answers = target.continuations(context.prompts, context.recipe.evaluation.max_new_tokens, context.stop_ids)
     texts = [[*prompt, *answer] for prompt, answer in zip(context.prompts, answers, strict=True)]
     held_out = HeldOut.of(target, texts, [len(prompt) for prompt in context.prompts], context.device)
     # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.

@@ -24,40 +24,17 @@ BROADCAST_BYTES = 1 << 28  # at a time
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors and numpy arrays out, in `parts`."""
+    """Tensors become numpy arrays, which pickle hands over as buffers instead of copying them."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self.parts: list[Tensor] = []
-
-    def persistent_id(self, obj: Any) -> tuple[bool, int] | None:
-        if isinstance(obj, np.ndarray) and obj.dtype.kind in "biuf" and obj.size:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it may be read-only, and is only read
-                part = torch.from_numpy(np.ascontiguousarray(obj))
-        elif isinstance(obj, Tensor) and obj.numel():
-            part = obj.detach().cpu().contiguous()
-        else:
-            return None
-        self.parts.append(part)
-        return isinstance(obj, np.ndarray), len(self.parts) - 1
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        flat = obj.detach().cpu().reshape(-1).view(torch.uint8)
+        return _tensor_of, (flat.numpy(), obj.dtype, obj.shape)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, parts: list[Tensor]) -> None:
-        super().__init__(file)
-        self.parts = parts
-
-    def persistent_load(self, pid: tuple[bool, int]) -> Any:
-        is_array, number = pid
-        return self.parts[number].numpy() if is_array else self.parts[number]
-
-
-def _pack(value: Any) -> tuple[bytes, list[Tensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return file.getvalue(), pickler.parts
+def _tensor_of(flat: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(flat).view(dtype).view(shape)
 
 
 class AgreedOutOfMemory(torch.OutOfMemoryError):
@@ -101,16 +78,22 @@ class DistributedContext:
         """Sends the first process's value to all. Numpy arrays and tensors inside are sent one by one and not copied."""
         if self.size == 1:
             return value
-        packed, parts = _pack(value) if self.is_first else (b"", [])
-        box = [(packed, [(part.shape, part.dtype) for part in parts])]
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        if self.is_first:
+            _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        parts: list[Any] = [buffer.raw() for buffer in buffers]
+        box = [(file.getvalue(), [part.nbytes for part in parts])]
         dist.broadcast_object_list(box, src=0, group=self.control)
-        packed, shapes = box[0]
+        packed, sizes = box[0]
         if not self.is_first:
-            parts = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        for part in parts:
-            for piece in part.flatten().view(torch.uint8).split(BROADCAST_BYTES):
+            parts = [bytearray(size) for size in sizes]
+        for part in filter(len, parts):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first process's may be read-only, and is only read
+                whole = torch.frombuffer(part, dtype=torch.uint8)
+            for piece in whole.split(BROADCAST_BYTES):
                 dist.broadcast(piece, src=0, group=self.control)
-        return value if self.is_first else _Unpickler(io.BytesIO(packed), parts).load()
+        return value if self.is_first else pickle.loads(packed, buffers=parts)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Runs `work` on the first process and returns its result on all. A user's mistake, or memory that runs out there, is

@@ -3,33 +3,31 @@ templates and system prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from fledge.bench.datasets import Item
 from fledge.bench.loops import is_looping
 from fledge.checkpoints.eagle3 import load_drafter
+from fledge.drift import suites
 from fledge.drift.metrics import MetricAccumulator, by_text
 from fledge.drift.probes import find_sink
-from fledge.drift.prompts import SYSTEM_PROMPTS, foreign
 from fledge.drift.rollout import roll_out
-from fledge.drift.suites import user
-from fledge.drift.texts import TargetText, in_groups
+from fledge.drift.texts import TargetText, TokenIds, in_groups
 from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.progress import track
 from fledge.tokenizer import Tokenizer
 from fledge.training.data.packing import pack, pack_texts, places
-from fledge.training.data.rendering import ChatFormat, TemplateError
 from fledge.training.distributed import DistributedContext
 from fledge.training.recipe import Recipe
-from fledge.training.targets.loading import find_target, greedy_answers, load_target
-from fledge.training.targets.target import Target, TargetStates
+from fledge.training.targets.loading import find_target, load_target
+from fledge.training.targets.target import Target
 from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
 TOKENS_AT_ONCE = 1 << 15  # of the texts in one batch
@@ -39,57 +37,33 @@ ROBUSTNESS_DEPTH = 5
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Greedy texts of the target, packed, with its hidden states: all that an evaluation needs of the target."""
+    """Greedy texts of the target with its tapped states: all that an evaluation needs of the target."""
 
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    start_BT: Tensor
-    states: TargetStates  # the hidden states are not kept
-    answers: list[tuple[int, int, int]]  # (flat index of the text's first token, answer start, length) of each text
+    texts: list[TargetText]
     sink_column: int = 0  # found from the target's attention, where it can be seen (`with_sink`)
 
     @classmethod
     def of(cls, target: Target, texts: Sequence[Sequence[int]], answer_starts: Sequence[int], device: torch.device) -> HeldOut:
-        """`texts[i][answer_starts[i]:]` is what the target wrote, greedily."""
+        """One pass over the packed texts. `texts[i][answer_starts[i]:]` is what the target wrote, greedily."""
         lengths = np.array([len(text) for text in texts])
         length = -(-int(lengths.max()) // BLOCK) * BLOCK
         rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # texts by number
         tokens, document = pack_texts(texts, rows, length)
-        answers = {
-            number: (row * length + here.start, answer_starts[number], here.stop - here.start)
+        start = document_starts(document)
+        none = torch.zeros(0, dtype=torch.long)
+        batch = TrainBatch(tokens, torch.arange(length) - start, start, none, none, none, none).to(device)
+        target.reserve(length)
+        taps = [tap.unflatten(0, tokens.shape) for tap in target.states(batch, skip_compile=True).taps]
+        found = {
+            number: TargetText(batch.tokens_BT[row, here], answer_starts[number], [tap[row, here] for tap in taps])
             for row, _, number, here in places(rows, lengths)
         }
-        start = document_starts(document)
-        positions = torch.arange(length) - start
-        none = torch.zeros(0, dtype=torch.long)
-        batch = TrainBatch(tokens, positions, start, none, none, none, none).to(device)
-        target.reserve(length)
-        states = target.states(batch, skip_compile=True)
-        empty = states.hidden_ND[:0]
-        return cls(
-            batch.tokens_BT,
-            batch.positions_BT.long(),
-            batch.start_BT,
-            TargetStates(states.taps, empty),
-            [answers[i] for i in range(len(texts))],
-        )
+        return cls([found[number] for number in range(len(texts))])
 
     def with_sink(self, decoder: Decoder) -> HeldOut:
         """With the column that draws most of the target's attention over the longest of these texts."""
         some = sorted((text.tokens_T.tolist() for text in self.texts), key=len)[-SINK_TEXTS:]
         return replace(self, sink_column=find_sink(decoder, some).column)
-
-    @property
-    def texts(self) -> list[TargetText]:
-        """Each text with answer tokens to draft, for itself."""
-        flat, taps = self.tokens_BT.flatten(), self.states.taps
-        spans = [(slice(first, first + size), start) for first, start, size in self.answers]
-        return [TargetText(flat[span], start, [tap[span] for tap in taps]) for span, start in spans]
-
-    def to(self, device: torch.device | str) -> HeldOut:
-        states = TargetStates([x.to(device) for x in self.states.taps], self.states.hidden_ND.to(device))
-        moved = {name: getattr(self, name).to(device) for name in ("tokens_BT", "positions_BT", "start_BT")}
-        return replace(self, states=states, **moved)
 
 
 @torch.no_grad()
@@ -170,30 +144,18 @@ class Retention:
         return f"{self.setting}: {with_error(self.acceptance_length, self.standard_error)} at depth 5 ({self.share:.0%})"
 
 
-def conditions(chat: ChatFormat, *, texts: bool) -> dict[str, Callable[[str], list[int]]]:
-    """Prompts of a question as it is served, and under conditions that no drafter was trained in.
+def conditions(tokenizer: Tokenizer, questions: Sequence[str], *, texts: bool) -> dict[str, list[TokenIds]]:
+    """Prompts of the questions as they are served, and under conditions that no drafter was trained in.
 
     `texts`: whether the tokenizer can write other templates' marks.
     """
-
-    def own(question: str) -> list[int]:
-        return chat.prompt_ids([user(question)], [])
-
-    def with_system(question: str) -> list[int]:
-        text = SYSTEM_PROMPTS[FOREIGN_SYSTEM]
-        try:
-            return chat.prompt_ids([{"role": "system", "content": text}, user(question)], [])
-        except TemplateError:  # it takes no system prompts: they then lead the user's turn
-            return own(f"{text}\n\n{question}")
-
-    def under(name: str) -> Callable[[str], list[int]]:
-        return lambda question: foreign(chat.tokenizer, name, [user(question)])
-
-    found: dict[str, Callable[[str], list[int]]] = {"as served": own}
+    items = [Item(str(number), "", (question,)) for number, question in enumerate(questions)]
+    own, *others = suites.chat_templates(tokenizer, items, ("own", *(FOREIGN_TEMPLATES if texts else ()))).conditions
+    found = {"as served": own}
     if texts:
-        found["an odd system prompt (a persona)"] = with_system
-        found |= {f"{name}'s chat template": under(name) for name in FOREIGN_TEMPLATES}
-    return found
+        (found["an odd system prompt (a persona)"],) = suites.system_prompts(tokenizer, items, [FOREIGN_SYSTEM]).conditions
+    found |= {f"{one.name}'s chat template": one for one in others}
+    return {name: list(condition.prompts.values()) for name, condition in found.items()}
 
 
 def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *, texts: bool = True) -> list[Retention]:
@@ -201,22 +163,20 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
     templates' marks."""
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
-    chat, dist = ChatFormat(tokenizer), DistributedContext()
-    loaded = load_target(recipe, dist, folder)
+    loaded = load_target(recipe, DistributedContext(), folder)
     target, device = loaded.target, torch.device(recipe.run.device)
     dtype = getattr(torch, recipe.run.compute_dtype)
     drafter = load_drafter(drafter_folder, dtype=dtype, device=device).share(target.embedding, target.lm_head)
     stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
 
     found: list[Retention] = []
-    settings, usual = conditions(chat, texts=texts), None
-    for name, render in track(settings.items(), "checking acceptance under other templates", "templates"):
-        prompts = [render(question) for question in questions]
+    settings, usual = conditions(tokenizer, questions, texts=texts), None
+    for name, prompts in track(settings.items(), "checking acceptance under other templates", "templates"):
         prompts = [prompt for prompt in prompts if 1 < len(prompt) <= recipe.evaluation.max_prompt_tokens]
         if not prompts or prompts == usual:  # the last: the target's own template has another name
             continue
         usual = usual or prompts
-        answers = greedy_answers(target, prompts, recipe.evaluation.max_new_tokens, stop_ids)
+        answers = target.continuations(prompts, recipe.evaluation.max_new_tokens, stop_ids)
         whole = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         held_out = HeldOut.of(target, whole, [len(prompt) for prompt in prompts], device)
         figures = evaluate(drafter, held_out, [ROBUSTNESS_DEPTH])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -34,7 +33,6 @@ class Journal:
         self._label = f"{label}: " if label else ""
         self.active, self.folder, self.total_steps, self.max_seconds = active, folder, total_steps, max_seconds
         self.path = folder / "log.jsonl"
-        self._task: progress.Task | None = None
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,11 +47,6 @@ class Journal:
             return
         kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         write_atomically(self.path, lambda file: file.write("".join(line + "\n" for line in kept).encode()))
-
-    @staticmethod
-    def log_early(text: str) -> None:
-        """Before there is a journal."""
-        progress.say(text)
 
     def log(self, text: str) -> None:
         if self.active:
@@ -71,7 +64,7 @@ class Journal:
 
     def progress(self, step: int, seconds: float, text: str) -> None:
         """Time remains until the first of the run's limits: its steps, or the seconds that it may train."""
-        if self._task is None:
+        if not self.active:
             return
         share, share_of_time = step / (self.total_steps or float("inf")), seconds / (self.max_seconds or float("inf"))
         by_time = share_of_time > share
@@ -87,8 +80,7 @@ class Journal:
     def close(self) -> None:
         if not self.active:
             return
-        if self._task is not None:
-            self._task.__exit__()
+        self._task.__exit__()
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -129,7 +121,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        Journal.log_early(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
+        progress.say(f"no {picture.name}: matplotlib is not installed; {log} has the figures")
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -174,10 +166,8 @@ def draw_curves(log: Path, picture: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
+    write_atomically(picture, lambda file: figure.savefig(file, format="png", dpi=110))
     plt.close(figure)
-    write_atomically(picture, lambda file: file.write(content.getvalue()))
 
 
 def describe_not_finite(step: int, step_input: StepInput | None, target: Target, folder: Path) -> str:

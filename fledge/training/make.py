@@ -29,9 +29,9 @@ from fledge.errors import UserError
 from fledge.files import copy_folder, write_atomically
 from fledge.tokenizer import Tokenizer
 from fledge.training.arm import OutOfMemory
-from fledge.training.context import resolve
+from fledge.training.context import Log, resolve
 from fledge.training.data.loading import data_hash
-from fledge.training.datagen.answers import Log, Progress, answer, num_lines, sizes
+from fledge.training.datagen.answers import Progress, answer, num_lines, sizes
 from fledge.training.distributed import DistributedContext
 from fledge.training.evaluate import Judged, Retention, describe_lengths, robustness
 from fledge.training.make_plan import MakePlan

@@ -6,16 +6,17 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from fledge.config import ModelConfig, default_aux_layers
 from fledge.devices import product_rate
 from fledge.engine.config import EngineConfig
-from fledge.engine.memory import memory_left, weight_bytes
+from fledge.engine.memory import gib, memory_left, weight_bytes
 from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import Prompt, read_prompts
@@ -238,9 +239,9 @@ class MakePlan:
             "run.shard_target: docs/scaling.md)"
         )
         raise UserError(
-            f"{self.model} does not fit {self.device}: the target's weights {_gib(self.weight_bytes)}, the drafter's training "
-            f"{_gib(fixed - self.weight_bytes)}, one row of {length:,} tokens {_gib(self._activations(length, True))}, and "
-            f"{_gib(self.free_bytes)} are free; {elsewhere}"
+            f"{self.model} does not fit {self.device}: the target's weights {gib(self.weight_bytes)}, the drafter's training "
+            f"{gib(fixed - self.weight_bytes)}, one row of {length:,} tokens {gib(self._activations(length, True))}, and "
+            f"{gib(self.free_bytes)} are free; {elsewhere}"
         )
 
     def _activations(self, tokens: int, recompute: bool) -> int:
@@ -273,8 +274,8 @@ class MakePlan:
             f"{self.train_tokens_per_s:,.0f} tokens/s, {_count(seen)} tokens seen; ends early when it no longer improves",
             "batch": f"{batch.rows} rows of {self.sequence_length:,} tokens a step, {batch.micro_batch_size} at a time on each "
             f"device{recompute}; fewer or shorter ones where there are few answers",
-            "memory": f"about {_gib(batch.peak_bytes)} of {_gib(self.free_bytes)} free: the target's weights "
-            f"{_gib(self.weight_bytes)}, the rest for training",
+            "memory": f"about {gib(batch.peak_bytes)} of {gib(self.free_bytes)} free: the target's weights "
+            f"{gib(self.weight_bytes)}, the rest for training",
             "expected": f"acceptance length about {expected_acceptance(seen):.1f} at depth 5 (a rough guide, from trainings "
             "for SmolLM2-135M)",
             "checks": ("" if self.endpoint else "doctor")
@@ -344,11 +345,8 @@ def thinking_mode(tokenizer: Tokenizer) -> Thinking:
 
 def expected_acceptance(tokens: float) -> float:
     """Between what was seen, by the logarithm of the tokens; the ends are kept beyond it."""
-    (first, low), (last, high) = EXPERIENCE[0], EXPERIENCE[-1]
-    if tokens <= first or tokens >= last:
-        return low if tokens <= first else high
-    (x0, y0), (x1, y1) = next(pair for pair in pairwise(EXPERIENCE) if tokens <= pair[1][0])
-    return y0 + (y1 - y0) * math.log(tokens / x0) / math.log(x1 / x0)
+    seen, lengths = zip(*EXPERIENCE, strict=True)
+    return float(np.interp(math.log(max(tokens, 1.0)), np.log(seen), lengths))
 
 
 def _sequence_length(prompts: Iterable[Prompt], tokenizer: Tokenizer, max_answer_tokens: int, max_positions: int) -> int:
@@ -394,7 +392,3 @@ def _count(number: float) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -12,7 +12,8 @@ chunk's [K·C, V] logits ever stand.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,9 @@ from torch import Tensor
 from fledge.errors import UserError, first_line
 from fledge.models.drafter import EagleDrafter
 from fledge.training.data.packing import PackedBatch
+from fledge.training.recipe import ObjectiveRecipe
 from fledge.training.targets.target import Head, Target, TargetStates
 from fledge.training.ttt import TrainBatch, Unroll, step_masks
-
-KINDS = ("kl", "lk", "mix")
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    kind: str = "kl"  # kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both
-    lk_weight: float = 0.5  # of lk in mix; kl has the rest
 
 
 def chunk_loss(
@@ -39,11 +33,13 @@ def chunk_loss(
     target_logits_CV: Tensor,
     coverage_C: Tensor,
     row_weight_KC: Tensor,
-    settings: LossSettings,
+    kind: str,
+    lk_weight: float,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """One chunk: (loss_K, acceptance_K, predicted_KC, d_hidden_KCD, d_weight_VD).
 
+    `kind`: kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both, lk with a share of `lk_weight`.
     The loss and its gradients are weighted by row; the acceptance is the plain sum over rows that have a weight.
     `coverage_C`: the target's probability of the draft vocabulary (ones where unknown: acceptance is then too high).
     """
@@ -55,13 +51,13 @@ def chunk_loss(
     acceptance = torch.minimum(q, p * coverage_C[:, None]).sum(-1)
     loss = torch.zeros_like(acceptance)
     d_logits = torch.zeros_like(q) if with_gradients else None
-    if settings.kind != "lk":
-        share = 1.0 if settings.kind == "kl" else 1.0 - settings.lk_weight
+    if kind != "lk":
+        share = 1.0 if kind == "kl" else 1.0 - lk_weight
         loss = loss - share * (p * log_q).sum(-1)
         if d_logits is not None:
             d_logits = d_logits + share * (q - p)
-    if settings.kind != "kl":
-        share = 1.0 if settings.kind == "lk" else settings.lk_weight
+    if kind != "kl":
+        share = 1.0 if kind == "lk" else lk_weight
         alpha = torch.minimum(q, p).sum(-1).clamp_min(1e-8)
         loss = loss - share * alpha.log()
         if d_logits is not None:
@@ -92,7 +88,6 @@ class StepMetrics:
     loss_K: Tensor  # weighted as in the objective
     acceptance_K: Tensor  # Σ_v min(p, q), the probability that sampling accepts
     hits_K: Tensor  # the drafter's greedy token is the target's, over the target's whole vocabulary
-    measured: bool  # False: acceptance and hits were not worked out
 
 
 class DraftLoss:
@@ -102,13 +97,17 @@ class DraftLoss:
         self,
         target_head: Head,
         draft_to_target: Tensor | None,
-        settings: LossSettings,
+        kind: str = "kl",
+        lk_weight: float = 0.5,
         *,
         chunk_rows: int,
         compile: bool = False,
     ) -> None:
-        """`draft_to_target`: the target id of every draft id; None when the vocabularies are the same."""
-        self.full_head, self.settings, self.chunk_rows = target_head, settings, chunk_rows
+        """`draft_to_target`: the target id of every draft id; None when the vocabularies are the same.
+
+        `kind` and `lk_weight`: see `chunk_loss`.
+        """
+        self.full_head, self.kind, self.lk_weight, self.chunk_rows = target_head, kind, lk_weight, chunk_rows
         self.inside_head = target_head if draft_to_target is None else target_head.rows(draft_to_target)
         self.draft_to_target = draft_to_target
         self.chunk_loss, self.target_over_all = chunk_loss, target_over_all
@@ -133,35 +132,32 @@ class DraftLoss:
 
         `measure`: also work out accuracy and acceptance, which need the target's whole head.
         """
-        sums: list[Tensor] = []
-        loss = _ChunkedLoss.apply(
-            self, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure, sums, draft_weight, *hidden
-        )
-        loss_K, acceptance_K, hits_K = sums
-        return loss, StepMetrics(loss_K, acceptance_K, hits_K, measured=measure)
+        sums = [torch.zeros(len(hidden), device=scored_R.device) for _ in range(3)]
+        run = partial(self._run, sums, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure)
+        loss = _ChunkedLoss.apply(run, draft_weight, *hidden)
+        return loss, StepMetrics(*sums)
 
-    def run(
+    def _run(
         self,
-        hidden: Sequence[Tensor],
-        draft_weight: Tensor,
+        sums: list[Tensor],
         target_hidden_ND: Tensor,
         scored_R: Tensor,
         valid_KR: Tensor,
         step_weight_K: Tensor,
         measure: bool,
+        hidden: Sequence[Tensor],
+        draft_weight: Tensor,
         needs_hidden: bool,
         needs_weight: bool,
-    ) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
-        """Loops over chunks; returns ([loss_K, acceptance_K, hits_K], d_hidden per step, d_weight)."""
-        steps, device = len(hidden), scored_R.device
+    ) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
+        """Loops over chunks and adds to `sums`: loss_K, acceptance_K, hits_K. Returns (loss, d_hidden per step, d_weight)."""
         num_rows, size = hidden[0].shape
         weight = draft_weight.to(hidden[0].dtype)
-        sums = [torch.zeros(steps, device=device) for _ in range(3)]
         # One row more than there are: rows without a loss write there.
         d_hidden = [x.new_zeros(num_rows + 1, size) for x in hidden] if needs_hidden else None
         d_weight = torch.zeros_like(draft_weight, dtype=torch.float32) if needs_weight else None
-        before = 1 + torch.arange(steps, device=device)[:, None]
-        ones = torch.ones(self.chunk_rows, device=device)
+        before = 1 + torch.arange(len(hidden), device=scored_R.device)[:, None]
+        ones = torch.ones(self.chunk_rows, device=scored_R.device)
         for start in range(0, len(scored_R), self.chunk_rows):
             scored = scored_R[start : start + self.chunk_rows]
             valid = valid_KR[:, start : start + self.chunk_rows]
@@ -173,7 +169,7 @@ class DraftLoss:
             if measure:
                 greedy, coverage = self.target_over_all(target_states, self.full_head, inside)
             loss, acceptance, predicted, d_states, d_chunk_weight = self.chunk_loss(
-                states, weight, inside, coverage, valid * step_weight_K[:, None], self.settings, needs_hidden
+                states, weight, inside, coverage, valid * step_weight_K[:, None], self.kind, self.lk_weight, needs_hidden
             )
             sums[0] += loss
             if measure:
@@ -188,47 +184,25 @@ class DraftLoss:
             if d_weight is not None:
                 assert d_chunk_weight is not None
                 d_weight += d_chunk_weight
-        return sums, [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
+        return sums[0].sum(), [x[:-1] for x in d_hidden] if d_hidden is not None else None, d_weight
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        owner: DraftLoss,
-        target_hidden: Tensor,
-        scored: Tensor,
-        valid: Tensor,
-        step_weight: Tensor,
-        measure: bool,
-        sums: list[Tensor],
-        draft_weight: Tensor,
-        *hidden: Tensor,
-    ) -> Tensor:
-        needs_hidden, needs_weight = any(ctx.needs_input_grad[8:]), ctx.needs_input_grad[7]
-        results, d_hidden, d_weight = owner.run(
-            hidden,
-            draft_weight,
-            target_hidden,
-            scored,
-            valid,
-            step_weight,
-            measure,
-            needs_hidden or needs_weight,
-            needs_weight,
-        )
-        sums.extend(results)
-        if d_hidden is not None:
-            ctx.save_for_backward(*([d_weight] if needs_weight else []), *d_hidden)
-        ctx.needs_weight = needs_weight
+    def forward(ctx: Any, run: Callable[..., Any], draft_weight: Tensor, *hidden: Tensor) -> Tensor:
+        """`run`: of `DraftLoss`."""
+        _, ctx.needs_weight, *needs_hidden = ctx.needs_input_grad
         ctx.weight_dtype = draft_weight.dtype
-        return results[0].sum()
+        loss, d_hidden, d_weight = run(hidden, draft_weight, any(needs_hidden) or ctx.needs_weight, ctx.needs_weight)
+        if d_hidden is not None:
+            ctx.save_for_backward(*([d_weight] if ctx.needs_weight else []), *d_hidden)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         d_weight = (saved.pop(0) * d_loss).to(ctx.weight_dtype) if ctx.needs_weight else None
-        return (*(None,) * 7, d_weight, *(x * d_loss.to(x.dtype) for x in saved))
+        return (None, d_weight, *(x * d_loss.to(x.dtype) for x in saved))
 
 
 def auto_chunk_rows(steps: int, draft_vocab_size: int) -> int:
@@ -240,49 +214,47 @@ def auto_chunk_rows(steps: int, draft_vocab_size: int) -> int:
 # --- the whole step -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    steps: int = 5  # draft steps unrolled
-    decay: float = 0.8  # step j counts decay^j
-    loss: LossSettings = field(default_factory=LossSettings)
-    compute_dtype: torch.dtype | None = None  # None: the weights' own
-    chunk_rows: int | None = None  # scored positions at once; None: by the size of the draft vocabulary
-    mask_outside: bool = True  # no loss where a token outside the draft vocabulary comes; False: on what is left of p
-    recompute: bool = False
-    compile: bool = False
-
-
 class Objective:
     def __init__(
-        self, drafter: EagleDrafter, target: Target, settings: ObjectiveSettings, num_positions: int, batch_tokens: int
+        self,
+        drafter: EagleDrafter,
+        target: Target,
+        settings: ObjectiveRecipe,
+        num_positions: int,
+        batch_tokens: int,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        compile: bool = False,
     ) -> None:
-        """`num_positions`: the highest position of any batch + 1; `batch_tokens`: tokens of a batch, padding included."""
-        config = drafter.config
-        if config.window is not None and config.window <= settings.steps:
-            raise UserError(f"a drafter window of {config.window} is too small for {settings.steps} draft steps")
+        """`num_positions`: the highest position of any batch + 1; `batch_tokens`: tokens of a batch, padding included.
+        `compute_dtype`: None: the weights' own."""
+        config, steps = drafter.config, settings.ttt_steps
+        if config.window is not None and config.window <= steps:
+            raise UserError(f"a drafter window of {config.window} is too small for {steps} draft steps")
         if config.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
             raise UserError(
                 f"the drafter is made for a target with {config.vocab_size} tokens and states of "
                 f"{config.target_hidden_size}; this one has {target.vocab_size} and {target.hidden_size}"
             )
         drafter.share(target.embedding, target.lm_head)
-        self.drafter, self.target, self.settings = drafter, target, settings
-        auto = min(auto_chunk_rows(settings.steps, config.draft_vocab_size), batch_tokens)
+        self.drafter, self.target, self.steps = drafter, target, steps
+        self.compute_dtype, self.is_compiled = compute_dtype, compile
+        auto = min(auto_chunk_rows(steps, config.draft_vocab_size), batch_tokens)
         self.chunk_rows = settings.chunk_rows or auto
         device = drafter.fc.weight.device
         same = config.draft_vocab_size == config.vocab_size
         ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))
         self.vocabulary_V = None  # on the host, where batches are planned
-        if settings.mask_outside and ids is not None:
+        if settings.outside_vocabulary == "mask" and ids is not None:
             self.vocabulary_V = torch.zeros(config.vocab_size, dtype=torch.bool)
             self.vocabulary_V[ids.cpu()] = True
-        self.loss = DraftLoss(target.head, ids, settings.loss, chunk_rows=self.chunk_rows, compile=settings.compile)
-        self.unroll: Callable[..., list[Tensor]] = Unroll(drafter, settings.compute_dtype, recompute=settings.recompute)
-        if settings.compile:
+        self.loss = DraftLoss(target.head, ids, settings.loss, settings.lk_weight, chunk_rows=self.chunk_rows, compile=compile)
+        self.unroll: Callable[..., list[Tensor]] = Unroll(drafter, compute_dtype, recompute=settings.recompute)
+        if compile:
             self.unroll = torch.compile(self.unroll, dynamic=False)
-        drafter.rotary.reserve(num_positions + settings.steps)
+        drafter.rotary.reserve(num_positions + steps)
         target.reserve(num_positions)
-        self.decay_K = settings.decay ** torch.arange(settings.steps, device=device)
+        self.decay_K = settings.decay ** torch.arange(steps, device=device)
 
     def plan(self, batch: PackedBatch) -> TrainBatch:
         return TrainBatch.plan(
@@ -290,7 +262,7 @@ class Objective:
             batch.positions,
             batch.document,
             batch.loss_mask,
-            self.settings.steps,
+            self.steps,
             self.chunk_rows,
             self.vocabulary_V,
         )
@@ -304,7 +276,7 @@ class Objective:
     ) -> tuple[Tensor, StepMetrics]:
         states = states or self.target.states(batch)
         flex = batch.start_BT.device.type == "cuda"
-        masks = step_masks(batch.start_BT, self.settings.steps, self.drafter.config.window, flex=flex)
+        masks = step_masks(batch.start_BT, self.steps, self.drafter.config.window, flex=flex)
         hidden = self.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)
         head_weight = self.drafter.head.weight
         assert isinstance(head_weight, Tensor)

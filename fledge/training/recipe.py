@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 import typing
@@ -355,9 +356,8 @@ def _in_yaml(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(v) for name, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+    """With lists for tuples, which YAML would tag."""
+    return json.loads(json.dumps(value))
 
 
 def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -19,15 +19,9 @@ from torch import Tensor
 from fledge import progress
 from fledge.errors import UserError
 from fledge.training.arm import Arm, OutOfMemory, Recent
-from fledge.training.checkpoint import (
-    check_settings,
-    earlier_settings,
-    latest_checkpoints,
-    remove_leftovers,
-    restore_random_state,
-)
-from fledge.training.context import TrainingContext, build_contexts, held_out_texts, resolve
-from fledge.training.data.loading import DataError
+from fledge.training.checkpoint import check_settings, earlier_settings, latest_checkpoints, remove_leftovers
+from fledge.training.context import Log, TrainingContext, build_contexts, held_out_texts, resolve
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.prefetch import Prefetcher, StepInput
 from fledge.training.distributed import AgreedOutOfMemory, DistributedContext
@@ -85,8 +79,8 @@ class Trainer:
     ) -> None:
         """`held_out`: on the first process, which evaluates. `began`: see `train`."""
         context = contexts[0]
-        self.context, self.dist, self.recipe, self.held_out = context, dist, context.recipe, held_out
-        self.target, self.device = context.target, context.device
+        self.dist, self.recipe, self.held_out = dist, context.recipe, held_out
+        self.target, self.target_folder, self.device = context.target, context.target_folder, context.device
         self.arms = [Arm(one, dist) for one in contexts]
         data = self.recipe.data
         self.loader = PackedLoader(
@@ -138,7 +132,7 @@ class Trainer:
         recipe, folder, layers = self.recipe, self.recipe.run.hidden_states_folder, self.arms[0].drafter.config.aux_layer_ids
         identity = {
             "model": recipe.target.model,
-            "weights": weights_fingerprint(self.context.target_folder),
+            "weights": weights_fingerprint(self.target_folder),
             "dtype": recipe.target.dtype,
             "layers": list(layers),
         }
@@ -152,10 +146,8 @@ class Trainer:
         states.reload()
         states.release_target()
         self.target = states
-        self.context = replace(self.context, target=states)
         for arm in self.arms:
-            arm.target = arm.objective.target = states
-            arm.context = replace(arm.context, target=states)
+            arm.objective.target = states
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -277,7 +269,7 @@ class Trainer:
                 arm.backward(batch, states, counts, measure)
             except Exception as error:
                 reason = compiler_error(error)
-                if not (arm.objective.settings.compile and reason and self.step < 2):
+                if not (arm.objective.is_compiled and reason and self.step < 2):
                     raise
                 arm.journal.log(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
                 self.target.without_compiler()
@@ -324,7 +316,6 @@ class Trainer:
         self.step, self.tokens = state["step"], state["tokens"]
         self._seconds_before = self.agreed_seconds = state["seconds"]
         self.step_seconds = self.agreed_step_seconds = state["step_seconds"]
-        restore_random_state(state["random"])
 
 
 def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContext | None = None) -> Result:
@@ -333,7 +324,7 @@ def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContex
     `began`: when the clock of `run.max_seconds` started (time.perf_counter()); None: it starts with the first step.
     `dist`: of a caller that has joined it, and leaves it; None: joined and left here.
     """
-    return _train(recipe, None, began, dist)[0]
+    return _train(recipe, [recipe], began, dist)[0]
 
 
 def train_arms(
@@ -345,13 +336,11 @@ def train_arms(
     return {Path(one.output).name: result for one, result in zip(recipes, results, strict=True)}
 
 
-def _train(
-    common: Recipe, arms: Sequence[Recipe] | None, began: float | None, joined: DistributedContext | None
-) -> list[Result]:
+def _train(common: Recipe, arms: Sequence[Recipe], began: float | None, joined: DistributedContext | None) -> list[Result]:
     asked = common.run.device
     use_cuda = asked.startswith("cuda") or (asked == "auto" and torch.cuda.is_available())
     dist = joined or DistributedContext.join(use_cuda=use_cuda)
-    log = Journal.log_early if dist.is_first else (lambda text: None)
+    log = progress.say if dist.is_first else (lambda text: None)
     try:
         recipes = _resolved(common, arms, dist, log)
         contexts = build_contexts(recipes, dist, log)
@@ -361,13 +350,14 @@ def _train(
         held_out = held_out_texts(contexts[0]) if takes_part else None
         dist.barrier()  # on the host, with its patience: what comes next is a collective of GPUs, which waits for ten minutes
         trainer = Trainer(contexts, dist, held_out if dist.is_first else None, began)
+        vocabulary = contexts[0].vocabulary
         del contexts, held_out  # the trainer may let go of the target
         log(f"packing: {trainer.loader}")
         if run.hidden_states == "offline":
             trainer.use_states_on_disk()
         for arm in trainer.arms if dist.is_first else ():  # only now: a run that is refused leaves things as they were
-            if arm.context.vocabulary is not None and not arm.recipe.data.vocabulary:
-                arm.context.vocabulary.save(arm.folder / "vocabulary")
+            if vocabulary is not None and not arm.recipe.data.vocabulary:
+                vocabulary.save(arm.folder / "vocabulary")
             arm.save_recipe()
             remove_leftovers(arm.folder / "checkpoints")
         if trainer.step:
@@ -384,13 +374,12 @@ def _train(
             dist.leave()
 
 
-def _resolved(common: Recipe, arms: Sequence[Recipe] | None, dist: DistributedContext, log: Any) -> list[Recipe]:
-    """The recipes of all arms (None: the common one is the only), checked against what their folders hold."""
-    outputs = [one.output for one in arms or (common,)]
-    before: list[Mapping[str, Any] | None] = dist.on_first(lambda: [earlier_settings(output) for output in outputs])
+def _resolved(common: Recipe, arms: Sequence[Recipe], dist: DistributedContext, log: Log) -> list[Recipe]:
+    """The recipes of all arms, checked against what their folders hold."""
+    before: list[Mapping[str, Any] | None] = dist.on_first(lambda: [earlier_settings(arm.output) for arm in arms])
     common = resolve(common, dist, before[0])
     log(common.to_yaml())
-    own = ({"output": one.output} | {key: getattr(one, key) for key in OWN} for one in arms or (common,))
+    own = ({"output": arm.output} | {key: getattr(arm, key) for key in OWN} for arm in arms)
     recipes = [replace(common, **settings) for settings in own]
     for recipe, earlier in zip(recipes, before, strict=True):
         if earlier is not None:

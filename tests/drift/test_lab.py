@@ -27,7 +27,7 @@ from fledge.drift.metrics import (
 )
 from fledge.drift.prompts import Document, load_documents
 from fledge.drift.results import verdict_table, verdicts
-from fledge.drift.suites import OPENING, chat_templates, chosen, lengths, multi_turn
+from fledge.drift.suites import OPENING, Condition, Suite, chat_templates, chosen, lengths, multi_turn, within
 from fledge.drift.texts import load_subjects
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -236,6 +236,42 @@ def test_answers_at_every_length_begin_alike(folders):
             assert prompt[-common:] == (number + 3,) * common
     texts = [tokenizer.decode(prompt) for prompt in made.conditions[1].prompts.values()]
     assert sum("Is it late?" in text for text in texts) == 2
+
+
+def test_a_length_that_the_template_fills_is_left_out(folders):
+    tokenizer = Tokenizer(folders / "model")
+    preamble = "{{ '<|im_start|>system\n" + "the lazy dog " * 40 + "<|im_end|>\n' }}"
+    template = preamble + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (copy := folders / "wordy").mkdir()
+    for file in (folders / "model").iterdir():
+        shutil.copy(file, copy)
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    document, item = Document("cats", "the lazy dog sees the cat. " * 400), Item("a", "b", ("Is it late?",))
+    given = len(Tokenizer(copy).apply_chat_template([{"role": "user", "content": ""}]))
+    sizes = (given, 2 * given)
+
+    def made(tokenizer, sizes):
+        found = lengths(tokenizer, [document], [item], sizes, 1, 2, lambda prompts: [[5] * 80] * len(prompts), 4000, "mine")
+        assert all(prompt for condition in found.conditions for prompt in condition.prompts.values())
+        return [condition.name for condition in found.conditions]
+
+    assert made(tokenizer, sizes) == [f"{size} tokens" for size in sizes]
+    assert made(Tokenizer(copy), sizes) == [f"{2 * given} tokens"]
+    assert made(Tokenizer(copy), sizes[:1]) == []
+
+
+def test_no_room_for_prompts_is_said(folders):
+    with pytest.raises(UserError, match=r"48 tokens of context less 12 for the answer leave 36; raise --max-model-len"):
+        run_lab(str(folders / "model"), [str(folders / "three")], settings=SETTINGS, dtype="float32", max_model_len=48)
+
+
+def test_a_baseline_that_does_not_fit_is_none():
+    conditions = [Condition("own", {"a": (1,) * 9}), Condition("no template", {"a": (1,) * 4})]
+    suite = Suite("templates", "", conditions, "own")
+    assert within(suite, 9).baseline == "own"
+    assert (within(suite, 5).baseline, [one.name for one in within(suite, 5).conditions]) == (None, ["no template"])
 
 
 def test_new_templates_are_new_to_every_drafter():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fledge.drift.live import LiveProbe, coverage, watch_drafts
+from fledge.drift.probes import ATTENTION
 from fledge.drift.rollout import TargetText, roll_out
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -48,8 +49,9 @@ def test_live_figures_are_those_of_the_rollout(flags):
         rollout = roll_out(drafter, text, DEPTH, sink=1)
         rows = drafted_from(rollout.matched_M)
         seen["rms"].append(rollout.rms_MJ[rows])
-        for name, attribute in (("sink_share", "sink_MH"), ("own_share", "own_MH"), ("entropy", "entropy_MH")):
-            seen[name].append(torch.stack([getattr(one, attribute).mean(1)[rows] for one in rollout.attention], 1))
+        for name, figure in (("sink_share", "sink"), ("own_share", "own"), ("entropy", "entropy")):
+            at = ATTENTION.index(figure)
+            seen[name].append(torch.stack([one[..., at].mean(1)[rows] for one in rollout.attention], 1))
     live = probe.snapshot()
     assert live["drafts"] == sum(len(part) for part in seen["rms"])
     for name, parts in seen.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.drift.probes import attention_figures, find_sink, rms, slope
+from fledge.drift.probes import ATTENTION, attention_figures, find_sink, rms, slope
 from fledge.drift.rollout import roll_out
 from fledge.drift.texts import TargetText
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
@@ -39,29 +39,35 @@ def still_drafter(**flags):
     return drafter
 
 
+def column(figures, name):
+    return figures[..., ATTENTION.index(name)]
+
+
 def test_uniform_attention_is_counted_exactly():
     result = roll_out(uniform_drafter(), text(), DEPTH, sink=SINK)
     row = ROWS.double()
     for step, figures in enumerate(result.attention):
         keys = row + 1 + step  # columns 0 … t, and one key of its own for each step since
         expected = {
-            "sink_MH": 1 / keys,
-            "prompt_MH": torch.minimum(row, torch.tensor(float(ANSWER))).sub(1) / keys,
-            "answer_MH": (row - ANSWER).clamp_min(0) / keys,
-            "own_MH": (1 + step) / keys,
-            "drafted_MH": step / keys,
-            "entropy_MH": keys.log(),
+            "sink": 1 / keys,
+            "prompt": torch.minimum(row, torch.tensor(float(ANSWER))).sub(1) / keys,
+            "answer": (row - ANSWER).clamp_min(0) / keys,
+            "own": (1 + step) / keys,
+            "drafted": step / keys,
+            "entropy": keys.log(),
         }
         for name, value in expected.items():
-            torch.testing.assert_close(getattr(figures, name), value.float()[:, None].expand(-1, 4), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(column(figures, name), value.float()[:, None].expand(-1, 4), rtol=1e-5, atol=1e-6)
 
 
 def test_a_window_hides_the_sink():
     window = 5
     result = roll_out(uniform_drafter(window=window), text(), DEPTH, sink=SINK)
     for step, figures in enumerate(result.attention):
-        assert figures.sink_MH.abs().max() == 0
-        torch.testing.assert_close(figures.own_MH, torch.full_like(figures.own_MH, min(1 + step, window) / window))
+        assert column(figures, "sink").abs().max() == 0
+        torch.testing.assert_close(
+            column(figures, "own"), torch.full_like(column(figures, "own"), min(1 + step, window) / window)
+        )
 
 
 def test_all_attention_on_one_key():
@@ -69,10 +75,10 @@ def test_all_attention_on_one_key():
     p = torch.zeros(2, 3, 9)
     p[0, :, 4], p[1, 0, 1], p[1, 1:, 8] = 1, 1, 1
     figures = attention_figures(p, torch.tensor([4, 6]), sink=1, prompt_length=3)
-    assert figures.own_MH.tolist() == [[1, 1, 1], [0, 1, 1]]
-    assert figures.drafted_MH.tolist() == [[0, 0, 0], [0, 1, 1]]
-    assert figures.sink_MH.tolist() == [[0, 0, 0], [1, 0, 0]]
-    assert figures.entropy_MH.abs().max() == 0
+    assert column(figures, "own").tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert column(figures, "drafted").tolist() == [[0, 0, 0], [0, 1, 1]]
+    assert column(figures, "sink").tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert column(figures, "entropy").abs().max() == 0
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])

@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 
 from fledge.errors import UserError
-from fledge.training.data.loading import (
-    Conversation,
-    DataError,
-    SampleWork,
-    TokenTurn,
-    load_samples,
-    read_conversations,
-    tokenize_conversation,
-)
+from fledge.training.data.chat_files import Conversation, DataError, Decontamination, TokenTurn, read_conversations
+from fledge.training.data.loading import SampleWork, load_samples, tokenize_conversation
 from fledge.training.data.packing import PackedLoader
+from fledge.training.data.rendering import ChatFormat
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES, Augmentation
 from tests.training.chat import (
@@ -56,7 +50,7 @@ def write(path: Path, *lines: object) -> Path:
 
 def test_loss_on_every_answer_and_its_end_of_turn():
     tokenizer = chat_tokenizer()
-    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "I am fine.<|im_end|>"]
     # All that the model sees is there, with the default system prompt, and in the ids that serving would use.
     rendered = tokenizer.apply_chat_template(TWO_TURNS, add_generation_prompt=False)
@@ -68,7 +62,7 @@ def test_loss_on_every_answer_and_its_end_of_turn():
 
 def test_the_prompt_before_an_answer_is_what_serving_encodes():
     tokenizer = chat_tokenizer()
-    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer))
     for turn, (start, _) in enumerate(sample.answers()):
         prompt = tokenizer.apply_chat_template(TWO_TURNS[: 2 * turn + 1], add_generation_prompt=True)
         assert sample.tokens[:start].tolist() == prompt
@@ -77,20 +71,20 @@ def test_the_prompt_before_an_answer_is_what_serving_encodes():
 def test_answers_that_repeat_the_template_or_the_user_are_found():
     tokenizer = chat_tokenizer()
     messages = (user("assistant"), assistant("assistant"), user("a"), assistant("user\n"), user("x"), assistant("a"))
-    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["assistant<|im_end|>", "user\n<|im_end|>", "a<|im_end|>"]
 
 
 def test_template_that_strips():
     tokenizer = chat_tokenizer(STRIPPING)
     messages = (system(" Be kind. "), user(" Hi\n"), assistant("\n Hello! \n"), user("Bye"), assistant(" Bye! "))
-    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "Bye!<|im_end|>"]
 
 
 def test_template_without_generation_prompt_leaves_the_space_to_the_model():
     tokenizer = chat_tokenizer(INSTRUCT)
-    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer)
+    sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == [" Hello!<|im_end|>", " I am fine.<|im_end|>"]
     prompt = tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True)
     assert sample.tokens[: len(prompt)].tolist() == prompt
@@ -103,20 +97,20 @@ def test_thoughts_inside_answers_are_learnt_where_the_template_keeps_them():
     """Chat files have them inside the content. Of earlier turns the template drops them: those answers are context alone."""
     tokenizer = chat_tokenizer(QWEN3)
     messages = (user("Hi"), assistant(THOUGHT + "Hello!"), user("Why?"), assistant(THOUGHT + "Because."))
-    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == [THOUGHT + "Because.<|im_end|>"]
     assert text_of(sample, tokenizer).count("so") == 1
     assert "Hello!" in text_of(sample, tokenizer)
-    sample = tokenize_conversation(Conversation((*messages[:3], assistant("Because."))), tokenizer)
+    sample = tokenize_conversation(Conversation((*messages[:3], assistant("Because."))), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["Because.<|im_end|>"]  # the empty thought before it is the template's
 
 
 def test_thoughts_are_learnt_whatever_the_template_makes_of_them():
     messages = (user("Hi"), assistant(THOUGHT + "Hello!"))
-    plain = tokenize_conversation(Conversation(messages), chat_tokenizer())
+    plain = tokenize_conversation(Conversation(messages), ChatFormat(chat_tokenizer()))
     assert learnt(plain, chat_tokenizer()) == [THOUGHT + "Hello!<|im_end|>"]
     tokenizer = chat_tokenizer(ALWAYS_THINKING)  # its prompt opens the thought, and it drops it from what is past
-    sample = tokenize_conversation(Conversation(messages), tokenizer)
+    sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["so\n</think>\n\nHello!<|im_end|>"]
     assert text_of(sample, tokenizer).endswith("assistant\n" + THOUGHT + "Hello!<|im_end|>")
 
@@ -142,7 +136,7 @@ def test_augmented_thoughts_are_whole_or_left_as_they_are(template, choice):
     if not opened:
         conversations["off"] = written(tokenizer, "Hello!", thinks=False)
     for name, one in conversations.items():
-        work = SampleWork(tokenizer, None, None, "truncate", Augmentation(**choice), False, None)
+        work = SampleWork(tokenizer, None, None, "truncate", Augmentation(**choice), False, None, Decontamination(()))
         samples, report = work.samples([one])
         (turn,) = one.turns
         assert learnt(samples[0], tokenizer) == [tokenizer.decode(turn.answer_ids, skip_special_tokens=False)], name
@@ -154,7 +148,7 @@ def test_augmented_thoughts_are_whole_or_left_as_they_are(template, choice):
 
 def test_another_chat_template_can_be_given():
     tokenizer = chat_tokenizer()
-    sample = tokenize_conversation(Conversation(TWO_TURNS), tokenizer, chat_template=INSTRUCT)
+    sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer, INSTRUCT))
     assert text_of(sample, tokenizer).startswith("[INST] Hi [/INST] Hello!<|im_end|>")
 
 
@@ -163,11 +157,11 @@ def test_exact_ids_are_kept_and_a_cut_off_answer_has_no_end():
     end = tokenizer.eos_token_ids[0]
     odd = [70, 71, 72]  # ids that no encoder would choose for any text here
     turns = (TokenTurn([5, 6], [*odd, end]), TokenTurn([5, 6, *odd, end, 9], [80, 81]))
-    sample = tokenize_conversation(Conversation(TWO_TURNS, turns), tokenizer)
+    sample = tokenize_conversation(Conversation(TWO_TURNS, turns), ChatFormat(tokenizer))
     assert sample.tokens.tolist() == [5, 6, *odd, end, 9, 80, 81]
     assert sample.loss_mask.tolist() == [False, False, True, True, True, True, False, True, True]
     # Rendered anew, the context changes and the answers' ids do not.
-    rendered = tokenize_conversation(Conversation(TWO_TURNS, turns), tokenizer, chat_template=CHATML)
+    rendered = tokenize_conversation(Conversation(TWO_TURNS, turns), ChatFormat(tokenizer, CHATML))
     spans = [rendered.tokens[a:b].tolist() for a, b in rendered.answers()]
     assert spans == [[*odd, end], [80, 81]]
     assert (rendered.tokens == end).sum() == 4  # system, user, answer, user: none twice, none after the cut
@@ -200,7 +194,7 @@ def test_turns_that_do_not_continue_each_other_become_samples_of_their_own(tmp_p
     assert second.turns == (TokenTurn([1, 9, 3, 4, 5], [6]),)
     # Under another template only the last answer of the second has a loss.
     tokenizer = chat_tokenizer()
-    sample = tokenize_conversation(second, tokenizer, chat_template=CHATML)
+    sample = tokenize_conversation(second, ChatFormat(tokenizer, CHATML))
     assert [sample.tokens[a:b].tolist() for a, b in sample.answers()] == [[6]]
     assert "I am fine." in text_of(sample, tokenizer)
 
@@ -329,7 +323,7 @@ def test_split_is_disjoint_and_repeatable():
     train, held_out = samples.split(5, seed=3)
     assert sorted([*train.tokens[::2], *held_out.tokens[::2]]) == list(range(20))
     assert held_out.tokens.tolist() == samples.split(5, seed=3)[1].tokens.tolist()
-    assert held_out.prompt(0) == [held_out.tokens[0]]
+    assert held_out[0].prompt.tolist() == [held_out.tokens[0]]
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -354,7 +348,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(tmp_path, processes):
     train, held_out = samples.split(8, seed=1)
 
     def asked(part: SampleSet) -> set[str]:
-        texts = [tokenizer.decode(part.prompt(i)) for i in range(len(part))]
+        texts = [tokenizer.decode(sample.prompt) for sample in part]
         return {name for name in names for text in texts if f"is {name}?" in text}
 
     assert len(asked(held_out)) == held_out.num_prompts == len(held_out.first_of_each_prompt()) == 8

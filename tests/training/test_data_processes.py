@@ -14,7 +14,8 @@ import pytest
 from fledge.tokenizer import Tokenizer
 from fledge.training.data import chat_files
 from fledge.training.data import loading as data
-from fledge.training.data.loading import DataError, load_samples, read_lines
+from fledge.training.data.chat_files import DataError, read_lines
+from fledge.training.data.loading import load_samples
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.data.templates import Augmentation
 from fledge.training.data.workers import WorkerError

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from fledge.training.data.chat_files import Decontamination
-from fledge.training.data.loading import DataError, load_samples
+from fledge.training.data.chat_files import DataError, Decontamination
+from fledge.training.data.loading import load_samples
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import assistant, chat_tokenizer, user
 from tests.training.test_regenerate import EchoGenerator

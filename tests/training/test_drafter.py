@@ -15,6 +15,7 @@ from fledge.training.drafter import (
     start_from_target,
     start_random,
 )
+from fledge.training.recipe import OptimizerRecipe
 from fledge.training.targets.target import Head
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -208,7 +209,7 @@ def test_a_drafter_with_other_attention_is_refused():
 
 def test_muon_takes_the_layers_matrices_alone():
     drafter = tiny_drafter().requires_grad_(True)
-    adamw, muon = build_optimizers(drafter, "muon", 1e-3).parts
+    adamw, muon = build_optimizers(drafter, OptimizerRecipe(kind="muon")).parts
     names = {id(p): name for name, p in drafter.named_parameters()}
     taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     left = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
@@ -230,11 +231,13 @@ def test_muon_takes_the_layers_matrices_alone():
 )
 def test_learning_rates(kind, expected):
     for progress, factor in expected.items():
-        assert learning_rate_factor(progress, kind, warmup=0.1, decay=0.2, floor=0.1) == pytest.approx(factor)
+        settings = OptimizerRecipe(schedule=kind, warmup=0.1, decay=0.2, floor=0.1)
+        assert learning_rate_factor(progress, settings) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("warmup", [1e-6, 5e-5, 1e-4, 0.02])
 def test_a_short_warm_up_never_exceeds_the_peak(warmup):
-    factors = [learning_rate_factor(progress, "cosine", warmup) for progress in (0.0, warmup / 2, warmup * 0.999, warmup, 0.5)]
+    settings = OptimizerRecipe(warmup=warmup)
+    factors = [learning_rate_factor(progress, settings) for progress in (0.0, warmup / 2, warmup * 0.999, warmup, 0.5)]
     assert max(factors) <= 1.0
     assert factors[0] > 0

@@ -10,7 +10,6 @@ from fledge.drift.rollout import roll_out
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
-from fledge.training.data.rendering import ChatFormat
 from fledge.training.data.templates import NO_TEMPLATE, SYSTEM_PROMPTS, TEXT_TEMPLATES
 from fledge.training.evaluate import HeldOut, Judged, conditions, describe_lengths, evaluate
 from fledge.training.targets.continuations import continuations
@@ -112,15 +111,15 @@ def test_answers_that_loop_do_not_count():
 @pytest.mark.parametrize("template", [None, INSTRUCT])
 def test_robustness_is_measured_under_conditions_that_training_does_not_have(template):
     tokenizer = chat_tokenizer() if template is None else chat_tokenizer(template)
-    found = conditions(ChatFormat(tokenizer), texts=True)
+    question = "How are you?"
+    found = conditions(tokenizer, [question], texts=True)
     assert next(iter(found)) == "as served"
     assert len(found) == 4
-    question = "How are you?"
-    prompts = {name: tokenizer.decode(render(question), skip_special_tokens=False) for name, render in found.items()}
+    prompts = {name: tokenizer.decode(prompt, skip_special_tokens=False) for name, (prompt,) in found.items()}
     for name, prompt in list(prompts.items())[1:]:
         assert prompt != prompts["as served"]
         assert question in prompt
         assert not any(text in prompt for text in SYSTEM_PROMPTS if len(text) > 1), name
         rendered = [one.user.replace("{}", question) + one.opening for one in (*TEXT_TEMPLATES.values(), NO_TEMPLATE)]
         assert not any(prompt.endswith(one) for one in rendered if "system prompt" not in name), name
-    assert set(conditions(ChatFormat(tokenizer), texts=False)) == {"as served"}
+    assert set(conditions(tokenizer, [question], texts=False)) == {"as served"}

@@ -15,8 +15,8 @@ from fledge.models.drafter import EagleDrafter
 from fledge.training.data.packing import PackedLoader
 from fledge.training.data.samples import Sample
 from fledge.training.drafter import start_random
-from fledge.training.objective import Objective, ObjectiveSettings
-from fledge.training.recipe import build_recipe
+from fledge.training.objective import Objective
+from fledge.training.recipe import ObjectiveRecipe, build_recipe
 from fledge.training.targets import toy
 from fledge.training.targets.target import DecoderTarget
 from fledge.training.trainer import train
@@ -47,8 +47,8 @@ def loss_and_gradients(
     if compute is not None:
         decoder = decoder.to(compute)
     target = DecoderTarget(decoder, drafter.config.aux_layer_ids, compile=compile)
-    settings = ObjectiveSettings(steps=STEPS, compute_dtype=compute, compile=compile, mask_outside=False)
-    objective = Objective(drafter, target, settings, length, 2 * length)
+    settings = ObjectiveRecipe(ttt_steps=STEPS, outside_vocabulary="renormalise")
+    objective = Objective(drafter, target, settings, length, 2 * length, compute_dtype=compute, compile=compile)
     rng = np.random.default_rng(0)
     samples = []
     for _ in range(40):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.training.objective import DraftLoss, LossSettings, auto_chunk_rows
+from fledge.training.objective import DraftLoss, auto_chunk_rows
 from fledge.training.targets.target import Head
 
 STEPS, ROWS, SIZE, VOCAB, DRAFT = 3, 20, 8, 24, 10
@@ -27,7 +27,7 @@ def setting():
     return ids, head, target_hidden, hidden, weight, scored, valid, step_weight
 
 
-def textbook(settings, ids, head, target_hidden, hidden, weight, scored, valid, step_weight):
+def textbook(kind, lk_weight, ids, head, target_hidden, hidden, weight, scored, valid, step_weight):
     total = 0.0
     for j in range(STEPS):
         for column, s in enumerate(scored.tolist()):
@@ -37,7 +37,7 @@ def textbook(settings, ids, head, target_hidden, hidden, weight, scored, valid, 
             p = p / p.sum()
             q = (hidden[j][s - 1 - j] @ weight.T).softmax(-1)
             kl, lk = -(p * q.log()).sum(), -torch.minimum(p, q).sum().log()
-            share = {"kl": 0.0, "lk": 1.0, "mix": settings.lk_weight}[settings.kind]
+            share = {"kl": 0.0, "lk": 1.0, "mix": lk_weight}[kind]
             total = total + step_weight[j] * ((1 - share) * kl + share * lk)
     return total
 
@@ -45,15 +45,14 @@ def textbook(settings, ids, head, target_hidden, hidden, weight, scored, valid, 
 @pytest.mark.parametrize("kind", ["kl", "lk", "mix"])
 @pytest.mark.parametrize("chunk", [2, 3, 8])
 def test_equals_the_textbook_loss(kind, chunk):
-    settings = LossSettings(kind, 0.3)
     ids, head, target_hidden, hidden, weight, scored, valid, step_weight = setting()
-    loss_of = DraftLoss(head, ids, settings, chunk_rows=chunk)
+    loss_of = DraftLoss(head, ids, kind, 0.3, chunk_rows=chunk)
     loss, _ = loss_of(hidden, weight, target_hidden, scored, valid, step_weight)
     (2 * loss).backward()
     got = [x.grad.clone() for x in (*hidden, weight)]
     for x in (*hidden, weight):
         x.grad = None
-    expected = textbook(settings, ids, head, target_hidden, hidden, weight, scored, valid, step_weight)
+    expected = textbook(kind, 0.3, ids, head, target_hidden, hidden, weight, scored, valid, step_weight)
     (2 * expected).backward()
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
     for a, b in zip(got, [x.grad for x in (*hidden, weight)], strict=True):
@@ -62,9 +61,7 @@ def test_equals_the_textbook_loss(kind, chunk):
 
 def test_accuracy_counts_tokens_outside_the_draft_vocabulary_as_misses():
     ids, head, target_hidden, hidden, weight, scored, valid, step_weight = setting()
-    _, metrics = DraftLoss(head, ids, LossSettings(), chunk_rows=4)(
-        hidden, weight, target_hidden, scored, valid, step_weight, measure=True
-    )
+    _, metrics = DraftLoss(head, ids, chunk_rows=4)(hidden, weight, target_hidden, scored, valid, step_weight, measure=True)
     hits, acceptance = torch.zeros(STEPS), torch.zeros(STEPS)
     for j in range(STEPS):
         for column, s in enumerate(scored.tolist()):
@@ -80,7 +77,7 @@ def test_accuracy_counts_tokens_outside_the_draft_vocabulary_as_misses():
 def test_a_frozen_head_gets_no_gradient():
     ids, head, target_hidden, hidden, weight, scored, valid, step_weight = setting()
     frozen = weight.detach()
-    loss, _ = DraftLoss(head, ids, LossSettings(), chunk_rows=4)(hidden, frozen, target_hidden, scored, valid, step_weight)
+    loss, _ = DraftLoss(head, ids, chunk_rows=4)(hidden, frozen, target_hidden, scored, valid, step_weight)
     loss.backward()
     assert frozen.grad is None
     assert hidden[0].grad.abs().sum() > 0

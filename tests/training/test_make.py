@@ -131,6 +131,15 @@ def test_prompts_are_held_out_of_all_files(tmp_path):
     assert sorted(train) == sorted(line for line in [*lines, *lines[::2]] if line not in held_out)
 
 
+def test_prompts_are_held_out_where_none_of_the_first_file_is_answered(tmp_path):
+    """All prompts of a file may be too long or contaminated; the target's own are then all there is."""
+    (tmp_path / "answers.jsonl").touch()
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"id": f"self-{number}"}) + "\n" for number in range(30)))
+    split([[tmp_path / "answers.jsonl"], [tmp_path / "own.jsonl"]], tmp_path / "data")
+    train, held_out = ((tmp_path / "data" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "held-out"))
+    assert (len(train), len(held_out)) == (27, 3)
+
+
 def test_the_sizes_of_the_first_conversations_tell_those_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(make_answers, "SIZED_LINES", 10)
     turn = {"prompt_ids": [1] * 30, "answer_ids": [2] * 20}

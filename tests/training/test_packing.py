@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.training.data.loading import DataError
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.packing import PackedBatch, PackedLoader, pack
 from fledge.training.data.samples import Sample, SampleSet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from itertools import islice, takewhile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 from fledge.errors import UserError
 from fledge.progress import Task
-from fledge.training.data.loading import DataError, read_conversations, tokenize_conversation
+from fledge.training.data.chat_files import DataError, read_conversations
+from fledge.training.data.loading import tokenize_conversation
+from fledge.training.data.rendering import ChatFormat
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenizer, system, user
@@ -21,11 +24,19 @@ from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenize
 class EchoGenerator:
     """Answers "You said: <the last user turn>", out of order, and keeps what it was asked."""
 
-    def __init__(self, tokenizer, *, fail_after: int | None = None, max_model_len: int | None = None, strip_stop: bool = False):
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        fail_after: int | None = None,
+        max_model_len: int = 10**6,
+        strip_stop: bool = False,
+        concurrency: int = 10**6,
+    ):
         self.tokenizer, self.fail_after, self.strip_stop = tokenizer, fail_after, strip_stop
-        if max_model_len is not None:
-            self.max_model_len = max_model_len
-        self.calls: list[dict] = []
+        self.max_model_len, self.concurrency = max_model_len, concurrency
+        self.calls: list[dict] = []  # prompts that were taken together
+        self.seeds: list[int] = []
         self.answered = 0
         self.busy = False
 
@@ -33,22 +44,28 @@ class EchoGenerator:
         return "You said: " + prompt.split("user\n")[-1].split("<|im_end|>")[0]
 
     def generate(self, prompts, *, max_tokens, temperature, top_p, seed, stop_ids):
-        self.calls.append({"prompts": prompts, "temperature": temperature, "seed": seed, "stop_ids": list(stop_ids)})
+        prompts, taken = iter(prompts), 0
+        seed_of = seed if callable(seed) else lambda index: seed + index
         assert not self.busy, "one set of prompts at a time, as on a GPU"
         self.busy = True
         try:
-            yield from self.answers(prompts, max_tokens, seed, stop_ids)
+            while batch := list(takewhile(lambda prompt: prompt is not None, islice(prompts, self.concurrency))):
+                self.calls.append({"prompts": batch, "temperature": temperature, "seed": seed, "stop_ids": list(stop_ids)})
+                seeds = [seed_of(taken + index) for index in range(len(batch))]
+                for index, ids, reason in self.answers(batch, max_tokens, seeds, stop_ids):
+                    yield taken + index, ids, reason
+                taken += len(batch)
         finally:
             self.busy = False
 
-    def answers(self, prompts, max_tokens, seed, stop_ids):
+    def answers(self, prompts, max_tokens, seeds, stop_ids):
         for index in reversed(range(len(prompts))):
             if self.answered == self.fail_after:
                 raise KeyboardInterrupt
             self.answered += 1
-            text = self.reply(
-                self.tokenizer.decode(prompts[index], skip_special_tokens=False), random.Random(f"{seed}/{index}")
-            )
+            self.seeds.append(seeds[index])
+            prompt = self.tokenizer.decode(prompts[index], skip_special_tokens=False)
+            text = self.reply(prompt, random.Random(self.seeds[-1]))
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             end = [] if self.strip_stop else [stop_ids[0]]
             yield (index, ids[:max_tokens], "length") if len(ids) >= max_tokens else (index, ids + end, "stop")
@@ -120,7 +137,7 @@ def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
     # The prompts are those that serving would make, and one conversation is one sample with three answers.
     assert done["a"]["turns_ids"][2]["prompt_ids"] == tokenizer.apply_chat_template(done["a"]["messages"][:5])
     conversation = next(c for c in read_conversations(out) if len(c.turns) == 3)
-    sample = tokenize_conversation(conversation, tokenizer)
+    sample = tokenize_conversation(conversation, ChatFormat(tokenizer))
     spans = [sample.tokens[start:stop].tolist() for start, stop in sample.answers()]
     assert spans == [turn["answer_ids"] for turn in done["a"]["turns_ids"]]
     assert all(span[-1] == tokenizer.eos_token_ids[0] for span in spans)
@@ -216,14 +233,14 @@ def test_counts_duplicates_long_prompts_refusals_and_loops(tmp_path):
     assert (report.refused, report.conversations) == (1, 1)
 
 
-def test_waves_and_limit(tmp_path):
+def test_limit_and_follow_ups(tmp_path):
     tokenizer = chat_tokenizer()
     prompts = write(tmp_path / "p.jsonl", *({"id": f"p{n}", "turns": ["Hi", "Bye"]} for n in range(20)))
-    generator = EchoGenerator(tokenizer)
-    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", limit=10, wave=4)
+    generator = EchoGenerator(tokenizer, concurrency=4)
+    report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", limit=10)
     assert (report.conversations, report.answers) == (10, 20)
     assert [len(call["prompts"]) for call in generator.calls] == [4, 4, 4, 4, 2, 2]
-    assert len({call["seed"] for call in generator.calls}) == 6
+    assert len(set(generator.seeds)) == 20
 
 
 def test_self_prompted(tmp_path):
@@ -335,7 +352,7 @@ def test_after_a_tools_result_the_last_message_is_answered(tmp_path):
     assert [len(written[name]["turns_ids"]) for name in "ab"] == [1, 1]
     assert [message["role"] for message in written["a"]["messages"]] == ["user", "assistant", "tool", "assistant"]
     for conversation in read_conversations(out):
-        sample = tokenize_conversation(conversation, tokenizer)
+        sample = tokenize_conversation(conversation, ChatFormat(tokenizer))
         (turn,) = conversation.turns
         assert sample.tokens.tolist() == [*turn.prompt_ids, *turn.answer_ids]
         assert sample.loss_mask.sum() == len(turn.answer_ids)

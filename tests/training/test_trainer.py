@@ -354,7 +354,7 @@ def test_what_is_held_out_is_told(recipe):
     told: list[str] = []
     (context,) = build_contexts([resolve(recipe, DistributedContext())], DistributedContext(), told.append)
     asked = {tuple(prompt) for prompt in context.prompts}
-    assert asked.isdisjoint(tuple(context.train.prompt(i)) for i in range(len(context.train)))
+    assert asked.isdisjoint(tuple(sample.prompt.tolist()) for sample in context.train)
     data, held_out, left_out, vocabulary = told[:4]
     others = int(re.match(r"data: (\d+) of 240", data)[1]) - len(context.train)
     assert others > 30

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.training.data.loading import DataError
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.samples import Sample, SampleSet
 from fledge.training.data.vocabulary import DraftVocabulary
 

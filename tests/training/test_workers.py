@@ -18,7 +18,7 @@ from fledge.tokenizer import Tokenizer
 from fledge.training.data.workers import Here, Processes, WorkerError, find_workers
 from fledge.training.datagen import conversations
 from fledge.training.datagen import regenerate as regeneration
-from fledge.training.datagen.dialogues import HostWork
+from fledge.training.datagen.conversations import HostWork
 from fledge.training.datagen.regenerate import regenerate
 from tests.training.chat import INSTRUCT, chat_tokenizer
 
@@ -235,7 +235,7 @@ def test_a_worker_that_cannot_even_begin(tmp_path, monkeypatch):
 
 
 def test_workers_come_with_the_amount_of_work():
-    work = HostWork(chat_tokenizer(), None)
+    work = HostWork(chat_tokenizer(), 1000)
     assert isinstance(find_workers(work, 999, 2048, None), Here)
     assert isinstance(find_workers(work, 100_000, 64, None), Here)
     assert isinstance(find_workers(work, 100_000, 2048, 0), Here)

@@ -265,17 +265,13 @@ class Decontamination:
         self.runs = {run for text in texts for run in _runs(text)}
 
     @classmethod
-    def of_files(cls, paths: Sequence[str | Path]) -> Decontamination | None:
-        """The users' turns of JSON lines with "turns", "messages" or "prompt"; None: no files."""
-        return (
-            cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
-            if paths
-            else None
-        )
+    def of_files(cls, paths: Sequence[str | Path]) -> Decontamination:
+        """The users' turns of JSON lines with "turns", "messages" or "prompt"."""
+        return cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
 
     def has(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts shares a run of words, or of characters, with those that are kept out."""
-        return any(run in self.runs for text in texts for run in _runs(text))
+        return bool(self.runs) and any(run in self.runs for text in texts for run in _runs(text))
 
 
 def _runs(text: str) -> Iterator[str]:

@@ -24,10 +24,7 @@ from fledge.training.data.chat_files import (
     Decontamination,
     TokenTurn,
     conversations_of,
-    parse_messages,
     read_blocks,
-    read_conversations,
-    read_lines,
 )
 from fledge.training.data.rendering import (
     THOUGHT,
@@ -41,11 +38,6 @@ from fledge.training.data.rendering import (
 from fledge.training.data.samples import Sample, SampleSet, key_of
 from fledge.training.data.templates import Augmentation, Choice
 from fledge.training.data.workers import Processes, num_cores
-
-__all__ = [
-    "Conversation", "DataError", "DataReport", "TokenTurn", "data_hash", "load_samples", "parse_messages",
-    "read_conversations", "read_lines", "tokenize_conversation", "tokenizer_hash",
-]  # fmt: skip
 
 # Part of every cache key: raise it when the same input would give other samples.
 _CACHE_VERSION = 6
@@ -103,14 +95,11 @@ class DataReport:
 # --- tokenising -----------------------------------------------------------------------------------------------------
 
 
-def tokenize_conversation(
-    conversation: Conversation, tokenizer: Tokenizer | ChatFormat, chat_template: str | None = None
-) -> Sample:
+def tokenize_conversation(conversation: Conversation, chat: ChatFormat) -> Sample:
     """Token ids, with a loss on exactly what the assistant wrote, its end-of-turn token included.
 
-    Without another `chat_template`, the ids that the target itself saw and produced are used where they are known.
+    Without another chat template, the ids that the target itself saw and produced are used where they are known.
     """
-    chat = tokenizer if isinstance(tokenizer, ChatFormat) else ChatFormat(tokenizer, chat_template)
     if conversation.turns and (chat.chat_template is None or not conversation.messages):
         return _exact(conversation.turns)
     return _rendered(conversation, chat, Choice())
@@ -202,7 +191,7 @@ class SampleWork:
     augmentation: Augmentation
     remove_loops: bool
     limit: int | None
-    decontaminate: Decontamination | None = None
+    decontamination: Decontamination
 
     def __post_init__(self) -> None:
         self._chat = ChatFormat(self.tokenizer, self.chat_template)
@@ -239,7 +228,7 @@ class SampleWork:
         for index, conversation in enumerate(conversations, first_index):
             report.conversations += 1
             report.without_text += self.chat_template is not None and not conversation.messages
-            if self.decontaminate is not None and self.decontaminate.has(self._asked(conversation)):
+            if self.decontamination.has(self._asked(conversation)):
                 report.contaminated += 1
                 continue
             choice = self.augmentation.choose(index) if varied else as_it_is
@@ -270,10 +259,10 @@ class SampleWork:
                 sample = cut
             yield replace(sample, prompt_key=_prompt_key(conversation))
 
-    def _asked(self, conversation: Conversation) -> list[str]:
+    def _asked(self, conversation: Conversation) -> Iterator[str]:
         if not conversation.messages:
-            return [self.tokenizer.decode(turn.prompt_ids) for turn in conversation.turns]
-        return [message["content"] for message in conversation.messages if message["role"] == "user"]
+            return (self.tokenizer.decode(turn.prompt_ids) for turn in conversation.turns)
+        return (message["content"] for message in conversation.messages if message["role"] == "user")
 
 
 def load_samples(

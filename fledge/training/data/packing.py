@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.training.data.loading import DataError
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.samples import Sample, SampleSet
 
 # Rows that are kept open while packing. More fill a little better and take longer; 256 fill > 98 % of mixed chats.

@@ -43,12 +43,7 @@ class Sample:
 
     def answers(self) -> Iterator[tuple[int, int]]:
         """Start and end of every stretch the assistant wrote."""
-        mask = self.loss_mask
-        edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
-        if len(mask) and mask[0]:
-            edges.insert(0, 0)
-        if len(mask) and mask[-1]:
-            edges.append(len(mask))
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False)).tolist()
         yield from zip(edges[0::2], edges[1::2], strict=True)
 
 
@@ -106,10 +101,6 @@ class SampleSet(Sequence[Sample]):
     def answer_ids(self) -> np.ndarray:
         """Every token with a loss, of all samples, in order."""
         return self.tokens[self.loss_mask]
-
-    def prompt(self, index: int) -> list[int]:
-        """One to evaluate on."""
-        return self[index].prompt.tolist()
 
     @property
     def num_prompts(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fledge.files import write_atomically
-from fledge.training.data.loading import DataError
+from fledge.training.data.chat_files import DataError
 from fledge.training.data.samples import SampleSet
 
 _FORMAT = 1

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from io import BufferedReader
-from typing import Any, Protocol
+from typing import Any
 
 from fledge.errors import UserError
 
@@ -27,35 +27,23 @@ class WorkerError(UserError):
     """A worker process that died, or that met something it cannot do."""
 
 
-class Workers(Protocol):
-    batch: int  # how many pieces are worth handing over at once
-    ahead: int  # how many prompts to prepare before they are asked for
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
-        """Runs a function that does its share of work by `call`."""
-        ...
-
-    def call(self, method: str, pieces: Any) -> Any:
-        """A method of the work; only from a submitted function."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Here:
     """Runs the work in this thread: for few prompts, or when generating takes far longer than the work."""
 
-    batch = ahead = 1
+    batch = 1  # how many pieces are worth handing over at once
+    ahead = 1  # how many prompts to prepare before they are asked for
 
     def __init__(self, work: object) -> None:
         self._work = work
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Runs a function that does its share of work by `call`."""
         done: Future = Future()
         done.set_result(function(*arguments))
         return done
 
     def call(self, method: str, pieces: Any) -> Any:
+        """A method of the work; only from a submitted function."""
         return getattr(self._work, method)(pieces)
 
     def close(self) -> None:
@@ -134,6 +122,9 @@ class Processes:
             for pipe in filter(None, (process.stdin, process.stdout)):
                 with suppress(OSError):  # what could not be flushed is of no use any more
                     pipe.close()
+
+
+Workers = Here | Processes
 
 
 def find_workers(work: object, num_prompts: int, concurrency: int, processes: int | None) -> Workers:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from fledge.devices import release_memory
 from fledge.errors import UserError
 from fledge.files import write_atomically
 from fledge.tokenizer import Tokenizer
+from fledge.training.context import Log
 from fledge.training.datagen.prompts import read_prompts
 from fledge.training.datagen.regenerate import AnswerGenerator, PromptsExhausted, regenerate
 from fledge.training.distributed import DistributedContext
@@ -34,8 +35,6 @@ MIN_ANSWERS, MIN_SECONDS = 8, 60.0  # fewer cannot be trained on and held out; t
 MIN_SHARE = 0.15  # of all time, at least for answers, even if loading took long
 BOTH = [{"enable_thinking": True}, {"enable_thinking": False}]  # of the chat template
 SIZED_LINES = 4096  # conversations whose tokens are counted; the rest are assumed to be alike
-
-Log = Callable[[str], None]
 
 
 @dataclass
@@ -242,10 +241,11 @@ def num_lines(path: Path) -> int:
 
 
 def split(parts: Sequence[Sequence[Path]], folder: Path) -> None:
-    """Holds out a tenth of the prompts of the first part, at most 64. The choice depends on their ids alone.
+    """Holds out a tenth of the prompts of the first part with answers, at most 64. The choice depends on their ids alone.
 
     Two files of a part may have answered the same prompt: the first answer is taken.
     """
+    parts = [files for files in parts if any(path.stat().st_size for path in files)]
     ids = sorted(set(map(_id_of, _lines(parts[0]))), key=lambda name: hashlib.sha256(name.encode()).digest())
     chosen = set(ids[: min(64, max(2, len(ids) // 10))])
 

@@ -3,27 +3,182 @@
 prompts → open → [fresh] ─┐                     ┌→ settle → line of the file
                           ├→ the generator asks ┤
          [follow-ups] ────┘                     └→ settle → the next turn: a follow-up
+
+The work on the host (chat templates, tokens, text, loops, JSON) takes about as long as a GPU takes to answer. So it is kept
+apart in `HostWork`: plain data in, plain data out, to be done by any process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
+from fledge.bench.loops import is_looping
 from fledge.errors import UserError
+from fledge.tokenizer import Tokenizer
+from fledge.training.data.rendering import Answer, ChatFormat, Message, TemplateError
 from fledge.training.data.workers import Workers
-from fledge.training.datagen.dialogues import Answered, Dialogue, Settled
 from fledge.training.datagen.prompts import AnswerFile, Prompt
-
-if TYPE_CHECKING:
-    from fledge.training.datagen.regenerate import RegenerateReport
 
 # Batches of answers handed over and not settled. Where workers cannot follow, the generator waits, not the memory grows.
 MAX_SETTLING = 256
+# User's turns that the target writes are kept if they look like something a user would send.
+SELF_MIN_CHARACTERS = 12
+
+
+@dataclass
+class Dialogue:
+    """A conversation under way."""
+
+    prompt: Prompt
+    messages: list[Message]  # so far, with the target's answers
+    upcoming: deque[Message]  # the user's turns still to come
+    turns: list[dict[str, Any]] = field(default_factory=list)  # as they will stand in the file
+    prompt_ids: list[int] = field(default_factory=list)  # what is to be answered now
+    looping: bool = False  # one of the answers so far
+
+    @classmethod
+    def start(cls, prompt: Prompt) -> Dialogue:
+        if prompt.messages:
+            return cls(prompt, list(prompt.messages[:-1]), deque(prompt.messages[-1:]))
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        return cls(prompt, system, deque({"role": "user", "content": turn} for turn in prompt.turns))
+
+    def line(self) -> str:
+        source = {"source": self.prompt.source} if self.prompt.source else {}
+        answers = {"messages": self.messages, "looping": self.looping, "turns_ids": self.turns}
+        options = dict(self.prompt.options)
+        tools = {"tools": options.pop("tools")} if "tools" in options else {}
+        given = tools | ({"chat_template_kwargs": options} if options else {})
+        record = {"id": self.prompt.id, **source, **given, **answers}
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+class Answered(NamedTuple):
+    dialogue: Dialogue
+    ids: list[int]  # of the answer to its `prompt_ids`
+    reason: str
+
+
+class Settled(NamedTuple):
+    """What became of a few answers."""
+
+    lines: list[tuple[str, str]]  # finished conversations: id, and how they stand in the file
+    going_on: list[Dialogue]  # with their next prompt
+    looping: int
+
+
+class HostWork:
+    """Each method takes a list, so that many small pieces can travel together."""
+
+    def __init__(self, tokenizer: Tokenizer, longest_prompt: int):
+        self.tokenizer, self.longest_prompt = tokenizer, longest_prompt
+        self.chat = ChatFormat(tokenizer)
+
+    def __reduce__(self) -> tuple:
+        return HostWork, (self.tokenizer, self.longest_prompt)
+
+    def open(self, prompts: list[Prompt]) -> list[Dialogue | str]:
+        """Conversations with their first prompt; or why there is none: "too_long" or "refused" (by the template)."""
+        return [self._open_turn(dialogue) or dialogue for dialogue in map(Dialogue.start, prompts)]
+
+    def settle(self, answered: list[Answered]) -> Settled:
+        lines, going_on, num_looping = [], [], 0
+        for dialogue, ids, reason in answered:
+            ids = [int(token_id) for token_id in ids]
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            dialogue.messages.append({"role": "assistant", "content": text})
+            dialogue.turns.append({"prompt_ids": dialogue.prompt_ids, "answer_ids": ids, "finish_reason": reason})
+            if is_looping(ids):
+                num_looping += 1
+                dialogue.looping = True
+            if dialogue.upcoming and not self._open_turn(dialogue):
+                going_on.append(dialogue)
+            else:
+                lines.append((dialogue.prompt.id, dialogue.line()))
+        return Settled(lines, going_on, num_looping)
+
+    def _open_turn(self, dialogue: Dialogue) -> str:
+        """Adds the user's next turn and renders the prompt. Where that is not possible, says why and changes nothing."""
+        dialogue.messages.append(dialogue.upcoming.popleft())
+        problem = ""
+        try:
+            answers = [Answer(ids=turn["answer_ids"]) for turn in dialogue.turns]
+            given = sum(message["role"] == "assistant" for message in dialogue.messages) - len(answers)
+            answers = [Answer()] * given + answers
+            dialogue.prompt_ids = self.chat.prompt_ids(dialogue.messages, answers, dialogue.prompt.options)
+            if len(dialogue.prompt_ids) > self.longest_prompt:
+                problem = "too_long"
+        except TemplateError:
+            problem = "refused"
+        if problem:
+            dialogue.messages.pop()
+        return problem
+
+    def written(self, answers: list[tuple[list[int], str]]) -> list[str | None]:
+        """User's turns that the target wrote: their text, or None for those of no use."""
+        return [self._written(ids, reason) for ids, reason in answers]
+
+    def _written(self, ids: list[int], reason: str) -> str | None:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        inner = ids[:-1]  # without the end of the turn
+        unusable = reason != "stop" or len(text) < SELF_MIN_CHARACTERS or any(map(self.chat.is_special, inner))
+        return None if unusable or is_looping(inner) else text
+
+
+@dataclass
+class RegenerateReport:
+    """What came of it; printed at the end."""
+
+    conversations: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
+    seconds: float = 0.0  # of the whole command
+    warm_up_seconds: float = 0.0  # of these, before the first prompt went in: loading, compiling, recording
+    looping: int = 0
+    cut_off: int = 0  # answers that reached max_tokens
+    already_done: int = 0
+    duplicates: int = 0
+    too_long: int = 0  # prompts (or follow-up turns) that leave no room for an answer
+    refused: int = 0  # by the chat template
+    contaminated: int = 0  # prompts that share text with those of `decontaminate`
+    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be contaminated
+
+    @property
+    def settled(self) -> int:
+        """Prompts that need nothing more."""
+        return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.contaminated
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.answer_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def warm_tokens_per_second(self) -> float:
+        warm_seconds = self.seconds - self.warm_up_seconds
+        return self.answer_tokens / warm_seconds if warm_seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        notes = {
+            "looping": self.looping,
+            "cut off at the limit": self.cut_off,
+            "conversations already done": self.already_done,
+            "prompts with an id seen before": self.duplicates,
+            "prompts too long": self.too_long,
+            "prompts refused by the chat template": self.refused,
+            "prompts left out for text of the evaluation": self.contaminated,
+            "self-written prompts rejected": self.self_rejected,
+        }
+        text = f"{self.conversations:,} conversations, {self.answers:,} answers, {self.answer_tokens:,} answer tokens "
+        text += f"in {self.seconds:.1f} s ({self.tokens_per_second:,.0f} tokens/s; {self.warm_tokens_per_second:,.0f} "
+        text += f"after the {self.warm_up_seconds:.1f} s before the first prompt)"
+        return text + "".join(f"; {count:,} {what}" for what, count in notes.items() if count)
 
 
 class Conversations(Iterator["list[int] | None"]):
@@ -36,7 +191,7 @@ class Conversations(Iterator["list[int] | None"]):
         file: AnswerFile,
         report: RegenerateReport,
         seed: int,
-    ):
+    ) -> None:
         self._prompts, self._workers, self._file, self._report, self._seed = prompts, workers, file, report, seed
         self._opening: deque[Future] = deque()
         self._num_opening = 0  # prompts in them

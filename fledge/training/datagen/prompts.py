@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -122,18 +124,9 @@ class AnswerFile:
 
     def _drop_torn_line(self) -> None:
         """A killed run may leave half a line at the end."""
-        with self.path.open("r+b") as file:
-            size = end = file.seek(0, 2)
-            while end > 0:
-                start = max(0, end - (1 << 16))
-                file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
-                if newline >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
-            if end < size:
-                file.truncate(end)
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        os.truncate(self.path, end)
 
     @staticmethod
     def _id(where: str, line: dict[str, Any]) -> str:

@@ -1,9 +1,12 @@
-"""Continuations of many prompts at once: enough of an engine for evaluation texts, on any device."""
+"""What a target in training writes after many prompts at once, for evaluation texts.
+
+Not by the engine: that packs a decoder's weights, which training reads as they are, and a sharded target's layers need all
+processes in step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,29 +93,10 @@ def continuations(
         token = choose(out.hidden_ND)
         written.append(token)
         finished = finished | torch.isin(token, stops)
-    return [_until_stop(row, set(stop_ids)) for row in torch.stack(written, 1).tolist()]
+    return [until_stop(row, stop_ids) for row in torch.stack(written, 1).tolist()]
 
 
-@torch.no_grad()
-def transformers_continuations(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
-) -> list[list[int]]:
-    """The same through transformers, one prompt at a time."""
-    answers = []
-    for prompt in prompts:
-        tokens = torch.tensor([list(prompt)], device=model.get_input_embeddings().weight.device)
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(stop_ids) or None,
-            pad_token_id=0,
-        )
-        answers.append(_until_stop(out[0, len(prompt) :].tolist(), set(stop_ids)))
-    return answers
-
-
-def _until_stop(ids: list[int], stops: set[int]) -> list[int]:
+def until_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
+    """Up to the first stop token and with it."""
     end = next((i for i, token in enumerate(ids) if token in stops), len(ids) - 1)
     return ids[: end + 1]

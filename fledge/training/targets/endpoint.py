@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -96,46 +96,51 @@ class EndpointTarget(Target):
 
     def _asked(self, document: Document) -> Future[Tensor]:
         with self._lock:
-            waiting = self._ahead.pop(document.key, [])
+            waiting = self._ahead[document.key]
+            asked = waiting.pop(0) if waiting else self._pool.submit(self._fetch, document.tokens)
             if not waiting:
-                return self._pool.submit(self._fetch, document.tokens)
-            first, *others = waiting
-            if others:
-                self._ahead[document.key] = others
-            return first
+                del self._ahead[document.key]
+            return asked
 
     def _fetch(self, tokens: np.ndarray) -> Tensor:
         return self.client.states(tokens.tolist()).states_TLD.to(self.dtype)
 
-    def continuations(self, prompts: Sequence[Sequence[int]], most: int, stop_ids: Sequence[int]) -> list[list[int]]:
-        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, most, stop_ids)[0], prompts))
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        return list(self._pool.map(lambda prompt: self.client.continuation(prompt, max_new_tokens, stop_ids)[0], prompts))
 
 
 class EndpointAnswers:
     """The target's answers from the same server, for `regenerate`."""
 
     def __init__(self, client: StatesClient, requests: int) -> None:
-        self.client, self.requests, self.max_model_len = client, requests, client.max_length
+        self.client, self.concurrency, self.max_model_len = client, requests, client.max_length
 
     def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Iterable[list[int] | None],
         *,
         max_tokens: int,
         temperature: float,
         top_p: float,
-        seed: int,
+        seed: int | Callable[[int], int],
         stop_ids: Sequence[int],
     ) -> Iterator[tuple[int, list[int], str]]:
-        def answer(index: int) -> tuple[int, list[int], str]:
-            sampling = {"temperature": temperature, "top_p": top_p, "seed": (seed + index) % 2**31}
-            ids, reason = self.client.continuation(prompts[index], max_tokens, stop_ids, **sampling)
-            return index, ids, reason
-
-        pool = ThreadPoolExecutor(self.requests, thread_name_prefix="answers")
+        """See `regenerate.AnswerGenerator`."""
+        coming, num_taken = iter(prompts), 0
+        under_way: dict[Future[tuple[list[int], str]], int] = {}
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="answers")
         try:
-            for done in as_completed([pool.submit(answer, index) for index in range(len(prompts))]):
-                yield done.result()
+            while True:
+                while len(under_way) < self.concurrency and (prompt := next(coming, None)) is not None:
+                    own_seed = seed(num_taken) if callable(seed) else seed + num_taken
+                    sampling = {"temperature": temperature, "top_p": top_p, "seed": own_seed % 2**31}
+                    request = pool.submit(self.client.continuation, prompt, max_tokens, stop_ids, **sampling)
+                    under_way[request] = num_taken
+                    num_taken += 1
+                if not under_way:
+                    return
+                for done in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    yield under_way.pop(done), *done.result()
         finally:  # requests under way end, so that their files are removed; the others are not made
             pool.shutdown(cancel_futures=True)
             self.client.sweep(FILE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from fledge.models.moe import stack_experts
 from fledge.training.distributed import DistributedContext
 from fledge.training.drafter import drafter_config, last_layer, last_layer_of_transformers, usable
 from fledge.training.recipe import Recipe
-from fledge.training.targets.continuations import continuations, transformers_continuations
 from fledge.training.targets.endpoint import EndpointTarget
 from fledge.training.targets.target import DecoderTarget, Target, TransformersTarget, load_sharded
 
@@ -161,14 +159,3 @@ def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
 def _latent_sizes_of(text: Any) -> MLAConfig | None:
     sizes: dict[str, Any] = {f.name: getattr(text, f.name, None) for f in fields(MLAConfig)}
     return MLAConfig(**sizes) if all(sizes[name] for name in sizes if name != "q_lora_rank") else None
-
-
-def greedy_answers(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]
-) -> list[list[int]]:
-    if isinstance(target, DecoderTarget):
-        return continuations(target.decoder, prompts, max_new_tokens, stop_ids)
-    if isinstance(target, EndpointTarget):
-        return target.continuations(prompts, max_new_tokens, stop_ids)
-    assert isinstance(target, TransformersTarget)
-    return transformers_continuations(target.model, prompts, max_new_tokens, stop_ids)

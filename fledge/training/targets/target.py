@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fledge.config import ModelConfig
+from fledge.drift.texts import in_groups
 from fledge.errors import ModelError
 from fledge.kernels.attention.metadata import AttentionMetadata
 from fledge.models.decoder import Decoder, DecoderLayer
 from fledge.ops.base import LayerModule
 from fledge.ops.torch_ops import AttendOps
 from fledge.training.distributed import DistributedContext
+from fledge.training.targets.continuations import continuations, until_stop
 from fledge.training.ttt import Mask, TrainBatch, packed_attend, packed_mask
 
 
@@ -63,6 +65,10 @@ class Target:
         """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
         raise NotImplementedError
 
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        """What it writes after each prompt, greedily, its stop token included."""
+        raise NotImplementedError
+
     def reserve(self, num_positions: int) -> None:
         """Room for the highest position, so that no pass has to ask the device for it."""
 
@@ -84,12 +90,18 @@ class Document(NamedTuple):
 
 def documents(batch: TrainBatch) -> Iterator[Document]:
     """Those of a packed batch; padding (zeros) is none."""
-    start, flat = batch.start_BT.cpu(), batch.tokens_BT.cpu().numpy().reshape(-1)
-    begins = (start == torch.arange(start.shape[1])).flatten().nonzero().flatten().tolist()
-    for begin, end in zip(begins, [*begins[1:], len(flat)], strict=True):
-        tokens = flat[begin:end]
+    flat = batch.tokens_BT.cpu().numpy().reshape(-1)
+    for first, length in _spans(batch):
+        tokens = flat[first : first + length]
         if tokens.any():
-            yield Document(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), begin, tokens)
+            yield Document(hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest(), first, tokens)
+
+
+def _spans(batch: TrainBatch) -> list[tuple[int, int]]:
+    """(flat index of the first token, length) of each document, padding included."""
+    start = batch.start_BT.cpu()
+    firsts = (start == torch.arange(start.shape[1])).flatten().nonzero().flatten().tolist()
+    return [(first, end - first) for first, end in zip(firsts, [*firsts[1:], start.numel()], strict=True)]
 
 
 class DecoderTarget(Target):
@@ -140,6 +152,9 @@ class DecoderTarget(Target):
             ops = _WholeLayers(run)
         x, taps = decoder.run(x, None, ops, self.taps)
         return TargetStates(taps, decoder.norm(x))
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        return continuations(self.decoder, prompts, max_new_tokens, stop_ids)
 
     def reserve(self, num_positions: int) -> None:
         self.decoder.reserve(num_positions)
@@ -244,11 +259,11 @@ class TransformersTarget(Target):
     @torch.no_grad()
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
         tokens, positions = batch.tokens_BT.flatten(), batch.positions_BT.flatten()
-        taps = [torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)]
-        taps = [taps[0].clone() for _ in self.taps]
-        hidden = torch.zeros_like(taps[0])
-        for index, real in _document_groups(batch.start_BT.cpu(), budget=max(batch.tokens_BT.shape[1], 8192)):
-            index, real = index.to(self.device), real.to(self.device)
+        hidden = torch.zeros(len(tokens), self.hidden_size, device=tokens.device, dtype=self.head.weight.dtype)
+        taps = [torch.zeros_like(hidden) for _ in self.taps]
+        spans = _spans(batch)
+        for group in in_groups([length for _, length in spans], max(batch.tokens_BT.shape[1], 8192)):
+            index, real = (x.to(self.device) for x in _padded([spans[number] for number in group]))
             extra = {"position_ids": positions[index]} if self._takes_positions else {}
             out = self._decoder(tokens[index], output_hidden_states=True, use_cache=False, **extra)
             for buffer, layer in zip(taps, self.taps, strict=True):
@@ -256,23 +271,27 @@ class TransformersTarget(Target):
             hidden[index[real]] = out.last_hidden_state[real]
         return TargetStates(taps, hidden)
 
+    @torch.no_grad()
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
+        """One prompt at a time."""
+        answers = []
+        for prompt in prompts:
+            tokens = torch.tensor([list(prompt)], device=self.device)
+            out = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(stop_ids) or None,
+                pad_token_id=0,
+            )
+            answers.append(until_stop(out[0, len(prompt) :].tolist(), stop_ids))
+        return answers
 
-def _document_groups(start_BT: Tensor, budget: int) -> list[tuple[Tensor, Tensor]]:
-    """Documents as padded rows of flat indices, with what is real in them; alike in length within a group."""
-    rows, length = start_BT.shape
-    is_first = start_BT == torch.arange(length)
-    begins = is_first.flatten().nonzero().flatten().tolist()
-    spans = sorted((end - begin, begin) for begin, end in zip(begins, [*begins[1:], rows * length], strict=True))
-    groups: list[list[tuple[int, int]]] = [[]]
-    for span in spans:
-        if groups[-1] and (len(groups[-1]) + 1) * span[0] > budget:
-            groups.append([])
-        groups[-1].append(span)
-    padded = []
-    for group in groups:
-        lengths, firsts = (torch.tensor(x)[:, None] for x in zip(*group, strict=True))
-        column = torch.arange(int(lengths.max()))[None]
-        real = column < lengths
-        # Padding repeats the document's last token: it comes after everything real, which therefore never sees it.
-        padded.append((firsts + torch.minimum(column, lengths - 1), real))
-    return padded
+
+def _padded(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Documents as rows of flat indices, and which of these are real."""
+    firsts, lengths = torch.tensor(spans)[..., None].unbind(1)
+    column = torch.arange(int(lengths.max()))
+    # Padding repeats the document's last token: it comes after everything real, which therefore never sees it.
+    return firsts + torch.minimum(column, lengths - 1), column < lengths
