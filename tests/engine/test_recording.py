@@ -8,7 +8,7 @@ import pytest
 
 from fledge.engine.config import EngineConfig
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
-from fledge.engine.executors.chunked_prefill import MIDDLE
+from fledge.engine.executors.prefill import MIDDLE
 from fledge.engine.executors.recording import UsualGraphs
 
 

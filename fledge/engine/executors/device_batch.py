@@ -34,10 +34,9 @@ from fledge.engine.executors.batch_state import (
     NewRows,
     RowInit,
 )
-from fledge.engine.executors.chunked_prefill import MIDDLE, ChunkedPrefill
 from fledge.engine.executors.graphs import StepGraphs, batch_sizes
 from fledge.engine.executors.hidden_states import DeviceStates
-from fledge.engine.executors.prefill import PrefillBatch, PrefillGraphs
+from fledge.engine.executors.prefill import MIDDLE, ChunkedPrefill, PrefillBatch, PrefillGraphs
 from fledge.kernels import compile_ahead
 from fledge.kernels.accept import Accepted, accept
 from fledge.kernels.adjust import adjust

@@ -9,10 +9,9 @@ from functools import partial
 from itertools import chain, product
 
 from fledge.engine.executors.batch_state import ADJUSTED, GREEDY, SAMPLED, TRUNCATED
-from fledge.engine.executors.chunked_prefill import MIDDLE
 from fledge.engine.executors.device_batch import DeviceBatch
 from fledge.engine.executors.graphs import size_for
-from fledge.engine.executors.prefill import PROMPTS, TOKENS, pass_sizes
+from fledge.engine.executors.prefill import MIDDLE, PROMPTS, TOKENS, pass_sizes
 from fledge.kernels import compile_ahead
 
 # Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
