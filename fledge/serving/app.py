@@ -16,8 +16,7 @@ from fastapi.routing import APIRoute
 import fledge
 from fledge.serving import chat, completions, errors, page_files, prompts, responses
 from fledge.serving.errors import ApiError
-from fledge.serving.json_checks import check_json
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_json
 from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.request_guard import RequestGuard, caller_of

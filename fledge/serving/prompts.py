@@ -8,8 +8,7 @@ from typing import Any
 
 from fledge.errors import RequestError
 from fledge.serving.errors import ApiError
-from fledge.serving.json_checks import check_json
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_json
 from fledge.serving.protocol import ChatMessage, TextPart, Tool
 from fledge.serving.service import SHORT_TEXT, Service
 from fledge.tokenizer import Tokenizer

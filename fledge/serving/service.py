@@ -21,8 +21,8 @@ from fledge.serving.defaults import overriding_defaults
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
-from fledge.serving.json_checks import check_grammar_size, check_json
 from fledge.serving.json_schema import supported_schema
+from fledge.serving.limits import check_grammar_size, check_json
 from fledge.serving.messages import Ready, ToApiServer
 from fledge.serving.protocol import ChatRequest, SamplingFields
 from fledge.serving.tokenizing import TokenizerThread

@@ -19,9 +19,8 @@ from fledge.kernels.bits import pack_bits
 from fledge.serving.errors import ApiError
 from fledge.serving.grammar_process import GrammarProcess
 from fledge.serving.grammar_worker import compile_grammar
-from fledge.serving.json_checks import check_grammar_size
 from fledge.serving.json_patterns import FORMATS
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_grammar_size
 from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
 
