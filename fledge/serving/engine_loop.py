@@ -79,7 +79,7 @@ class EngineLoop:
         self._engine: Engine | None = None  # until it is built
         self.failure: UserError | None = None
         self.api_servers = [ApiServer(connection) for connection in connections]
-        self._grammar_jobs: GrammarJobs[tuple[ApiServer, int]] | None = None
+        self._grammar_jobs: GrammarJobs | None = None
         self._main = self.api_servers[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
         self._busy_until: float  # from the start on
@@ -101,7 +101,7 @@ class EngineLoop:
         return self._engine
 
     @property
-    def grammars(self) -> GrammarJobs[tuple[ApiServer, int]]:
+    def grammars(self) -> GrammarJobs:
         assert self._grammar_jobs is not None, "the engine is not built yet"
         return self._grammar_jobs
 
