@@ -257,7 +257,7 @@ def human_int(text: str) -> int:
         number = float(text[:-1] if scale != 1 else text) * scale
     except ValueError:
         number = -1.0
-    if number < 1 or number != int(number):
+    if not (number >= 1 and number.is_integer()):  # infinity is not
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return int(number)
 

@@ -7,6 +7,7 @@ A flag of vLLM's that cannot be followed is refused with the reason and what to 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -97,6 +98,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     if given.enable_auto_tool_choice and not given.tool_call_parser:
         raise UserError("--enable-auto-tool-choice needs --tool-call-parser, which says how the model writes its calls")
     bounds: dict[str, tuple[float, float]] = {
+        "--log-interval": (given.log_interval, 0.001),
         "--max-queue": (given.max_queue, 0),
         "--max-logprobs": (given.max_logprobs, 0),
         "--block-size": (given.block_size, 0),
@@ -111,6 +113,8 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     for name, (value, least) in bounds.items():
         if not value >= least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+        if value == math.inf:
+            raise UserError(f"{name} must be a finite number, not {value}")
     if given.max_logprobs > 20:
         raise UserError("--max-logprobs: at most 20 alternatives can be reported")
     quantization, of_checkpoint = _quantization(given.quantization)
@@ -201,7 +205,8 @@ def _processes(given: argparse.Namespace) -> dict[str, Any]:
 def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeConfig:
     tree = None
     if given.tree or given.tree_width is not None or given.tree_nodes is not None:
-        tree = TreeShape(given.tree_width or TreeShape.width, given.tree_nodes or TreeShape.nodes)
+        asked = {"width": given.tree_width, "nodes": given.tree_nodes}
+        tree = TreeShape(**{name: value for name, value in asked.items() if value is not None})
     if given.speculative_config is None:
         # As in vLLM a user's model is served plainly unless a drafter is asked for; a built-in one comes with its own.
         drafter = given.drafter or ("auto" if model in BUILT_INS else "none")
