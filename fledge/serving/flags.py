@@ -65,7 +65,6 @@ class ServeFlags:
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False
-    gpu_memory_utilization: float | None = None
     shutdown_timeout: float = 30.0
     engine_process: bool = False  # the engine in a process of its own
     api_workers: int = 1  # processes that speak HTTP
@@ -128,34 +127,27 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         max_batched_tokens=given.max_num_batched_tokens,
         kv_cache_tokens=given.kv_cache_tokens,
         kv_cache_dtype=DTYPES.get(given.kv_cache_dtype, given.kv_cache_dtype),
+        gpu_memory_utilization=given.gpu_memory_utilization or 0.0,
         page_size=given.block_size,
         prefix_caching=given.enable_prefix_caching,
         deterministic=given.deterministic,
         threads=given.threads,
     )
-    same = (
-        "host", "port", "uds", "root_path", "uvicorn_log_level", "disable_uvicorn_access_log", "ssl_keyfile", "ssl_certfile",
-        "allow_credentials", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "max_logprobs", "seed",
-        "generation_config", "disable_log_stats", "gpu_memory_utilization", "shutdown_timeout", "max_queue", "log_interval",
-        "drift_probe_every",
-    )  # fmt: skip
-    return ServeFlags(
-        model=model,
-        served_model_name=tuple(given.served_model_name),
-        api_key=keys,
-        allowed_origins=tuple(given.allowed_origins),
-        trusted_proxies=given.trusted_proxies,
-        chat_template=read_template(given.chat_template),
-        override_generation_config=json_object("--override-generation-config", given.override_generation_config),
-        checkpoint_quantization=of_checkpoint,
-        notes=(*notes, *speculative.notes),
-        engine_config=config,
-        limits=limits.from_flags(given),
-        learn=_learn_config(given),
+    own: dict[str, Any] = {
+        "model": model,
+        "served_model_name": tuple(given.served_model_name),
+        "api_key": keys,
+        "chat_template": read_template(given.chat_template),
+        "override_generation_config": json_object("--override-generation-config", given.override_generation_config),
+        "checkpoint_quantization": of_checkpoint,
+        "notes": (*notes, *speculative.notes),
+        "engine_config": config,
+        "limits": limits.from_flags(given),
+        "learn": _learn_config(given),
+        "speculative_config": speculative,
         **_processes(given),
-        speculative_config=speculative,
-        **{name: getattr(given, name) for name in same},
-    )
+    }
+    return ServeFlags(**own, **{one.name: getattr(given, one.name) for one in fields(ServeFlags) if one.name not in own})
 
 
 def _quantization(name: str) -> tuple[str, str | None]:
