@@ -14,6 +14,8 @@ from typing import Any
 from fledge.errors import UserError, first_line
 from fledge.sources import HUB_ID
 
+# Prompts written for this project, over the eleven categories of SPEED-Bench.
+BUILT_IN = Path(__file__).with_name("builtin.jsonl")
 # What SPEED-Bench ships in place of prompts that its user must fetch from their sources.
 PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
 
@@ -30,15 +32,10 @@ def load_items(data: str, *, limit: int = 0, categories: Iterable[str] = ()) -> 
 
     `limit`: at most this many of each category, spread over the file; 0: all.
     """
-    if data == "builtin":
-        from fledge.bench.builtin import BUILT_IN
-
-        items = list(BUILT_IN)
-    else:
-        files = _files(data)
-        items = [item for file in files for item in _read(file)]
-        if not items:
-            raise UserError(f"{data}: no conversations in it")
+    files = [BUILT_IN] if data == "builtin" else _files(data)
+    items = [item for file in files for item in _read(file)]
+    if not items:
+        raise UserError(f"{data}: no conversations in it")
     if wanted := set(categories):
         if unknown := wanted - {item.category for item in items}:
             known = ", ".join(sorted({item.category for item in items}))
