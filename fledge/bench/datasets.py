@@ -89,14 +89,17 @@ def _read(file: Path) -> list[Item]:
 
 
 def _jsonl(file: Path) -> Iterable[tuple[int, Any]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}: not JSON ({error.msg})") from None
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{file}, line {number}: not JSON ({first_line(error)})") from None
 
 
 def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
@@ -112,10 +115,10 @@ def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
 
 def _item(row: Any, file: Path, number: int) -> Item:
     where = f"{file}, {'row' if file.suffix == '.parquet' else 'line'} {number}"
-    if not isinstance(row, Mapping) or not row.get("turns"):
+    if not isinstance(row, Mapping) or not isinstance(row.get("turns"), str | list) or not row["turns"]:
         raise UserError(f'{where}: expected {{"id", "category", "turns": [text, …]}} with at least one turn')
     turns = row["turns"]
-    turns = [turns] if isinstance(turns, str) else list(turns)
+    turns = [turns] if isinstance(turns, str) else turns
     contents = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
     texts = [text for text in contents if isinstance(text, str) and text.strip()]
     if len(texts) < len(contents):
