@@ -15,7 +15,7 @@ def bench(
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Drafters to measure. Default: auto.")] = None,
     data: Annotated[str, typer.Option(help="'builtin', a JSONL file or a folder of them, or a hub id.")] = "builtin",
     category: Annotated[list[str] | None, typer.Option(help="Only these categories.")] = None,
-    limit: Annotated[int, typer.Option(help="Conversations per category; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Conversations per category; 0: all.")] = 0,
     concurrency: Annotated[str, typer.Option(help="Concurrent conversations: a list such as 1,4,16.")] = "1",
     depth: Annotated[str, typer.Option(help="Speculation depths: a list such as 3,5, or auto.")] = "5",
     adaptive: Annotated[
@@ -28,7 +28,7 @@ def bench(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    repeats: Annotated[int, typer.Option(help="Repetitions; the fastest run of each case counts.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the fastest run of each case counts.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
     baseline: Annotated[
         str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")

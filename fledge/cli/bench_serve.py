@@ -15,7 +15,7 @@ def bench_serve(
     data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one a line, or 'builtin'.")],
     concurrency: Annotated[str, typer.Option(help="Concurrent requests: levels, run one after the other.")] = "1,4,16",
     request_rate: Annotated[float | None, typer.Option(help="Requests per second, at random times (Poisson).")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts per level; 0: all.")] = 0,
+    num_prompts: Annotated[int, typer.Option(min=0, help="Prompts per level; 0: all.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, if the server can.")] = False,
