@@ -191,6 +191,20 @@ def test_a_null_error_is_none() -> None:
         assert (sample.error, sample.completion_tokens, sample.first_token_seconds) == (None, 1, 1.0)
 
 
+def test_a_stream_may_have_no_space_after_the_colon() -> None:
+    text = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + USAGE
+    for end in (DONE, DONE.strip()):
+        sample = read_stream(0.0, [(1.0, (text + end).replace(b"data: ", b"data:"))])
+        assert (sample.error, sample.completion_tokens) == (None, 1)
+
+
+def test_a_client_process_asks_nothing_when_the_others_have_failed() -> None:
+    task = pickle.dumps((LoadSettings("http://127.0.0.1:9"), [[{"role": "user", "content": "x"}]], 1))
+    command = [sys.executable, "-m", "fledge.bench.load_client"]
+    done = subprocess.run(command, input=task, capture_output=True, timeout=60)  # its input ends without "go"
+    assert (done.returncode, done.stdout) == (1, b"ready\n")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, "x", None])
 def test_odd_log_probabilities_are_no_answer(value: Any) -> None:
     entry = {"token": "x", "logprob": value, "top_logprobs": []}
