@@ -46,7 +46,8 @@ class LoadSettings:
     processes: int = 1  # of the client
 
     def __post_init__(self) -> None:
-        if "@" in urlsplit(server_url(self.url)).netloc:
+        object.__setattr__(self, "url", server_url(self.url))
+        if "@" in urlsplit(self.url).netloc:
             raise UserError("give the server's key with --api-key, not in the URL")
         authorization(self.api_key)
 

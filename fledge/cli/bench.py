@@ -72,8 +72,8 @@ def bench(
         else:
             Console().print(kernel_table(found))
         return
-    at_once = _numbers(concurrency, "--concurrency")
-    depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
+    at_once = options.numbers(concurrency, "--concurrency")
+    depths = [text if text == "auto" else options.numbers(text, "--depth")[0] for text in depth.split(",")]
     names = [name.strip() for name in baseline.split(",") if name.strip()]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     check_baselines(names, greedy=params.greedy, assistant=assistant)
@@ -128,15 +128,3 @@ def bench(
         console.print(f"[yellow]{literal(line)}[/]", highlight=False)
     for file in files:
         print(file)
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    from fledge.errors import UserError
-
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} takes positive numbers separated by commas, such as 1,4; not {text!r}")
-    return numbers

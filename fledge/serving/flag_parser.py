@@ -6,8 +6,9 @@ import argparse
 import ipaddress
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fledge.engine.options import DEFAULT_DEPTH
 from fledge.errors import UsageError
@@ -215,8 +216,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _number(group: argparse._ArgumentGroup, *names: str, help: str, **settings: Any) -> None:
-    group.add_argument(*names, **{"type": int, "default": 0, "metavar": "N", "help": help} | settings)
+def _number(group: argparse._ArgumentGroup, *names: str, help: str, type: Callable[[str], int] = int, default: int = 0) -> None:
+    group.add_argument(*names, type=type, default=default, metavar="N", help=help)
 
 
 def _switch(group: argparse._ArgumentGroup, name: str, help: str) -> None:

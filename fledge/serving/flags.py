@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         deterministic=given.deterministic,
         threads=given.threads,
     )
-    own: dict[str, Any] = {
+    changed: dict[str, Any] = {
         "model": model,
         "served_model_name": tuple(given.served_model_name),
         "api_key": keys,
@@ -147,7 +147,9 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         "speculative_config": speculative,
         **_processes(given),
     }
-    return ServeFlags(**own, **{one.name: getattr(given, one.name) for one in fields(ServeFlags) if one.name not in own})
+    return ServeFlags(
+        **changed, **{one.name: getattr(given, one.name) for one in fields(ServeFlags) if one.name not in changed}
+    )
 
 
 def _quantization(name: str) -> tuple[str, str | None]:
