@@ -104,16 +104,7 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> tuple[list[int], list[str | None] | None]:
             text, special = payload.prompt, payload.add_special_tokens
             if text is None:
-                assert payload.messages is not None, "the protocol asks for one of the two"
-                text = prompts.render(
-                    service,
-                    tokenizer,
-                    payload.messages,
-                    payload.tools,
-                    payload.add_generation_prompt,
-                    payload.continue_final_message,
-                    payload.chat_template_kwargs,
-                )
+                text = prompts.render(service, tokenizer, payload, payload.tools)
             longest = service.limits.max_tokenize_bytes
             if len(text) > longest or len(text.encode()) > longest:
                 raise ApiError(f"the text is longer than {longest} bytes; send less (--max-tokenize-bytes)", param="prompt")

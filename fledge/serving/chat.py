@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,12 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     tools = None if payload.tool_choice == "none" else payload.tools
     new_tool_parser, forced_schema = _tool_parser(service, payload)
     length = prompts.length(payload.messages, tools, payload.chat_template_kwargs)
-    text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length, caller)
+
+    def tokenized(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        text = prompts.render(service, tokenizer, payload, tools)
+        return text, service.encode(tokenizer, text, payload.add_special_tokens)
+
+    text, prompt = await service.tokenize(tokenized, length, caller)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
     reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
@@ -111,19 +116,6 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, grammar, begin_mark)
     name = f"chatcmpl-{secrets.token_hex(16)}"
     return ChatCall(service, payload, model, prompt, works, options, new_parser, name, int(time.time()))
-
-
-def _prompt(service: Service, tokenizer: Tokenizer, payload: ChatRequest, tools: Sequence | None) -> tuple[str, list[int]]:
-    text = prompts.render(
-        service,
-        tokenizer,
-        payload.messages,
-        tools,
-        payload.add_generation_prompt,
-        payload.continue_final_message,
-        payload.chat_template_kwargs,
-    )
-    return text, service.encode(tokenizer, text, payload.add_special_tokens)
 
 
 def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], ToolParser] | None, Any]:
@@ -168,9 +160,9 @@ async def collect(call: ChatCall, generation: Generation) -> dict[str, Any]:
     logprobs: list[list[Any]] = [[] for _ in call.works]
 
     def push(progress: Progress) -> None:
-        _, found = readers[progress.index].read(progress)
+        _, found = readers[progress.answer.index].read(progress)
         if found is not None:
-            logprobs[progress.index] += found["content"]
+            logprobs[progress.answer.index] += found["content"]
 
     await generation.consume(push)
     choices = []
@@ -201,7 +193,7 @@ class ChatStream(ChunkStream):
 
     def push(self, progress: Progress) -> bytes:
         """Hot path where there is nothing but text: one precomputed event a step."""
-        index = progress.index
+        index = progress.answer.index
         if self.has_plain_text:
             text = progress.text
             data = self.text_events.event(index, text) if text else b""
@@ -225,9 +217,9 @@ class ChatStream(ChunkStream):
         return b"".join(chunks)
 
     def _last(self, progress: Progress) -> bytes:
-        index, stop_reason = progress.index, progress.answer.stop_reason
-        reason = self.readers[index].parser.finish_reason(progress.finish_reason)
-        return self._chunk(index, {}, finish_reason=reason, stop_reason=stop_reason)
+        answer = progress.answer
+        reason = self.readers[answer.index].parser.finish_reason(progress.finish_reason)
+        return self._chunk(answer.index, {}, finish_reason=reason, stop_reason=answer.stop_reason)
 
     def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> bytes:
         return self.chunk({"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | extra)

@@ -119,7 +119,7 @@ async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any
     logprobs: list[dict[str, list[Any]] | None] = [None] * len(call.works)
 
     def push(progress: Progress) -> None:
-        index = progress.index
+        index = progress.answer.index
         texts[index].append(progress.text)
         if readers is None:
             return
@@ -159,7 +159,8 @@ class CompletionStream(ChunkStream):
 
     def push(self, progress: Progress) -> bytes:
         """Hot path where there is nothing but text: one precomputed event a step."""
-        index, answer, text = progress.index, progress.answer, progress.text
+        answer, text = progress.answer, progress.text
+        index = answer.index
         if self.has_plain_text and progress.finish_reason is None:
             return self.text_events.event(index, text) if text else b""
         self.answers[index] = answer

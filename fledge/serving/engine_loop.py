@@ -24,6 +24,7 @@ import torch
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta
 from fledge.errors import UserError
+from fledge.sampling import SamplingParams
 from fledge.serving.engine_calls import ApiServer, Call, Tracked
 from fledge.serving.errors import ApiError, as_api_error, internal_error, overloaded
 from fledge.serving.fair_queue import FairQueue, room_for
@@ -46,7 +47,6 @@ from fledge.serving.messages import (
     Taken,
     ToEngine,
     refusal,
-    unpack_params,
 )
 from fledge.serving.metrics import Metrics
 
@@ -275,7 +275,7 @@ class EngineLoop:
             self._check_capacity(len(message.answers), message.caller)
             assert message.grammar is None or grammar is not None
             # Answers to one prompt share all that is checked: a thousand of them must not hold up a step.
-            params = [unpack_params(one) for one in message.params]
+            params = [SamplingParams(**one) for one in message.params]
             for prompt, one in {(answer.prompt, answer.params) for answer in message.answers}:
                 self.engine.check_request(message.prompts[prompt], params[one])
         except Exception as error:

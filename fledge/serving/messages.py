@@ -174,12 +174,8 @@ ToApiServer = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Ope
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """What is not as usual: most requests set two or three."""
+    """Keywords of `SamplingParams` that are not as usual: most requests set two or three."""
     return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
-
-
-def unpack_params(given: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**given)
 
 
 def refusal(call: int, error: ApiError) -> Refused:

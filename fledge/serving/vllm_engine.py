@@ -19,6 +19,7 @@ from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, OF_VLLM, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
+from fledge.serving.speculative_config import json_object
 from fledge.sources import BUILT_INS
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
@@ -113,11 +114,8 @@ def _python_of(script: str) -> str | None:
 
 def _speculative_config(model: str, given: str | None, drafter: str | None, depth: str | None) -> dict | None:
     if given is not None:
-        try:
-            config = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise UserError(f"--speculative-config is not valid JSON ({error})") from None
-        if isinstance(config, dict) and isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
+        config = json_object("--speculative-config", given)
+        if isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
             config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
         return config
     found = Speculation(drafter or "auto").resolve_drafter(model)
