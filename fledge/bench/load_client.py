@@ -204,13 +204,6 @@ class Stream(NamedTuple):
     begin: float
     arrivals: list[Arrival]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(data) for _, data in self.arrivals)
-
-    def sample(self) -> Sample:
-        return read_stream(self.begin, self.arrivals)
-
 
 class User:
     """Sends one request after the other, over one connection as long as it lasts."""
@@ -356,11 +349,11 @@ async def run_users(
                 await asyncio.sleep(max(0.0, next_start - time.perf_counter()))
             answer = await user.ask(conversation)
             if isinstance(answer, Stream):
-                room -= answer.num_bytes
+                room -= sum(len(data) for _, data in answer.arrivals)
                 if room > 0:
                     kept.append(answer)
                 else:
-                    samples.append(answer.sample())
+                    samples.append(read_stream(*answer))
             else:
                 samples.append(answer)
             num_done += 1
@@ -370,7 +363,7 @@ async def run_users(
     end = time.perf_counter()
     for user in users:
         user.close()
-    return Outcome(samples + [stream.sample() for stream in kept], begin, end)
+    return Outcome(samples + [read_stream(*stream) for stream in kept], begin, end)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def create_app(service: Service) -> FastAPI:
         watching = asyncio.create_task(service.engine.watch_event_loop())
         yield
         watching.cancel()
-        service.close()
+        service.engine.cancel_waiting()
         await service.engine.stop()
 
     app = App(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)

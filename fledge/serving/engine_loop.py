@@ -148,7 +148,7 @@ class EngineLoop:
             raise UserError("the engine could not be built; the log above says why") from None
         assert engine.tokenizer is not None, "a server's engine has one"
         self._engine = engine
-        self.metrics.watch(engine)
+        self.metrics.engine = engine
         self._grammar_jobs = GrammarJobs(engine, self.flags.limits, self.flags.max_queue, lambda: self._wake.send(b"w"))
         ready = Ready(
             vocab_size=engine.model.vocab_size,

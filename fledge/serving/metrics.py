@@ -82,7 +82,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.labels = (model_name, "0")
-        self.engine: Engine | None = None
+        self.engine: Engine | None = None  # until it is built
         self.probe: LiveProbe | None = None  # looks at some drafts, if asked for
         self.num_queued: Callable[[], int] = lambda: 0  # requests that are not in the engine yet
         self.max_loop_lag = 0.0
@@ -117,9 +117,6 @@ class Metrics:
         self.registry.register(self)
         self.tokens_in = self.tokens_out = 0  # for the log line
         self._logged, self._logged_at = self._snapshot(), time.perf_counter()
-
-    def watch(self, engine: Engine) -> None:
-        self.engine = engine
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -102,10 +102,6 @@ class Service:
         """A third one, for the thread that takes long texts."""
         return self.tokenizer.copy()
 
-    def close(self) -> None:
-        """Those that wait for a grammar are told that the server ends."""
-        self.engine.cancel_waiting()
-
     def check_limits(self, fields: SamplingFields, num_prompts: int = 1, caller: str = "") -> None:
         """What a request asks for, before any of it is made."""
         limits = self.limits
