@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ class ServeFlags:
     @property
     def names(self) -> tuple[str, ...]:
         return self.served_model_name or (self.model,)
+
+
+def chosen_engine(words: Sequence[str]) -> str:
+    """Before anything else is parsed: vLLM's own flags are not ours to check."""
+    for word, following in pairwise([*words, ""]):
+        if word == "--engine":
+            return following
+        if word.startswith("--engine="):
+            return word.partition("=")[2]
+    return "fledge"
 
 
 def parse(arguments: Sequence[str]) -> ServeFlags:

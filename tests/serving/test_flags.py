@@ -18,9 +18,8 @@ from fledge.serving import server
 from fledge.serving.build import quantization_of
 from fledge.serving.flag_parser import OF_VLLM, human_int
 from fledge.serving.flag_parser import parser as flag_parser
-from fledge.serving.flags import ServeFlags, parse
+from fledge.serving.flags import ServeFlags, chosen_engine, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
-from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
 from fledge.serving.logs import _is_news
 

@@ -71,7 +71,7 @@ def test_the_process_becomes_vllms(tmp_path: Path) -> None:
     )
     environment = {**os.environ, vllm_engine.PYTHON_VARIABLE: sys.executable}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-m", "fledge.serving", "org/model", "--engine", "vllm", "--tensor-parallel-size", "2"]
+    words = [sys.executable, "-m", "fledge", "serve", "org/model", "--engine", "vllm", "--tensor-parallel-size", "2"]
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid, *arguments = process.stdout.readline().split()
