@@ -307,6 +307,17 @@ def test_acceptance_is_read_from_prometheus_text() -> None:
     assert Acceptance.parse("").length is None
 
 
+def test_the_commit_is_not_that_of_a_repository_around_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr("fledge.bench.provenance.ROOT", tmp_path / "site-packages")
+    assert provenance()["commit"] is None
+    monkeypatch.setattr("fledge.bench.provenance.ROOT", tmp_path)
+    assert provenance()["commit"]
+
+
 def test_serve_passes_everything_on() -> None:
     runner = CliRunner()
     assert "--speculative-config" in runner.invoke(command_line(), ["serve", "--help"]).output
