@@ -23,7 +23,7 @@ from fledge.serving import limits
 from fledge.serving.flag_parser import DEFAULT_MODEL, PROCESS_CORES, parser
 from fledge.serving.foreign_flags import normalise, refuse_foreign
 from fledge.serving.limits import Limits
-from fledge.serving.speculative_config import SpeculativeConfig, json_object
+from fledge.serving.speculative_config import SAID_TWICE, SpeculativeConfig, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
@@ -217,7 +217,7 @@ def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeCon
         drafter = given.drafter or ("auto" if model in BUILT_INS else "none")
         return SpeculativeConfig(Speculation(drafter, given.depth or DEFAULT_DEPTH, tree))
     if given.drafter or given.depth:
-        raise UserError("--speculative-config and --drafter or --depth say the same thing; give one of them")
+        raise UserError(SAID_TWICE)
     return SpeculativeConfig.parse(given.speculative_config, tree)
 
 

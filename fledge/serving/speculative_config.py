@@ -10,6 +10,7 @@ from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.speculation.depth import TreeShape
 
+SAID_TWICE = "--speculative-config and --drafter or --depth say the same thing; give one of them"
 METHODS = ("eagle3", "eagle", "ngram")
 EAGER = "a GPU always runs captured CUDA graphs, a CPU never does"
 

@@ -166,3 +166,16 @@ def test_a_missing_vllm_is_told_with_the_way_to_install_it(
     monkeypatch.setenv(vllm_engine.PYTHON_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="nowhere cannot be run"):
         vllm_engine._interpreter()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--drafter", "ngram", "--depth", "many"], "depth"),
+        (["--drafter", "ngram", "--speculative-config", '{"method": "ngram"}'], "--drafter"),
+        (["--speculative-config", "[]"], "JSON object"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(fake_vllm: str, words: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        vllm_engine.command(["org/model", *words])
