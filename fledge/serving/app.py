@@ -152,7 +152,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/learning", response_class=Response, responses={404: {"description": "The server does not learn."}})
     async def learning() -> Response:
-        history = await service.engine.learning_history() if service.engine.state == "ready" else b""
+        history = await service.engine.figures(of_learning=True) if service.engine.state == "ready" else b""
         if not history:
             raise ApiError("this server does not learn; start it with --learn", 404)
         return Response(history, media_type="application/json")

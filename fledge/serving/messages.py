@@ -84,7 +84,7 @@ class Observe(_Message, tag=5, frozen=True):
 
 class AskFigures(_Message, tag=6, frozen=True):
     id: int
-    of_learning: bool = False  # its history as JSON, instead of the text of /metrics
+    of_learning: bool  # its history as JSON, instead of the text of /metrics
 
 
 class Prepared(_Message, tag=7, frozen=True):
