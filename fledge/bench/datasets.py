@@ -99,7 +99,7 @@ def _jsonl(file: Path) -> Iterable[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{file}, line {number}: not JSON ({first_line(error)})") from None
+            raise UserError(f"{file}, line {number}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
 
 
 def _parquet(file: Path) -> Iterable[tuple[int, Any]]:

@@ -177,7 +177,8 @@ async def run_level(
         else:
             outcome = await asyncio.to_thread(_run_processes, settings, conversations, concurrency, num_processes)
             on_done(len(outcome.samples))
-        acceptance = (await read_acceptance(client) or Acceptance()).since(before)
+        after = await read_acceptance(client)
+    acceptance = after.since(before) if after is not None else Acceptance()
     return LoadReport(concurrency, outcome.end - outcome.begin, outcome.samples, acceptance)
 
 

@@ -124,6 +124,17 @@ def test_a_stream_that_arrives_at_once_does_not_make_its_reader_fast() -> None:
     assert LoadReport(1, 2.0, [half], Acceptance()).per_user_tokens_per_second == pytest.approx(50)
 
 
+def test_metrics_that_fail_at_the_end_are_no_negative_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([Acceptance(5.0, 10.0, 7.0, (4.0, 3.0)), None])
+
+    async def read(_: Any) -> Acceptance | None:
+        return next(answers)
+
+    monkeypatch.setattr("fledge.bench.load.read_acceptance", read)
+    report = asyncio.run(run_level(LoadSettings("http://127.0.0.1:9", model="m"), [], 1))
+    assert report.acceptance == Acceptance()
+
+
 def test_events_of_one_read_arrive_together() -> None:
     """A server that holds its events back and sends them in two bursts, 0.2 s apart."""
 
